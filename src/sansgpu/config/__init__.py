@@ -1,0 +1,20 @@
+"""What was asked: the schema, its files and its errors. Nothing here loads torch."""
+
+from sansgpu.config.errors import ConfigError, SansGPUError
+from sansgpu.config.load import load_config, save_config
+from sansgpu.config.paths import RunPaths
+from sansgpu.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from sansgpu.config.seeds import fold_seed
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "RunPaths",
+    "SansGPUError",
+    "TrainingConfig",
+    "fold_seed",
+    "load_config",
+    "save_config",
+]

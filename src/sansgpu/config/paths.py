@@ -1,0 +1,50 @@
+"""Where things lie in a run's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run, all below `root` unless the configuration places snapshots or logs elsewhere."""
+
+    root: Path
+    checkpoint_dir: Path | None = None
+    logging_dir: Path | None = None
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Machine, instruction set, threads and versions of the run."""
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One event a line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def snapshots(self) -> Path:
+        """One folder a snapshot."""
+        return self.checkpoint_dir or self.root / "snapshots"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.logging_dir or self.root / "tensorboard"
+
+    @property
+    def final(self) -> Path:
+        """The trained model as a Hugging Face folder."""
+        return self.root / "final"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Folder of the tokenizer the run was trained with."""
+        return self.root / "tokenizer"

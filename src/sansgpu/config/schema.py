@@ -1,0 +1,239 @@
+"""The one schema: every key, its type, its default and its meaning. Help, docs and errors come from here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    import torch
+
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+def _switch(value: object) -> object:
+    """YAML 1.1 reads a bare `on` or `off` as a boolean."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _listed(value: object) -> object:
+    return ([] if value in ("none", "") else [value]) if isinstance(value, str) else value
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """The decoder's shape. `activation` chooses the layout: swiglu is Qwen3's, gelu and relu are GPT-2's."""
+
+    vocab_size: int | None = Field(
+        None, ge=1, description="rows of the embedding; by default the tokenizer's size, padded to a multiple of 64"
+    )
+    d_model: int = Field(256, ge=1, description="width of the residual stream")
+    n_heads: int = Field(4, ge=1, description="query heads; d_model must be divisible by it")
+    n_kv_heads: int | None = Field(None, ge=1, description="key-value heads (swiglu only); by default n_heads")
+    n_layers: int = Field(6, ge=1, description="transformer blocks")
+    d_ff: int = Field(768, ge=1, description="width of the feed-forward layer")
+    max_seq_len: int = Field(256, ge=2, description="longest context, in tokens")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on embeddings and residual branches")
+    attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention weights")
+    activation: Literal["gelu", "relu", "swiglu"] = Field(
+        "swiglu", description="swiglu: RMSNorm, RoPE, QK-norm (Qwen3 layout); gelu, relu: LayerNorm, learned positions"
+    )
+    pre_norm: bool = Field(True, description="normalise before each branch; both layouts need true")
+    tie_embeddings: bool = Field(True, description="one matrix for the embedding and the output head")
+    rope_theta: float = Field(10_000.0, gt=0, description="base wavelength of the rotary positions (swiglu only)")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, slower")
+
+    @property
+    def modern(self) -> bool:
+        """Whether this is the Qwen3 layout."""
+        return self.activation == "swiglu"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads, each shared by n_heads / kv_heads query heads."""
+        return self.n_kv_heads or self.n_heads
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ModelConfig:
+        problems = []
+        if self.d_model % self.n_heads:
+            problems.append(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
+        elif self.modern and self.head_dim % 2:
+            problems.append(f"the head dim d_model / n_heads is {self.head_dim}, but rotary positions need an even one")
+        if self.n_heads % self.kv_heads:
+            problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}")
+        if not self.modern and self.kv_heads != self.n_heads:
+            problems.append(
+                f"n_kv_heads {self.kv_heads} needs activation swiglu: GPT-2's layout has no grouped queries"
+            )
+        if not self.pre_norm:
+            problems.append("pre_norm false is not supported: neither export layout has a post-norm block; set it true")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class TrainingConfig(_Section):
+    """How the weights change, for how long, and what is said and saved on the way."""
+
+    device: Device = Field("auto", description="auto: a GPU where there is one, else the CPU")
+    force_cpu: bool = Field(False, description="train on the CPU whatever `device` says")
+    batch_size: PositiveInt | Literal["auto"] = Field(
+        "auto", description="examples of one micro-batch; auto: the largest that fits and helps"
+    )
+    gradient_accumulation_steps: int = Field(
+        16, ge=1, description="micro-batches of one step; with batch_size auto, the examples of one step"
+    )
+    learning_rate: float = Field(0.004, gt=0, description="peak learning rate")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate over the peak")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; on hidden matrices only")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second-moment decay")
+    num_epochs: float | None = Field(None, gt=0, description="passes over the training part (1 if no limit is given)")
+    max_steps: int | None = Field(None, ge=1, description="optimizer updates; the first limit reached ends the run")
+    max_tokens: int | None = Field(None, ge=1, description="target tokens")
+    max_hours: float | None = Field(None, gt=0, description="hours of training, interruptions not counted")
+    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "wsd", description="wsd: warm-up, stable, then a linear decay over the last `decay_ratio` of the steps"
+    )
+    decay_ratio: float = Field(0.5, gt=0, le=1, description="share of the steps in which wsd decays")
+    warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up")
+    optimizer: Literal["muon", "adamw"] = Field(
+        "muon", description="muon: Muon on hidden matrices, AdamW on the rest; adamw: AdamW on all"
+    )
+    max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm to this; 0: do not clip")
+    precision: Precision = Field("auto", description="auto: bf16 where this device computes it natively and faster")
+    use_amp: bool | None = Field(None, description="true: precision auto; false: precision fp32")
+    compile: Switch = Field("auto", description="torch.compile of the blocks; auto: where the run is long enough")
+    threads: PositiveInt | Literal["auto"] = Field(
+        "auto", description="compute threads; auto: the physical cores available"
+    )
+    seed: int = Field(42, ge=0, description="the only source of randomness")
+    save_steps: int = Field(250, ge=0, description="steps between snapshots; 0: only the best and the last")
+    eval_steps: int = Field(100, ge=0, description="steps between evaluations; 0: none but the final one")
+    eval_batches: int | None = Field(None, ge=1, description="evaluate on this many batches; by default on all")
+    logging_steps: int = Field(10, ge=1, description="steps between step events")
+    keep_last: int = Field(3, ge=1, description="snapshots to keep, besides the best")
+    sample_tokens: int = Field(0, ge=0, description="tokens of a sample written with every evaluation; 0: none")
+    sample_prompt: str = Field("", description="what a sample continues")
+    dataloader_num_workers: int = Field(1, ge=0, description="threads preparing batches; 0: the training thread does")
+    dataloader_prefetch_factor: int | None = Field(None, ge=1, description="batches each worker keeps ready (2)")
+    dataloader_pin_memory: bool = Field(False, description="page-lock batches for a faster copy to a GPU")
+    distributed_backend: Literal["gloo", "nccl", "mpi", "ccl"] = Field("gloo", description="torch.distributed backend")
+    report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_listed)] = Field(
+        ["tensorboard"], description="besides metrics.jsonl: tensorboard, wandb, or none"
+    )
+    logging_dir: str | None = Field(None, description="TensorBoard folder; by default in the run's folder")
+    checkpoint_dir: str | None = Field(None, description="snapshot folder; by default in the run's folder")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_prefetch_without_workers(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("dataloader_num_workers") == 0:
+            return {key: value for key, value in values.items() if key != "dataloader_prefetch_factor"}
+        return values
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainingConfig:
+        if self.use_amp is False and self.precision == "bf16":
+            raise ValueError("use_amp false means fp32, but precision says bf16; give one of the two")
+        return self
+
+    @property
+    def wanted_precision(self) -> Precision:
+        """`precision` with `use_amp` taken into account."""
+        return "fp32" if self.use_amp is False else self.precision
+
+    @property
+    def prefetch(self) -> int:
+        """Batches to keep ready: workers x prefetch factor."""
+        return self.dataloader_num_workers * (self.dataloader_prefetch_factor or 2)
+
+    def get_effective_device(self) -> torch.device:
+        """The device this machine will train on."""
+        import torch  # the only question here that needs torch, so only who asks it pays for the import
+
+        wants_gpu = not self.force_cpu and self.device != "cpu"
+        return torch.device("cuda" if wants_gpu and torch.cuda.is_available() else "cpu")
+
+
+class DataConfig(_Section):
+    """What is learned from, and how it becomes tokens and windows."""
+
+    dataset_name: str = Field(
+        "python-stdlib", description="a Hugging Face dataset, a local file or folder, or `python-stdlib`"
+    )
+    dataset_config: str | None = Field(None, description="configuration of a Hugging Face dataset")
+    validation_name: str | None = Field(None, description="another source for validation, in the same forms")
+    text_column: str | None = Field(
+        None, description="column of the text; by default `text`, `content` or the only one"
+    )
+    tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json, or a Hugging Face tokenizer")
+    vocab_size: int = Field(8192, ge=257, description="size a bpe tokenizer is trained to")
+    tokenizer_sample_mb: int = Field(32, ge=1, description="megabytes of text a tokenizer is trained on")
+    max_length: int | None = Field(None, ge=2, description="window in tokens; by default model.max_seq_len")
+    pack_sequences: bool = Field(True, description="fill windows with several documents that do not see each other")
+    preprocessing_num_workers: int = Field(2, ge=1, description="threads that tokenize")
+    cache_dir: str | None = Field(None, description="where tokens are kept; by default ~/.cache/sansgpu")
+    validation_split: float = Field(
+        0.01, gt=0, lt=1, description="share of the tokens held out where the data has no validation part"
+    )
+
+
+class Config(_Section):
+    """One run. `device` and `force_cpu` may also stand at the top level of a file."""
+
+    task: Literal["pretrain"] = Field("pretrain", description="what is learned")
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _device_at_the_top(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        top = {key: values[key] for key in ("device", "force_cpu") if key in values}
+        rest = {key: value for key, value in values.items() if key not in top}
+        training = rest.get("training", {})
+        if isinstance(training, TrainingConfig):
+            training = training.model_dump(exclude_unset=True)
+        if top and isinstance(training, dict):
+            clash = [key for key in top if training.get(key, top[key]) != top[key]]
+            if clash:
+                raise ValueError(f"{clash[0]} stands twice, at the top and in training, with different values")
+            rest["training"] = {**training, **top}
+        return rest
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if self.window > self.model.max_seq_len:
+            raise ValueError(
+                f"data.max_length {self.window} is longer than model.max_seq_len {self.model.max_seq_len}; "
+                "lower the one or raise the other"
+            )
+        return self
+
+    @property
+    def device(self) -> Device:
+        """The device asked for."""
+        return self.training.device
+
+    @property
+    def window(self) -> int:
+        """Tokens of one training example."""
+        return self.data.max_length or self.model.max_seq_len

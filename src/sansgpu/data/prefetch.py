@@ -1,0 +1,36 @@
+"""Batches prepared ahead of the step that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from sansgpu.data.batch import Batch
+
+
+class Prefetcher:
+    """Calls `make(step)` ahead of time in `workers` threads, for up to `depth` steps to come.
+
+    As a batch depends on its step alone, neither number changes any result. Threads and not processes: making a
+    batch is copying from mapped files, which holds no lock, and processes would take cores from the step.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], workers: int, depth: int) -> None:
+        self._make = make
+        self._depth = depth if workers else 0
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if self._depth else None
+        self._ready: dict[int, Future[Batch]] = {}
+
+    def __call__(self, step: int, last: int) -> Batch:
+        """The batch of `step`; steps below `last` are prepared behind it."""
+        if self._pool is None:
+            return self._make(step)
+        for ahead in range(step, min(step + self._depth + 1, max(last, step + 1))):
+            if ahead not in self._ready:
+                self._ready[ahead] = self._pool.submit(self._make, ahead)
+        return self._ready.pop(step).result()
+
+    def close(self) -> None:
+        """Stop preparing."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)

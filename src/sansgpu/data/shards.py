@@ -1,0 +1,165 @@
+"""Tokens on disk: streamed there once, mapped from there ever after.
+
+A store is a folder of the cache: `tokens.bin` (each document is an end-of-text token and its tokens) and
+`documents.bin` (one record a document). It is named by a hash of all it was made from, built under a lock in a
+temporary folder beside it and renamed, so that it is whole or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from filelock import FileLock
+
+from sansgpu.config import ConfigError, DataConfig, SansGPUError
+from sansgpu.data.files import Piece
+from sansgpu.data.sources import Source
+from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
+
+FORMAT = 1  # of the store; part of every key
+ENCODE_CHARS = 4 << 20  # text encoded at once: enough to keep every thread busy, little memory
+DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset behind its last token
+
+Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The tokens of one source."""
+
+    name: str
+    tokens: np.ndarray  # (N,) uint16 or uint32, mapped
+    documents: np.ndarray  # (D,) DOCUMENT
+
+
+def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Progress) -> Tokenizer:
+    """The tokenizer the configuration names; bpe and char are made from `source`, once."""
+    if data.tokenizer not in ("bpe", "char"):
+        return load_tokenizer(data.tokenizer)
+    settings = (data.vocab_size, data.tokenizer_sample_mb) if data.tokenizer == "bpe" else ()
+    key = _key("tokenizer", source.fingerprint, data.tokenizer, *settings)
+
+    def build(folder: Path) -> None:
+        if data.tokenizer == "char":
+            texts = (piece.text for piece in _watched(source, "reading characters", progress))
+            tokenizer: Tokenizer = CharTokenizer.train(texts)
+        else:
+            limit = data.tokenizer_sample_mb * 1_000_000
+            tokenizer = BPETokenizer.train(_sample(source, limit, progress), data.vocab_size)
+        tokenizer.save(folder)
+
+    return load_tokenizer(_built(cache / "tokenizers" / key, build))
+
+
+def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Progress) -> TokenStore:
+    """Tokenize `source`, unless the cache has it. Raises ConfigError where the source holds no text."""
+    tokenizer_key = hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()
+    dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
+    key = _key("tokens", source.fingerprint, tokenizer_key, tokenizer.end_id, ENCODE_CHARS)
+
+    def build(folder: Path) -> None:
+        with (folder / "tokens.bin").open("wb") as tokens, (folder / "documents.bin").open("wb") as documents:
+            _tokenize(source, tokenizer, dtype, tokens, documents, progress)
+
+    folder = _built(cache / "tokens" / key, build)
+    documents = np.fromfile(folder / "documents.bin", dtype=DOCUMENT)
+    if not len(documents):
+        raise ConfigError(f"{source.name} holds no text; give data.dataset_name a corpus that is not empty.")
+    return TokenStore(source.name, np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), documents)
+
+
+def _tokenize(
+    source: Source, tokenizer: Tokenizer, dtype: np.dtype, tokens: IO[bytes], documents: IO[bytes], progress: Progress
+) -> None:
+    end, starts, content = 0, True, hashlib.blake2b(digest_size=8)
+    for batch in _batches(_watched(source, "tokenizing", progress)):
+        encoded = tokenizer.encode_batch([piece.text for piece in batch])
+        for piece, ids in zip(batch, encoded, strict=True):
+            if starts:
+                ids = [tokenizer.end_id, *ids]
+            tokens.write(np.asarray(ids, dtype=dtype).tobytes())
+            end += len(ids)
+            content.update(piece.text.encode())
+            starts = piece.ends_document
+            if starts:
+                content_hash = int.from_bytes(content.digest(), "little")
+                documents.write(np.array([(end, content_hash)], dtype=DOCUMENT).tobytes())
+                content = hashlib.blake2b(digest_size=8)
+
+
+def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in stream:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= ENCODE_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _watched(source: Source, doing: str, progress: Progress) -> Iterator[Piece]:
+    done = 0
+    for piece in source.read():
+        done += len(piece.text)
+        progress(doing, done, max(done, source.size_bytes))
+        yield piece
+
+
+def _sample(source: Source, limit: int, progress: Progress) -> Iterator[str]:
+    """Texts of about `limit` bytes, spread evenly over the source where it is larger."""
+    keep = min(1.0, limit / source.size_bytes) if source.size_bytes else 1.0
+    seen = taken = 0
+    for piece in _watched(source, "training the tokenizer", progress):
+        seen += len(piece.text)
+        if taken <= seen * keep:
+            taken += len(piece.text)
+            yield piece.text
+        if taken >= limit:
+            return
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:32]
+
+
+def _built(folder: Path, build: Callable[[Path], None]) -> Path:
+    """`folder`, made by `build` if it is not there yet; of several processes one builds and the others wait."""
+    if folder.is_dir():
+        return folder
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(folder.name + ".lock")):
+            if folder.is_dir():
+                return folder
+            shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+            partial.mkdir()
+            try:
+                build(partial)
+                _sync(partial)
+                partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise SansGPUError(
+            f"the cache {folder.parent} cannot be written: {error.strerror or error}; "
+            "free some space or set data.cache_dir to another place."
+        ) from None
+    return folder
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""Where text comes from: local files and folders, Hugging Face datasets, Python's own standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, file_form, pieces, read_documents, row_text
+
+PYTHON_STDLIB = "python-stdlib"
+TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
+TEST_NAMES = ("test", "testing")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A corpus: documents in a fixed order, whose content `fingerprint` names."""
+
+    name: str
+    fingerprint: str
+    size_bytes: int  # of the files as they lie; 0 where it is not known
+    read: Callable[[], Iterator[Piece]]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The training part and, where the data brings one, the validation part."""
+
+    train: Source
+    validation: Source | None
+
+
+def open_sources(data: DataConfig) -> Sources:
+    """The sources a configuration names. Raises ConfigError where there is no such data."""
+    sources = _open(data.dataset_name, data)
+    if data.validation_name:
+        return Sources(sources.train, open_single(data.validation_name, data))
+    return sources
+
+
+def open_single(name: str, data: DataConfig) -> Source:
+    """One source to evaluate on: its validation part where it has one, else all of it."""
+    sources = _open(name, data)
+    return sources.validation or sources.train
+
+
+def _open(name: str, data: DataConfig) -> Sources:
+    if name == PYTHON_STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return Sources(_files_source(name, root, _stdlib_files(root), data), None)
+    path = Path(name).expanduser()
+    if path.is_file():
+        if file_form(path) is None:
+            raise ConfigError(f"{path} has no known form; known are {' '.join(SUFFIXES)}, each also with .gz.")
+        return Sources(_files_source(name, path.parent, [path], data), None)
+    if path.is_dir():
+        if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+            return _hub_sources(name, data, local=True)
+        return _folder_sources(path, data)
+    if path.is_absolute() or name.startswith((".", "~")) or file_form(path) is not None:
+        raise ConfigError(f"{name} does not exist; data.dataset_name wants a file, a folder or a dataset's name.")
+    return _hub_sources(name, data, local=False)
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    """The standard library's modules, without its tests and whatever is installed beside it."""
+    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+    return [p for p in sorted(root.rglob("*.py")) if not skipped.intersection(p.relative_to(root).parts)]
+
+
+def _folder_sources(root: Path, data: DataConfig) -> Sources:
+    """All files below `root`; where some are named train*, names decide which part a file belongs to."""
+    hidden = (p for p in sorted(root.rglob("*")) if p.is_file() and file_form(p))
+    files = [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    if not files:
+        raise ConfigError(f"{root} holds no file of a known form ({' '.join(SUFFIXES)}, each also with .gz).")
+    train = [p for p in files if _part_of(p) in TRAIN_NAMES]
+    validation = [p for p in files if _part_of(p) in VALIDATION_NAMES]
+    if not train:
+        return Sources(_files_source(str(root), root, files, data), None)
+    rest = [p for p in files if _part_of(p) not in (*VALIDATION_NAMES, *TEST_NAMES)]
+    return Sources(
+        _files_source(str(root), root, rest, data),
+        _files_source(f"{root} (validation)", root, validation, data) if validation else None,
+    )
+
+
+def _part_of(path: Path) -> str:
+    return path.name.replace("-", ".").replace("_", ".").split(".")[0].lower()
+
+
+def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) -> Source:
+    digest = hashlib.sha256(repr((data.text_column, PIECE_CHARS)).encode())
+    for path in files:
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + _file_digest(path))
+
+    def read() -> Iterator[Piece]:
+        for path in files:
+            yield from read_documents(path, data.text_column, skip_undecodable=name == PYTHON_STDLIB)
+
+    return Source(name, digest.hexdigest(), sum(path.stat().st_size for path in files), read)
+
+
+def _file_digest(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    return digest.digest()
+
+
+def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
+    import datasets  # a second of imports that local files never need
+
+    datasets.disable_progress_bars()
+    try:
+        loaded: Any = (
+            datasets.load_from_disk(name)
+            if local
+            else datasets.load_dataset(name, data.dataset_config, cache_dir=data.cache_dir)
+        )
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{name} is no local path, and as a Hugging Face dataset it cannot be loaded: {reason}"
+        ) from None
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    train = next((splits[part] for part in TRAIN_NAMES if part in splits), None)
+    if train is None:
+        raise ConfigError(f"{name} has no training part; its parts are {', '.join(splits)}.")
+    validation = next((splits[part] for part in VALIDATION_NAMES if part in splits), None)
+    return Sources(
+        _dataset_source(name, train, data.text_column),
+        None if validation is None else _dataset_source(f"{name} (validation)", validation, data.text_column),
+    )
+
+
+def _dataset_source(name: str, dataset: Any, column: str | None) -> Source:
+    def read() -> Iterator[Piece]:
+        for number, row in enumerate(dataset, 1):
+            yield from pieces(row_text(row, column, f"{name}, row {number}"))
+
+    fingerprint = hashlib.sha256(repr((dataset._fingerprint, column, PIECE_CHARS)).encode()).hexdigest()
+    return Source(name, fingerprint, int(dataset.size_in_bytes or 0), read)

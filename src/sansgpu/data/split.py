@@ -1,0 +1,59 @@
+"""Which documents are trained on and which are held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sansgpu.data.shards import TokenStore
+
+
+@dataclass(frozen=True)
+class TokenRanges:
+    """A part of a store: documents, each tokens[start:stop]; all but a cut one begin with an end-of-text token."""
+
+    tokens: np.ndarray
+    starts: np.ndarray  # (D,) int64
+    stops: np.ndarray  # (D,) int64
+
+    @property
+    def token_count(self) -> int:
+        """Tokens in all."""
+        return int((self.stops - self.starts).sum())
+
+
+def all_documents(store: TokenStore) -> TokenRanges:
+    """The whole store."""
+    stops = store.documents["end"].astype(np.int64)
+    return TokenRanges(store.tokens, np.concatenate([[0], stops[:-1]]), stops)
+
+
+def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, TokenRanges]:
+    """Training and validation parts that share no document, not even an equal one.
+
+    Documents are held out in the order of their content's hash until they hold `share` of the tokens, so the choice
+    depends on no order of files, and equal documents fall on one side. The last one is held out only from the point
+    on where the share is reached: of a single text its end.
+    """
+    whole = all_documents(store)
+    lengths = whole.stops - whole.starts
+    hashes = store.documents["content_hash"]
+    order = np.argsort(hashes, kind="stable")
+    goal = whole.token_count - int(whole.token_count * (1 - share))
+    last = int(np.searchsorted(np.cumsum(lengths[order]), goal))
+    held = hashes <= hashes[order[last]]
+    train_stops, validation_starts = whole.stops.copy(), whole.starts.copy()
+    twins = hashes == hashes[order[last]]
+    if twins.sum() == 1:
+        surplus = int(lengths[held].sum()) - goal
+        cut = whole.starts[order[last]] + surplus
+        train_stops[order[last]] = cut
+        validation_starts[order[last]] = cut
+    else:
+        train_stops[twins] = whole.starts[twins]
+    trained = ~held | (twins & (train_stops > whole.starts))
+    return (
+        TokenRanges(store.tokens, whole.starts[trained], train_stops[trained]),
+        TokenRanges(store.tokens, validation_starts[held], whole.stops[held]),
+    )

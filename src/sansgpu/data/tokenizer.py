@@ -1,0 +1,156 @@
+"""Text <-> token ids. Any Unicode text comes back as it went in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from sansgpu.config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+# The split of GPT-4 and Qwen: numbers in threes, a word with its space, line ends apart from indentation.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|im_end|>", "<|end_of_text|>", "[SEP]")
+
+
+class Tokenizer:
+    """A `tokenizers` model with the id that ends (and so begins) a document."""
+
+    def __init__(self, backend: Backend, end_of_text: str | None = None) -> None:
+        names = [end_of_text] if end_of_text else KNOWN_ENDS
+        found = next((name for name in names if backend.token_to_id(name) is not None), None)
+        if found is None:
+            raise ConfigError(f"the tokenizer has no end-of-text token (looked for {' '.join(names)}).")
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # `<|endoftext|>` written in a text is text
+        self.backend = backend
+        self.end_of_text = found
+        self.end_id = int(backend.token_to_id(found) or 0)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows an embedding needs: the largest id and one."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, no special token among them."""
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts, encoded in parallel."""
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; special tokens are written out."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes each id stands for, (V,) int64; 0 for special tokens. Sums to a text's size."""
+        sizes = np.zeros(self.vocab_size, dtype=np.int64)
+        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        byte_level = "ByteLevel" in json.dumps(json.loads(self.backend.to_str()).get("decoder"))
+        for token, index in self.backend.get_vocab(with_added_tokens=True).items():
+            if token in special:
+                continue
+            if byte_level:  # one character of the token a byte
+                sizes[index] = len(token)
+            else:
+                sizes[index] = 1 if FALLBACK_BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+        return sizes
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.end_of_text,
+            "eos_token": self.end_of_text,
+            "pad_token": self.end_of_text,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019)."""
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+        """Learn up to `vocab_size` tokens from `texts`, the 256 bytes and the end-of-text token among them."""
+        backend = Backend(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+
+class CharTokenizer(Tokenizer):
+    """One token a character that the training text has; any other character is its UTF-8 bytes."""
+
+    @classmethod
+    def train(cls, texts: Iterable[str]) -> CharTokenizer:
+        """Collect the characters of `texts`."""
+        characters: set[str] = set()
+        for text in texts:
+            characters.update(text)
+        names = [END_OF_TEXT, *sorted(characters), *(f"<0x{byte:02X}>" for byte in range(256))]
+        vocabulary = {name: index for index, name in enumerate(names)}
+        backend = Backend(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]*\n|[^\n]+"), "isolated")  # lines: quick to encode
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        backend.add_special_tokens([END_OF_TEXT])
+        return cls(backend)
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """A tokenizer.json, a folder with one, or the tokenizer of a Hugging Face model.
+
+    Raises ConfigError where there is none or where it has no end-of-text token.
+    """
+    path = Path(name).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        settings = file.parent / "tokenizer_config.json"
+        try:
+            end = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
+            return Tokenizer(Backend.from_file(str(file)), end.get("content") if isinstance(end, dict) else end)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+        except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
+            raise ConfigError(f"{file} is no tokenizer: {str(error).splitlines()[0]}.") from None
+    if path.is_absolute() or path.suffix == ".json" or str(name).startswith((".", "~")):
+        raise ConfigError(f"{name} does not exist; data.tokenizer is bpe, char, a tokenizer.json or a model's name.")
+    import transformers  # a second of imports that a local tokenizer never needs
+
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(str(name))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{name} is no local tokenizer, and from the hub it cannot be loaded: {reason}") from None
+    if not getattr(loaded, "is_fast", False):
+        raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
+    return Tokenizer(Backend.from_str(loaded.backend_tokenizer.to_str()), loaded.eos_token)

@@ -1,0 +1,67 @@
+"""`sansgpu eval`: any run or Hugging Face folder on any data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sansgpu.config import Config, ConfigError, DataConfig
+from sansgpu.data.pack import make_windows
+from sansgpu.data.shards import Progress, build_store
+from sansgpu.data.sources import open_single
+from sansgpu.data.split import all_documents
+from sansgpu.jobs.loading import LoadedModel, load_model
+from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
+from sansgpu.models import TransformerLM
+from sansgpu.tasks import Pretrain
+from sansgpu.tasks.language_modelling import LanguageModelling
+from sansgpu.train.evaluate import evaluate
+from sansgpu.train.step import StepPlan
+
+EVALUATION_TOKENS = 4096  # of a micro-batch
+
+
+def evaluate_model(
+    target: str, data: str | None, snapshot: str, window: int | None, progress: Progress, warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """The eval event of a model on `data`; without `data`, of a run on its own validation part."""
+    loaded = load_model(target, snapshot, warn)
+    config = loaded.config or Config()
+    torch.set_num_threads(resolve_threads(config.training))
+    limit_tokenizer_threads(config.data.preprocessing_num_workers)
+    device = resolve_device(config.training)
+    micro_batch = max(1, EVALUATION_TOKENS // config.window)
+    if data is None:
+        measured = _own_validation(loaded, micro_batch, progress)
+    else:
+        measured = _on_data(loaded, config, data, window, progress)
+    precision = loaded.snapshot.state()["environment"]["precision"] if loaded.snapshot else "fp32"
+    if device.type != "cpu" or precision == "bf16":
+        precision = resolve_precision(config.training, device)
+    measured.model.to(device)
+    metrics = evaluate(measured, StepPlan(micro_batch, device, precision))
+    assert metrics is not None
+    return {"event": "eval", "step": loaded.snapshot.step if loaded.snapshot else None, **metrics}
+
+
+def _own_validation(loaded: LoadedModel, micro_batch: int, progress: Progress) -> LanguageModelling:
+    if loaded.config is None:
+        raise ConfigError("a Hugging Face model has no validation part of its own; name the text with --data.")
+    config = loaded.config
+    _, corpus = Pretrain.prepare(config, cache_dir(config.data.cache_dir), progress)
+    return LanguageModelling(loaded.model, corpus.tokenizer, corpus.validation, micro_batch)
+
+
+def _on_data(
+    loaded: LoadedModel, config: Config, name: str, window: int | None, progress: Progress
+) -> LanguageModelling:
+    window = window or min(config.window if loaded.config else 1024, loaded.context)
+    if window > loaded.context:
+        raise ConfigError(f"--window {window} is longer than the model's context of {loaded.context} tokens.")
+    settings = DataConfig(dataset_name=name, text_column=config.data.text_column)
+    store = build_store(open_single(name, settings), loaded.tokenizer, cache_dir(config.data.cache_dir), progress)
+    packed = isinstance(loaded.model, TransformerLM)  # other models have no packed documents
+    windows = make_windows(all_documents(store), window, loaded.tokenizer.end_id, packed)
+    return LanguageModelling(loaded.model, loaded.tokenizer, windows, max(1, EVALUATION_TOKENS // window))

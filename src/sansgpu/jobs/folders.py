@@ -1,0 +1,77 @@
+"""Run folders: where a new run goes, and how an old one is opened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import Config, ConfigError, RunPaths, SansGPUError, load_config
+from sansgpu.train.checkpoint import snapshots
+
+RUNS = Path("runs")
+
+
+def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
+    """The files of the run in `folder`."""
+    training = config.training if config else None
+    return RunPaths(
+        folder,
+        Path(training.checkpoint_dir).expanduser() if training and training.checkpoint_dir else None,
+        Path(training.logging_dir).expanduser() if training and training.logging_dir else None,
+    )
+
+
+def open_output(asked: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
+    """The folder of the run to start or resume; by default runs/NAME of the configuration's name.
+
+    Raises ConfigError where a new run would write over an old one, or the folder cannot be written.
+    """
+    if asked is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
+        asked = Path(resume).absolute().parent.parent
+    if asked is None:
+        name = config_file.stem if config_file else "default"
+        taken = [p for p in _numbered(name) if _holds_run(p)]
+        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if not _holds_run(p))
+    elif not resume and not dry_run and _holds_run(asked):
+        raise ConfigError(f"{asked} holds a run already; go on with it by --resume, or choose another --output-dir.")
+    if not dry_run:
+        _require_writable(asked)
+    return asked
+
+
+def _numbered(name: str, endless: bool = False) -> list[Path]:
+    found = [RUNS / name]
+    while found[-1].exists():
+        found.append(RUNS / f"{name}-{len(found) + 1}")
+    return found if endless else found[:-1]
+
+
+def _holds_run(folder: Path) -> bool:
+    return bool(snapshots(folder / "snapshots")) or (folder / "final").exists()
+
+
+def _require_writable(folder: Path) -> None:
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+
+
+def open_run(folder: Path) -> tuple[Config, RunPaths]:
+    """An existing run. Raises ConfigError where there is none."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} is no run: it has no config.yaml.")
+    config, _ = load_config(folder / "config.yaml")
+    return config, run_paths(folder, config)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write one JSON object. Raises SansGPUError where the disk refuses."""
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SansGPUError(f"{path} cannot be written: {error.strerror}.") from None

@@ -1,0 +1,78 @@
+"""A trained model, wherever it lies: a run, a Hugging Face folder, or a name on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
+from sansgpu.jobs.folders import open_run
+from sansgpu.models import TransformerLM
+from sansgpu.models.huggingface import HuggingFaceLM, load_decoder
+from sansgpu.train.checkpoint import Snapshot, find_snapshot
+
+UNBOUNDED_CONTEXT = 1024  # the window of models that name no longest context
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer; `config` and `snapshot` where it is a run's."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    config: Config | None = None
+    snapshot: Snapshot | None = None
+
+    @property
+    def decoder(self) -> TransformerLM:
+        """The model, where it is one of our layouts. Raises ConfigError where it is not."""
+        if not isinstance(self.model, TransformerLM):
+            raise ConfigError("this model is of another architecture; text is generated with Qwen3 and GPT-2 layouts.")
+        return self.model
+
+    @property
+    def context(self) -> int:
+        """The longest context."""
+        if isinstance(self.model, TransformerLM):
+            return self.model.config.max_seq_len
+        assert isinstance(self.model, HuggingFaceLM)
+        return self.model.context or UNBOUNDED_CONTEXT
+
+
+def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[Config, Snapshot]:
+    """A run's configuration and snapshot: `latest`, `best`, a step or a name. Raises ConfigError if none is."""
+    config, paths = open_run(folder)
+    newest = find_snapshot(paths.snapshots, "latest", warn)
+    if newest is None:
+        raise ConfigError(f"{folder} has no snapshot yet.")
+    if name == "best":
+        best = newest.state()["progress"]["best_step"]
+        if best is None:
+            raise ConfigError(f"{folder} was not evaluated yet, so no snapshot is the best; choose --snapshot latest.")
+        name = str(best)
+    snapshot = newest if name == "latest" else find_snapshot(paths.snapshots, name, warn)
+    assert snapshot is not None
+    return config, snapshot
+
+
+def load_model(target: str, snapshot_name: str, warn: Callable[[str], None]) -> LoadedModel:
+    """The model of a run, of a Hugging Face folder or of a name on the hub, in fp32 and evaluation mode."""
+    folder = Path(target).expanduser()
+    if (folder / "config.yaml").is_file():
+        config, snapshot = run_snapshot(folder, snapshot_name, warn)
+        model: nn.Module = TransformerLM(config.model, seed=None)
+        model.load_state_dict(snapshot.weights(), assign=True)
+        return LoadedModel(model.eval(), load_tokenizer(open_run(folder)[1].tokenizer), config, snapshot)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
+        decoder = load_decoder(folder)
+        model = decoder if decoder is not None else HuggingFaceLM(str(folder))
+        return LoadedModel(model.eval(), load_tokenizer(folder))
+    if folder.is_absolute() or target.startswith((".", "runs/")):
+        raise ConfigError(f"{target} does not exist; give a run's folder or a Hugging Face model.")
+    return LoadedModel(HuggingFaceLM(target).eval(), load_tokenizer(target))

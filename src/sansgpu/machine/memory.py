@@ -1,0 +1,50 @@
+"""What a run needs in memory, and the micro-batch that fits."""
+
+from __future__ import annotations
+
+from sansgpu.config import Config, ConfigError
+
+MICRO_BATCH_TOKENS = 4096  # beyond this a CPU's matmuls gain nothing and activations leave the cache
+OVERHEAD_BYTES = 600 << 20  # the process itself: torch, its kernels and the libraries around it
+STATE_BYTES = 16  # a parameter's weight, gradient and two moments, all fp32
+
+
+def memory_needed(config: Config, parameters: int, micro_batch: int) -> int:
+    """Bytes at the peak of a step: weights, gradients, optimizer state, activations, overhead; an estimate."""
+    model, tokens = config.model, micro_batch * config.window
+    layer = tokens * (16 * model.d_model + 4 * model.d_ff) * 4
+    if model.attention_dropout or not model.modern:
+        layer += 3 * micro_batch * model.n_heads * config.window**2 * 4
+    kept = (1 if model.gradient_checkpointing else model.n_layers) * layer
+    streams = model.n_layers * tokens * model.d_model * 4 if model.gradient_checkpointing else 0
+    head = 3 * (model.vocab_size or 0) * model.d_model * 4
+    return parameters * STATE_BYTES + kept + streams + head + OVERHEAD_BYTES
+
+
+def plan_micro_batch(config: Config, parameters: int, available: int, world_size: int = 1) -> tuple[int, int]:
+    """(examples of a micro-batch, examples of a step over all ranks). Raises ConfigError where nothing fits."""
+    training = config.training
+    if training.batch_size != "auto":
+        _require_memory(config, parameters, training.batch_size, available)
+        return training.batch_size, training.batch_size * training.gradient_accumulation_steps * world_size
+    effective = training.gradient_accumulation_steps
+    share = -(-effective // world_size)
+    largest = max(1, min(share, MICRO_BATCH_TOKENS // config.window))
+    fitting = [
+        size
+        for size in range(largest, 0, -1)
+        if share % size == 0 and memory_needed(config, parameters, size) <= available
+    ]
+    if not fitting:
+        _require_memory(config, parameters, 1, available)
+    return fitting[0], effective
+
+
+def _require_memory(config: Config, parameters: int, micro_batch: int, available: int) -> None:
+    needed = memory_needed(config, parameters, micro_batch)
+    if needed > available:
+        smaller = [size for size in range(1, micro_batch) if memory_needed(config, parameters, size) <= available]
+        remedy = f"set training.batch_size to {smaller[-1]}" if smaller else "choose a smaller model or shorter windows"
+        raise ConfigError(
+            f"the run needs about {needed / 1e9:.1f} GB of memory and {available / 1e9:.1f} GB are available; {remedy}."
+        )

@@ -1,0 +1,146 @@
+"""What the machine has, and how fast it multiplies matrices in each precision."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+import torch
+
+from sansgpu.config import ConfigError, TrainingConfig
+
+GEMM_SIZE = 2048  # large enough for the peak rate, small enough for tenths of a second on one slow core
+# Flags that name hardware bf16 products; avx512 alone means emulation, several times slower than fp32.
+NATIVE_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a result's bits depend on; recorded in every snapshot and compared on resume."""
+
+    torch: str
+    isa: str
+    device: str
+    threads: int
+    world_size: int
+    precision: str
+    compile: str
+    micro_batch: int
+
+
+def cache_dir(configured: str | None) -> Path:
+    """Where derived data is kept: as configured, else $SANSGPU_CACHE, else the user's cache folder."""
+    if configured:
+        return Path(configured).expanduser()
+    if chosen := os.environ.get("SANSGPU_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sansgpu"
+
+
+def resolve_device(training: TrainingConfig) -> torch.device:
+    """The device to train on. Raises ConfigError where a GPU was asked for and there is none."""
+    device = training.get_effective_device()
+    if training.device == "cuda" and not training.force_cpu and device.type != "cuda":
+        reason = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no GPU"
+        raise ConfigError(f"device cuda was asked for, but {reason}; set device to cpu or auto.")
+    return device
+
+
+def available_cores() -> int:
+    """Physical cores this process may use, by affinity and container quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = min(allowed, psutil.cpu_count(logical=False) or allowed)
+    quota = _cgroup_number("cpu.max")
+    return max(1, min(physical, int(quota) if quota else physical))
+
+
+def available_memory() -> int:
+    """Bytes that can still be had, by the machine and by the container's limit."""
+    free: int = psutil.virtual_memory().available
+    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
+    return free if limit is None else min(free, int(limit - (used or 0)))
+
+
+def _cgroup_number(name: str) -> float | None:
+    """A cgroup v2 value, cpu.max as cores; None where there is no limit."""
+    try:
+        text = (Path("/sys/fs/cgroup") / name).read_text().split()
+    except OSError:
+        return None
+    if not text or text[0] == "max":
+        return None
+    return float(text[0]) / (float(text[1]) if len(text) > 1 else 1.0)
+
+
+def resolve_threads(training: TrainingConfig) -> int:
+    """Compute threads for this run."""
+    return available_cores() if training.threads == "auto" else training.threads
+
+
+def limit_tokenizer_threads(threads: int) -> None:
+    """Bound the thread pool of `tokenizers`; it is read once, when the first batch is encoded."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+
+
+@cache
+def isa() -> str:
+    """The instruction set torch's kernels use here, e.g. `avx512+amx_bf16+avx512_bf16`."""
+    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512_vnni") if torch.cpu.get_capabilities().get(flag)]
+    return "+".join([torch.backends.cpu.get_cpu_capability().lower(), *flags])
+
+
+def has_native_bf16() -> bool:
+    """Whether the processor multiplies bf16 in hardware, by its flags."""
+    capabilities = torch.cpu.get_capabilities()
+    return torch.backends.mkldnn.is_available() and any(capabilities.get(flag) for flag in NATIVE_BF16_FLAGS)
+
+
+@cache
+def gemm_flops_per_second(precision: str, device: str = "cpu", threads: int = 0) -> float:
+    """The best rate of a square product here, in FLOP/s; `threads` only keys the cache."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * GEMM_SIZE**3 / best
+
+
+def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
+    """`fp32` or `bf16`: bf16 where the flags promise it and a timed product keeps the promise."""
+    wanted = training.wanted_precision
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    threads = torch.get_num_threads()
+    faster = has_native_bf16() and gemm_flops_per_second("bf16", "cpu", threads) > gemm_flops_per_second(
+        "fp32", "cpu", threads
+    )
+    return "bf16" if faster else "fp32"
+
+
+def describe_machine(environment: Environment) -> dict[str, object]:
+    """The run's environment.json."""
+    packages = ("torch", "transformers", "tokenizers", "datasets", "numpy", "safetensors")
+    return {
+        **asdict(environment),
+        "sansgpu": importlib.metadata.version("sansgpu"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": torch.cpu.get_capabilities().get("cpu_name") or platform.processor(),
+        "cores": available_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+    }

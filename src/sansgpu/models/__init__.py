@@ -1,0 +1,5 @@
+"""Tensors -> tensors."""
+
+from sansgpu.models.decoder import KeyValueCache, TransformerLM
+
+__all__ = ["KeyValueCache", "TransformerLM"]

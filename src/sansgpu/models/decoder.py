@@ -1,0 +1,274 @@
+"""The decoder, in two layouts that `transformers` loads without custom code.
+
+Modern (Qwen3): RMSNorm, rotary positions, QK-norm, SwiGLU, no biases. Classic (GPT-2): LayerNorm, learned positions,
+GELU or ReLU, biases. B batch, T time, D width, H query heads, K key-value heads, d head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sansgpu.config import ModelConfig
+from sansgpu.kernels.attention import attention, causal_document_mask
+from sansgpu.kernels.cross_entropy import linear_cross_entropy
+
+RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of Qwen3 and GPT-2, written to the export's config
+INIT_STD = 0.02  # GPT-2's and Qwen's
+
+
+class KeyValueCache:
+    """Keys and values of the tokens generated so far, of one layer: (B, K, T, d), grown in place."""
+
+    def __init__(self, batch: int, heads: int, length: int, head_dim: int, like: torch.Tensor) -> None:
+        self.keys = like.new_empty(batch, heads, length, head_dim)
+        self.values = like.new_empty(batch, heads, length, head_dim)
+        self.length = 0
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add (B, K, t, d) and return all so far."""
+        end = self.length + keys.shape[2]
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (arXiv 1910.07467), in fp32 whatever comes in, as Qwen3 computes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., width) -> (..., width) fp32."""
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, RMS_EPS)
+
+
+def _norm(config: ModelConfig, width: int) -> nn.Module:
+    return RMSNorm(width) if config.modern else nn.LayerNorm(width, eps=LAYER_EPS)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (arXiv 2104.09864) in the half-split form of Llama. x (B, H, T, d)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Multi-head attention with grouped queries."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
+        self.dropout = config.attention_dropout
+        bias = not config.modern
+        self.q = nn.Linear(config.d_model, self.heads * self.head_dim, bias=bias)
+        self.k = nn.Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
+        self.o = nn.Linear(self.heads * self.head_dim, config.d_model, bias=bias)
+        self.q_norm = _norm(config, self.head_dim) if config.modern else None
+        self.k_norm = _norm(config, self.head_dim) if config.modern else None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        mask: torch.Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        batch, time, _ = x.shape
+        q = self.q(x).view(batch, time, self.heads, self.head_dim)
+        k = self.k(x).view(batch, time, self.kv_heads, self.head_dim)
+        v = self.v(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if rotary is not None:
+            q, k = rotate(q, *rotary).to(v.dtype), rotate(k, *rotary).to(v.dtype)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = attention(q, k, v, mask, self.dropout if self.training else 0.0)
+        merged: torch.Tensor = self.o(y.transpose(1, 2).reshape(batch, time, -1))
+        return merged
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202) in the modern layout, two layers with GELU or ReLU in the classic one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        bias = not config.modern
+        self.activation = config.activation
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False) if config.modern else None
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=bias)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        if self.gate is not None:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        elif self.activation == "relu":
+            inner = F.relu(self.up(x))
+        else:
+            inner = F.gelu(self.up(x), approximate="tanh")
+        out: torch.Tensor = self.down(inner)
+        return out
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config, config.d_model)
+        self.attention = Attention(config)
+        self.feed_forward_norm = _norm(config, config.d_model)
+        self.feed_forward = FeedForward(config)
+        self.dropout = config.dropout
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        mask: torch.Tensor | None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        y = self.attention(self.attention_norm(x), rotary, mask, cache)
+        x = x + F.dropout(y, self.dropout, self.training)
+        y = self.feed_forward(self.feed_forward_norm(x))
+        return x + F.dropout(y, self.dropout, self.training)
+
+
+class TransformerLM(nn.Module):
+    """A decoder-only language model: `forward` gives logits, `hidden` what the output head is applied to.
+
+    With `seed` None no weight has a value yet (meta device): to be counted, or to be loaded with `assign=True`.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("model.vocab_size must be set; it is the tokenizer's size, padded as you like")
+        self.config = config
+        with torch.device("meta"):  # weights are drawn below, from a generator of their own
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+            self.position = None if config.modern else nn.Embedding(config.max_seq_len, config.d_model)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+            self.norm = _norm(config, config.d_model)
+            self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if seed is not None:
+            self.to_empty(device="cpu")
+            self._initialise(torch.Generator().manual_seed(seed))
+        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+        self.frequencies: torch.Tensor | None
+        self.register_buffer("frequencies", frequencies if config.modern else None, persistent=False)
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        """GPT-2's initialisation; projections onto the residual stream scaled by depth, or zero with QK-norm."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                continue
+            std = INIT_STD
+            if name.endswith(("attention.o.weight", "feed_forward.down.weight")):
+                std = 0.0 if self.config.modern else INIT_STD / (2 * self.config.n_layers) ** 0.5
+            parameter.normal_(0.0, std, generator=generator) if std else parameter.zero_()
+
+    def summed_loss(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Cross-entropy summed over the targets (B, T), -100 where nothing is predicted; never holds all logits."""
+        hidden = self.hidden(inputs, positions, document_ids)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten())
+
+    def compile_blocks(self) -> None:
+        """torch.compile block by block, one graph for all; embedding and head stay eager (their sums use atomics)."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The output head, (V, D)."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def hidden(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> torch.Tensor:
+        """Final normalised states, (B, T) -> (B, T, D).
+
+        A token sees the tokens before it, of its own document where `document_ids` (B, T) are given. With `caches`
+        inputs continue what was given before.
+        """
+        time = inputs.shape[1]
+        if positions is None:
+            start = caches[0].length if caches else 0
+            positions = torch.arange(start, start + time, device=inputs.device)[None]
+        mask = None if document_ids is None else causal_document_mask(document_ids)
+        if caches and caches[0].length:
+            mask = torch.ones(time, caches[0].length + time, dtype=torch.bool, device=inputs.device).tril(
+                caches[0].length
+            )[None, None]
+        x = self.embedding(inputs)
+        if self.position is not None:
+            x = x + self.position(positions)
+        x = F.dropout(x, self.config.dropout, self.training)
+        rotary = self._rotary(positions)
+        for index, block in enumerate(self.blocks):
+            if caches:
+                x = block.forward(x, rotary, mask, caches[index])  # past any compilation: lengths change every token
+            elif self.config.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, rotary, mask, use_reentrant=False)
+            else:
+                x = block(x, rotary, mask)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """cos and sin of every angle, (1 or B, 1, T, d)."""
+        if self.frequencies is None:
+            return None
+        angles = positions[:, None, :, None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> torch.Tensor:
+        """Logits, (B, T) -> (B, T, V)."""
+        return F.linear(self.hidden(inputs, positions, document_ids, caches), self.head_weight)
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters, a tied one counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def new_caches(self, batch: int) -> list[KeyValueCache]:
+        """Empty caches for `batch` sequences of up to max_seq_len tokens."""
+        c = self.config
+        weight = self.embedding.weight
+        return [KeyValueCache(batch, c.kv_heads, c.max_seq_len, c.head_dim, weight) for _ in range(c.n_layers)]
+
+    def flops_per_token(self, window: int) -> float:
+        """FLOPs a training step needs per token: 6 a matmul parameter, and causal attention."""
+        matmul = sum(p.numel() for b in self.blocks for p in b.parameters() if p.ndim == 2) + self.head_weight.numel()
+        attended = (window + 1) / 2  # keys a query sees on average
+        return 6 * matmul + 12 * self.config.n_layers * self.config.d_model * attended

@@ -1,0 +1,90 @@
+"""Models in and out of Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from sansgpu.config import ConfigError
+from sansgpu.models.decoder import TransformerLM
+from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
+from sansgpu.models.text import TextCodec
+
+
+def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; whole, or not at all."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    save_file(to_hugging_face(model.config, weights), partial / "model.safetensors", metadata={"format": "pt"})
+    _write_json(partial / "config.json", hugging_face_config(model.config, tokenizer.end_id))
+    generation = {"bos_token_id": tokenizer.end_id, "eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.end_id}
+    _write_json(partial / "generation_config.json", {**generation, "do_sample": True, "temperature": 0.8})
+    tokenizer.save(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def load_decoder(folder: Path) -> TransformerLM | None:
+    """A local Qwen3 or GPT-2 folder as our decoder; None where it is another architecture.
+
+    Raises ConfigError where the folder is no model or its weights do not fit its config.
+    """
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{folder} is no Hugging Face model folder: config.json cannot be read ({error}).") from None
+    config = model_config(settings)
+    if config is None:
+        return None
+    model = TransformerLM(config, seed=None)
+    try:
+        weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+        model.load_state_dict(from_hugging_face(config, {n: t.float() for n, t in weights.items()}), assign=True)
+    except (SafetensorError, RuntimeError) as error:
+        raise ConfigError(f"{folder}: the weights do not fit config.json: {str(error).splitlines()[0]}") from None
+    return model
+
+
+class HuggingFaceLM(torch.nn.Module):
+    """Any causal model of transformers behind the interface that evaluation uses."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import transformers  # a second of imports that our own layouts never need
+
+        try:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        except Exception as error:
+            raise ConfigError(f"{name} cannot be loaded as a causal model: {str(error).splitlines()[0]}") from None
+
+    @property
+    def context(self) -> int | None:
+        """The longest context, where the model has one."""
+        length: Any = getattr(self.model.config, "max_position_embeddings", None)
+        return int(length) if length else None
+
+    def summed_loss(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Cross-entropy summed over the targets (B, T); each row is one document."""
+        if positions is not None or document_ids is not None:
+            raise ValueError("packed documents are not supported; give windows of one document each")
+        logits = self.model(inputs).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,187 @@
+"""Our parameter names <-> Hugging Face's, and the configuration that goes with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.models.decoder import INIT_STD, LAYER_EPS, RMS_EPS
+
+# One line a parameter: ours, then Qwen3's and GPT-2's. `{}` is the layer.
+_MODERN = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "blocks.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "blocks.{}.feed_forward_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blocks.{}.attention.q.weight": "model.layers.{}.self_attn.q_proj.weight",
+    "blocks.{}.attention.k.weight": "model.layers.{}.self_attn.k_proj.weight",
+    "blocks.{}.attention.v.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "blocks.{}.attention.o.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "blocks.{}.attention.q_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "blocks.{}.attention.k_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "blocks.{}.feed_forward.gate.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "blocks.{}.feed_forward.up.weight": "model.layers.{}.mlp.up_proj.weight",
+    "blocks.{}.feed_forward.down.weight": "model.layers.{}.mlp.down_proj.weight",
+}
+_CLASSIC = {
+    "embedding.weight": "transformer.wte.weight",
+    "position.weight": "transformer.wpe.weight",
+    "norm.weight": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+    "head.weight": "lm_head.weight",
+    "blocks.{}.attention_norm.weight": "transformer.h.{}.ln_1.weight",
+    "blocks.{}.attention_norm.bias": "transformer.h.{}.ln_1.bias",
+    "blocks.{}.feed_forward_norm.weight": "transformer.h.{}.ln_2.weight",
+    "blocks.{}.feed_forward_norm.bias": "transformer.h.{}.ln_2.bias",
+    "blocks.{}.attention.o.weight": "transformer.h.{}.attn.c_proj.weight",
+    "blocks.{}.attention.o.bias": "transformer.h.{}.attn.c_proj.bias",
+    "blocks.{}.feed_forward.up.weight": "transformer.h.{}.mlp.c_fc.weight",
+    "blocks.{}.feed_forward.up.bias": "transformer.h.{}.mlp.c_fc.bias",
+    "blocks.{}.feed_forward.down.weight": "transformer.h.{}.mlp.c_proj.weight",
+    "blocks.{}.feed_forward.down.bias": "transformer.h.{}.mlp.c_proj.bias",
+}
+_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D keeps (in, out)
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_OUR_ACTIVATION = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+
+Weights = dict[str, torch.Tensor]
+
+
+def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
+    """Weights under Hugging Face's names. Tied heads are left out, as its own files do."""
+    names = _MODERN if config.modern else _CLASSIC
+    renamed: Weights = {}
+    for ours, tensor in weights.items():
+        if not config.modern and ".attention." in ours and ".o." not in ours:
+            continue
+        theirs = _translate(ours, names)
+        renamed[theirs] = (tensor.T if _TRANSPOSED.search(theirs) else tensor).contiguous()
+    if not config.modern:
+        for layer in range(config.n_layers):
+            for kind in ("weight", "bias"):
+                fused = torch.cat([weights[f"blocks.{layer}.attention.{part}.{kind}"] for part in "qkv"])
+                renamed[f"transformer.h.{layer}.attn.c_attn.{kind}"] = (
+                    fused.T.contiguous() if kind == "weight" else fused
+                )
+    return renamed
+
+
+def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
+    """The inverse of `to_hugging_face`."""
+    names = {theirs: ours for ours, theirs in (_MODERN if config.modern else _CLASSIC).items()}
+    renamed: Weights = {}
+    for theirs, value in weights.items():
+        if theirs == "lm_head.weight" and config.tie_embeddings:
+            continue
+        tensor = (value.T if _TRANSPOSED.search(theirs) and not config.modern else value).contiguous()
+        if ".c_attn." in theirs:
+            layer = _LAYER.search(theirs)
+            assert layer is not None
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[f"blocks.{layer[0]}.attention.{part}.{theirs.rsplit('.', 1)[1]}"] = piece.contiguous()
+        else:
+            renamed[_translate(theirs, names)] = tensor
+    return renamed
+
+
+def _translate(name: str, names: Mapping[str, str]) -> str:
+    layer = _LAYER.search(name)
+    pattern = _LAYER.sub("{}", name, count=1)
+    if pattern not in names:
+        raise ConfigError(f"the weight {name} has no place in this layout.")
+    return names[pattern].format(layer[0] if layer else "")
+
+
+def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
+    """config.json of the export."""
+    shared = {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": end_id,
+        "eos_token_id": end_id,
+        "initializer_range": INIT_STD,
+        "dtype": "float32",
+    }
+    if config.modern:
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": config.d_model,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "num_hidden_layers": config.n_layers,
+            "intermediate_size": config.d_ff,
+            "max_position_embeddings": config.max_seq_len,
+            "rms_norm_eps": RMS_EPS,
+            "rope_theta": config.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            **shared,
+        }
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": config.d_model,
+        "n_head": config.n_heads,
+        "n_layer": config.n_layers,
+        "n_inner": config.d_ff,
+        "n_positions": config.max_seq_len,
+        "layer_norm_epsilon": LAYER_EPS,
+        "activation_function": "relu" if config.activation == "relu" else "gelu_new",
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "attn_pdrop": config.attention_dropout,
+        **shared,
+    }
+
+
+def model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
+    """The shape a config.json of these two layouts describes; None for any other model."""
+    if settings.get("model_type") == "qwen3":
+        if settings.get("attention_bias") or settings.get("use_sliding_window"):
+            return None
+        rope = settings.get("rope_parameters") or settings
+        if settings.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+            return None
+        if settings["hidden_size"] != settings["head_dim"] * settings["num_attention_heads"]:
+            return None
+        return ModelConfig(
+            vocab_size=settings["vocab_size"],
+            d_model=settings["hidden_size"],
+            n_heads=settings["num_attention_heads"],
+            n_kv_heads=settings["num_key_value_heads"],
+            n_layers=settings["num_hidden_layers"],
+            d_ff=settings["intermediate_size"],
+            max_seq_len=settings["max_position_embeddings"],
+            rope_theta=rope["rope_theta"],
+            activation="swiglu",
+            tie_embeddings=settings.get("tie_word_embeddings", False),
+        )
+    if settings.get("model_type") == "gpt2":
+        activation = _OUR_ACTIVATION.get(settings.get("activation_function", "gelu_new"))
+        if activation is None or settings.get("scale_attn_by_inverse_layer_idx"):
+            return None
+        return ModelConfig.model_validate(
+            {
+                "vocab_size": settings["vocab_size"],
+                "d_model": settings["n_embd"],
+                "n_heads": settings["n_head"],
+                "n_layers": settings["n_layer"],
+                "d_ff": settings.get("n_inner") or 4 * settings["n_embd"],
+                "max_seq_len": settings["n_positions"],
+                "activation": activation,
+                "dropout": settings.get("resid_pdrop", 0.0),
+                "attention_dropout": settings.get("attn_pdrop", 0.0),
+                "tie_embeddings": settings.get("tie_word_embeddings", True),
+            }
+        )
+    return None

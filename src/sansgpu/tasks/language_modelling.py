@@ -1,0 +1,61 @@
+"""How well a model predicts a text: loss, perplexity and bits per byte of any causal model on any windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from sansgpu.data.batch import IGNORE, Batch
+from sansgpu.data.pack import Windows
+from sansgpu.data.tokenizer import Tokenizer
+from sansgpu.tasks.task import Sums
+
+
+class CausalModel(Protocol):
+    """`models.TransformerLM` or any model of transformers behind `models.huggingface.HuggingFaceLM`."""
+
+    def summed_loss(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Cross-entropy summed over the targets, ()."""
+
+
+class LanguageModelling:
+    """A causal model and the windows it is measured on."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, windows: Windows, micro_batch: int) -> None:
+        self.model = model
+        self._windows, self._micro_batch = windows, micro_batch
+        self._token_bytes = tokenizer.token_bytes()
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Cross-entropy summed over the targets."""
+        model = cast(CausalModel, self.model)
+        return model.summed_loss(batch.inputs, batch.targets, batch.positions, batch.document_ids)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """The windows in micro-batches, as the training step has them."""
+        windows, size = self._windows, self._micro_batch
+        for start in range(0, len(windows), size):
+            yield windows.batch(np.arange(start, min(start + size, len(windows)))).rows(0, size)
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Loss, targets and the bytes they stand for."""
+        targets = batch.targets[batch.targets != IGNORE].cpu().numpy()
+        size = int(self._token_bytes[targets].sum())
+        return {"loss": float(self.loss(batch)), "tokens": float(len(targets)), "bytes": float(size)}
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Loss in nats a token, perplexity, and bits per byte, which compares across vocabularies."""
+        loss = sums["loss"] / sums["tokens"]
+        bits = sums["loss"] / math.log(2) / max(1.0, sums["bytes"])
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}

@@ -1,0 +1,5 @@
+"""How weights change."""
+
+from sansgpu.train.loop import Trainer
+
+__all__ = ["Trainer"]

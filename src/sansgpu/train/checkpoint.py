@@ -1,0 +1,192 @@
+"""Snapshots: all or nothing, and nothing in them can run code.
+
+A snapshot is a folder `step-000500` with weights and moments as safetensors, the rest as JSON, and MANIFEST.json
+with the SHA-256 of each. It is written beside its place, synced to disk and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sansgpu.config import ConfigError, SansGPUError
+
+WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One snapshot's folder."""
+
+    folder: Path
+
+    @property
+    def step(self) -> int:
+        """The step it was taken after."""
+        return int(self.folder.name.removeprefix("step-"))
+
+    def manifest(self) -> dict[str, Any]:
+        """MANIFEST.json. Raises ConfigError where it is missing or torn."""
+        try:
+            manifest = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+            return {"step": int(manifest["step"]), "files": dict(manifest["files"])}
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(f"{self.folder} is no whole snapshot: {MANIFEST} cannot be read.") from None
+
+    def problem(self) -> str | None:
+        """What is torn or altered, or None."""
+        try:
+            files: dict[str, Any] = self.manifest()["files"]
+        except ConfigError as error:
+            return str(error)
+        for name in (WEIGHTS, MOMENTS, STATE):
+            path = self.folder / name
+            if name not in files or not path.is_file():
+                return f"{path} is missing."
+            if _digest(path) != files[name]:
+                return f"{path} was altered: its SHA-256 is not the manifest's."
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """state.json."""
+        state: dict[str, Any] = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+        return state
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's weights."""
+        return dict(load_file(self.folder / WEIGHTS))
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state."""
+        return dict(load_file(self.folder / MOMENTS))
+
+    def size_bytes(self) -> int:
+        """Its size on disk."""
+        return sum(path.stat().st_size for path in self.folder.iterdir())
+
+
+def snapshots(folder: Path) -> list[Snapshot]:
+    """The snapshots in `folder`, oldest first, whole or not."""
+    found = [Snapshot(p) for p in folder.glob("step-*") if p.is_dir() and _NAME.fullmatch(p.name)]
+    return sorted(found, key=lambda snapshot: snapshot.step)
+
+
+def newest_whole(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
+    """The newest snapshot that is whole; newer ones that are not are named to `warn`.
+
+    Raises ConfigError where there are snapshots but none is whole.
+    """
+    found = snapshots(folder)
+    for snapshot in reversed(found):
+        problem = snapshot.problem()
+        if problem is None:
+            return snapshot
+        warn(f"{problem} It is skipped.")
+    if found:
+        raise ConfigError(f"none of the {len(found)} snapshots in {folder} is whole; there is nothing to resume from.")
+    return None
+
+
+def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snapshot | None:
+    """`latest` (None where there is none yet), a step's number, a snapshot's name or its path.
+
+    Raises ConfigError where it does not exist or is not whole.
+    """
+    if name == "latest":
+        return newest_whole(folder, warn)
+    chosen = Path(name)
+    if name.isdigit():
+        chosen = folder / f"step-{int(name):06d}"
+    elif _NAME.fullmatch(name):
+        chosen = folder / name
+    if not chosen.is_dir() or not _NAME.fullmatch(chosen.name):
+        known = ", ".join(s.folder.name for s in snapshots(folder)) or "none"
+        raise ConfigError(f"there is no snapshot {name}; {folder} has {known}.")
+    snapshot = Snapshot(chosen)
+    if problem := snapshot.problem():
+        raise ConfigError(problem)
+    return snapshot
+
+
+def save_snapshot(
+    folder: Path, step: int, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], state: dict[str, Any]
+) -> Snapshot:
+    """Write `folder`/step-N. Raises SansGPUError where the disk refuses; what was there before stays."""
+    final = folder / f"step-{step:06d}"
+    partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _save_tensors(weights, partial / WEIGHTS)
+        _save_tensors(moments, partial / MOMENTS)
+        (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        files = {name: _digest(partial / name) for name in (WEIGHTS, MOMENTS, STATE)}
+        (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
+        if final.exists():  # the same step again, after a resume from an earlier one
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        partial.rename(final)
+        _sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own RuntimeError
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise SansGPUError(
+            f"the snapshot of step {step} cannot be written to {folder}: {reason}; earlier snapshots are untouched: "
+            "free some space and resume."
+        ) from None
+    return Snapshot(final)
+
+
+def prune(folder: Path, keep_last: int, best_step: int | None) -> list[Snapshot]:
+    """Delete all but the newest `keep_last` snapshots and the best one; returns what was deleted."""
+    doomed = [s for s in snapshots(folder)[:-keep_last] if s.step != best_step]
+    for snapshot in doomed:
+        trash = snapshot.folder.with_name(f".{snapshot.folder.name}.deleted")
+        snapshot.folder.rename(trash)  # a snapshot is there whole or not at all
+        shutil.rmtree(trash, ignore_errors=True)
+    return doomed
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what a killed process left half written or half deleted; a replaced snapshot is put back."""
+    for path in folder.glob(".step-*.replaced"):
+        place = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
+        if not place.exists():
+            path.rename(place)
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file({name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}, path)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,30 @@
+"""Metrics over the validation part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+import torch
+
+from sansgpu.tasks import Evaluated
+from sansgpu.train.step import StepPlan
+
+
+def evaluate(
+    task: Evaluated, plan: StepPlan, batches: int | None = None, stop: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """The task's metrics on its validation part, or on its first `batches`; None where `stop` said so on the way."""
+    sums: dict[str, float] = {}
+    was_training = task.model.training
+    task.model.eval()
+    try:
+        with torch.no_grad(), plan.autocast():
+            for batch in islice(task.validation_batches(), batches):
+                if stop():
+                    return None
+                for name, value in task.evaluate(batch.to(plan.device)).items():
+                    sums[name] = sums.get(name, 0.0) + value
+    finally:
+        task.model.train(was_training)
+    return task.metrics(sums)

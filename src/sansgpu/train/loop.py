@@ -1,0 +1,211 @@
+"""The training loop: one for every task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from sansgpu.config import Config, RunPaths, fold_seed
+from sansgpu.data.prefetch import Prefetcher
+from sansgpu.machine.probe import Environment
+from sansgpu.machine.usage import Usage
+from sansgpu.tasks import Task
+from sansgpu.train.checkpoint import Snapshot, prune, save_snapshot
+from sansgpu.train.evaluate import evaluate
+from sansgpu.train.interrupt import Interrupt
+from sansgpu.train.optim import Optimizer
+from sansgpu.train.resume import restore
+from sansgpu.train.schedule import learning_rate, total_steps
+from sansgpu.train.state import Progress, TrainState
+from sansgpu.train.step import StepPlan, StepResult, train_step
+from sansgpu.watch.events import Sinks
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended: `reason` is done, interrupted or out_of_time; `signal` is what interrupted it."""
+
+    reason: str
+    step: int
+    snapshot: Snapshot | None
+    signal: int | None = None
+
+
+class Trainer:
+    """Trains a task as the configuration says, from the start or from a snapshot."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        paths: RunPaths,
+        plan: StepPlan,
+        environment: Environment,
+        sinks: Sinks,
+        gemm_flops_per_second: float,
+    ) -> None:
+        self.task, self.config, self.paths, self.plan = task, config, paths, plan
+        self.environment, self.sinks, self.gemm_flops_per_second = environment, sinks, gemm_flops_per_second
+        training = config.training
+        task.model.to(plan.device)
+        optimizer = Optimizer(task.model, training, plan.compute_dtype)
+        self.state = TrainState(task.model, optimizer, Progress())
+        self.total_steps = total_steps(training, task.steps_per_epoch, task.tokens_per_epoch)
+        self._usage = Usage()
+        self._snapshot: Snapshot | None = None
+        self._interval_seconds, self._interval_tokens, self._interval_steps = 0.0, 0, 0
+        self._metrics: dict[str, float] | None = None  # of the evaluation after this very step
+        self._snapshot_said = True
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is."""
+        return self.state.progress
+
+    def resume(self, snapshot: Snapshot, strict: bool = False) -> None:
+        """Take up a snapshot. Raises ConfigError where it does not fit the model, or with `strict` the environment."""
+        self._metrics = restore(self.state, snapshot, self.environment, self.task.fingerprint, strict, self.sinks.warn)
+        self._snapshot, self._snapshot_said = snapshot, False
+
+    def train(self) -> End:
+        """Run to the first limit, an interrupt or the end of the time allowed; snapshots as configured, and one at
+        the end. `final/` is written when the run is done or out of time.
+        """
+        training = self.config.training
+        pin = training.dataloader_pin_memory and self.plan.device.type == "cuda"
+        make = (lambda step: self.task.batch(step).pinned()) if pin else self.task.batch
+        prefetch = Prefetcher(make, training.dataloader_num_workers, training.prefetch)
+        self.task.model.train()
+        try:
+            with Interrupt() as interrupt:
+                if self.progress.step:
+                    self._finish_step(interrupt)
+                while interrupt.signal is None and not self._finished() and not self._out_of_time():
+                    self._one_step(prefetch)
+                    self._finish_step(interrupt)
+                if interrupt.signal is not None:
+                    self._save()
+                    return self._end("interrupted", interrupt.signal)
+                reason = "done" if self._finished() else "out_of_time"
+                self._evaluate()
+                self._save()
+            self.task.export(self.paths.final)
+            return self._end(reason)
+        finally:
+            prefetch.close()
+
+    def _finished(self) -> bool:
+        most_tokens = self.config.training.max_tokens
+        return self.progress.step >= self.total_steps or (
+            most_tokens is not None and self.progress.tokens >= most_tokens
+        )
+
+    def _out_of_time(self) -> bool:
+        hours = self.config.training.max_hours
+        return hours is not None and self.progress.seconds >= hours * 3600
+
+    def _one_step(self, prefetch: Prefetcher) -> None:
+        start = time.perf_counter()
+        progress, training = self.progress, self.config.training
+        lr = learning_rate(training, progress.step, self.total_steps)
+        batch = prefetch(progress.step, self.total_steps)
+        result = train_step(self.state, self.task, batch, self.plan, training, lr)
+        seconds = time.perf_counter() - start
+        progress.step += 1
+        progress.tokens += result.tokens
+        progress.seconds += seconds
+        progress.logged_loss += result.loss_sum
+        progress.logged_tokens += result.tokens
+        self._interval_seconds += seconds
+        self._interval_tokens += result.tokens
+        self._interval_steps += 1
+        self._metrics = None
+        if progress.step % training.logging_steps == 0 or progress.step in (1, self.total_steps):
+            self._say_step(result, lr)
+
+    def _say_step(self, result: StepResult, lr: float) -> None:
+        progress = self.progress
+        step_seconds = self._interval_seconds / self._interval_steps
+        self.sinks.emit(
+            {
+                "event": "step",
+                "step": progress.step,
+                "loss": progress.logged_loss / progress.logged_tokens,
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "tokens": progress.tokens,
+                "tokens_per_second": self._interval_tokens / self._interval_seconds,
+                "step_seconds": step_seconds,
+                "mfu": self.task.flops_per_step / step_seconds / self.gemm_flops_per_second,
+                "rss_bytes": self._usage.rss_bytes(),
+                "cpu_percent": self._usage.cpu_percent(),
+                "eta_seconds": self._eta_seconds(step_seconds),
+            }
+        )
+        progress.logged_loss, progress.logged_tokens = 0.0, 0
+        self._interval_seconds, self._interval_tokens, self._interval_steps = 0.0, 0, 0
+
+    def _eta_seconds(self, step_seconds: float) -> float:
+        remaining = (self.total_steps - self.progress.step) * step_seconds
+        hours = self.config.training.max_hours
+        return remaining if hours is None else max(0.0, min(remaining, hours * 3600 - self.progress.seconds))
+
+    def _finish_step(self, interrupt: Interrupt) -> None:
+        """Evaluate and save where this step is due; what an interrupt cuts short is made up for on resume."""
+        step, training = self.progress.step, self.config.training
+        if self._finished() or (training.eval_steps and step % training.eval_steps == 0):
+            self._evaluate(stop=lambda: interrupt.signal is not None)
+            if self._metrics is None:
+                return
+        is_best = self._metrics is not None and self.progress.best_step == step
+        if is_best or self._finished() or (training.save_steps and step % training.save_steps == 0):
+            self._save()
+
+    def _evaluate(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Evaluate this step, unless it was. The best loss so far makes it the best step."""
+        progress, training = self.progress, self.config.training
+        if self._metrics is not None:
+            return
+        self._metrics = evaluate(self.task, self.plan, training.eval_batches, stop)
+        if self._metrics is None:
+            return
+        event: dict[str, object] = {"event": "eval", "step": progress.step, **self._metrics}
+        if training.sample_tokens:
+            seed = fold_seed(training.seed, "sample", progress.step)
+            event["sample"] = self.task.sample(training.sample_prompt, training.sample_tokens, seed)
+        self.sinks.emit(event)
+        if progress.best_loss is None or self._metrics["loss"] < progress.best_loss:
+            progress.best_loss, progress.best_step = self._metrics["loss"], progress.step
+        self._snapshot = None  # one of this step would not know the evaluation
+
+    def _save(self) -> None:
+        """Save this step, unless it is saved already, and say so once."""
+        if self._snapshot is None or self._snapshot.step != self.progress.step:
+            record = {
+                "progress": self.progress.to_json(),
+                "metrics": self._metrics,
+                "environment": asdict(self.environment),
+                "data": self.task.fingerprint,
+            }
+            weights, moments = self.state.model.state_dict(), self.state.optimizer.state_tensors()
+            self._snapshot = save_snapshot(self.paths.snapshots, self.progress.step, weights, moments, record)
+            self._snapshot_said = False
+            prune(self.paths.snapshots, self.config.training.keep_last, self.progress.best_step)
+        if not self._snapshot_said:
+            self._snapshot_said = True
+            self.sinks.emit({"event": "snapshot", "step": self._snapshot.step, "path": self._snapshot.folder.name})
+
+    def _end(self, reason: str, signal: int | None = None) -> End:
+        end = End(reason, self.progress.step, self._snapshot, signal)
+        name = self._snapshot.folder.name if self._snapshot else None
+        self.sinks.emit(
+            {
+                "event": "end",
+                "step": end.step,
+                "reason": reason,
+                "seconds": self.progress.seconds,
+                "snapshot": name,
+            }
+        )
+        return end

@@ -1,0 +1,41 @@
+"""What moves while a run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from sansgpu.train.optim import Optimizer
+
+
+@dataclass
+class Progress:
+    """How far a run is: all its moving numbers but weights and moments."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # of training, over all its processes
+    best_loss: float | None = None
+    best_step: int | None = None
+    logged_loss: float = 0.0  # summed since the last step event
+    logged_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a snapshot's state.json."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Progress:
+        """The inverse of `to_json`."""
+        return cls(**{f.name: values[f.name] for f in fields(cls)})
+
+
+@dataclass
+class TrainState:
+    """A run at one moment."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    progress: Progress

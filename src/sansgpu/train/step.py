@@ -1,0 +1,72 @@
+"""One optimizer update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sansgpu.config import SansGPUError, TrainingConfig, fold_seed
+from sansgpu.data.batch import Batch
+from sansgpu.tasks import Task
+from sansgpu.train.optim import clip_by_global_norm
+from sansgpu.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How this process does its share of a step. None of it changes what is learned, but for dropout's draws."""
+
+    micro_batch: int
+    device: torch.device
+    precision: str
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What matrices are multiplied in."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def autocast(self) -> torch.autocast:
+        """Products in the compute dtype; weights and sums stay fp32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did."""
+
+    loss_sum: float
+    tokens: int
+    grad_norm: float
+
+
+def train_step(
+    state: TrainState, task: Task, batch: Batch, plan: StepPlan, training: TrainingConfig, lr: float
+) -> StepResult:
+    """Accumulate the gradient of `batch` in micro-batches, clip it and update.
+
+    The loss is summed over tokens and divided once by the targets of the whole batch, so no split changes it.
+    Raises SansGPUError, before any weight changes, where loss or gradient are not finite.
+    """
+    tokens = batch.target_count()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
+    micro_batches = batch.micro_batches(plan.micro_batch, plan.rank, plan.world_size)
+    for index, micro_batch in enumerate(micro_batches):
+        with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
+            torch.manual_seed(fold_seed(training.seed, "dropout", state.progress.step, index, plan.rank))
+            with plan.autocast():
+                loss = task.loss(micro_batch.to(plan.device))
+            (loss / tokens).backward()
+        loss_sum += loss.detach()
+    total = float(loss_sum)
+    grad_norm = clip_by_global_norm(state.optimizer.parameters, training.max_grad_norm)
+    if not (math.isfinite(total) and math.isfinite(grad_norm)):
+        raise SansGPUError(
+            f"step {state.progress.step + 1}: the loss is {total / tokens:g} and the gradient norm {grad_norm:g}; "
+            "the last snapshot is kept: resume from it with a lower learning_rate or more warmup_steps."
+        )
+    state.optimizer.step(lr)
+    return StepResult(total, tokens, grad_norm)

@@ -1,0 +1,1 @@
+"""What happened, to whom it may concern: files, terminal, TensorBoard. A failing sink never stops training."""

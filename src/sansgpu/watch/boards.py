@@ -1,0 +1,59 @@
+"""TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import ConfigError
+from sansgpu.watch.events import Event
+
+
+def _scalars(event: Event) -> dict[str, float]:
+    part = {"step": "train", "eval": "validation"}.get(event["event"])
+    if part is None:
+        return {}
+    return {f"{part}/{k}": v for k, v in event.items() if isinstance(v, (int, float)) and k != "step"}
+
+
+class TensorBoard:
+    """Scalars of step and eval events, and samples as text."""
+
+    def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # only where it is asked for: it costs start-up time
+
+        purge = None if resumed_step is None else resumed_step + 1  # what a killed run wrote behind its snapshot
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def emit(self, event: Event) -> None:
+        """Write one event's numbers."""
+        for name, value in _scalars(event).items():
+            self._writer.add_scalar(name, value, event["step"])
+        if event.get("sample"):
+            self._writer.add_text("sample", event["sample"], event["step"])
+
+    def close(self) -> None:
+        """Flush to disk."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """The same numbers to wandb, which must be installed (`pip install 'sansgpu[wandb]'`)."""
+
+    def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "training.report_to names wandb, which is not installed; run pip install 'sansgpu[wandb]'."
+            ) from None
+        self._run = wandb.init(project="sansgpu", name=name, id=name, dir=str(folder), config=config, resume="allow")
+
+    def emit(self, event: Event) -> None:
+        """Log one event's numbers."""
+        if scalars := _scalars(event):
+            self._run.log(scalars, step=event["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()

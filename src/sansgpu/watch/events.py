@@ -1,0 +1,58 @@
+"""Events, and the sinks they go to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
+
+# What differs between two runs of the same thing; everything else in an event does not.
+MEASURED_KEYS = (
+    "time", "tokens_per_second", "step_seconds", "mfu", "rss_bytes", "cpu_percent", "eta_seconds", "seconds",
+)  # fmt: skip
+
+
+class Sink(Protocol):
+    """Takes events."""
+
+    def emit(self, event: Event) -> None:
+        """Take one event."""
+
+    def close(self) -> None:
+        """No event follows."""
+
+
+class Sinks:
+    """Hands every event to every sink. One that fails is dropped, and the others are told."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+
+    def emit(self, event: Event) -> None:
+        """Take one event."""
+        failed: list[Event] = []
+        for sink in list(self._sinks):
+            try:
+                sink.emit(event)
+            except Exception as error:  # whatever a sink does wrong, training goes on
+                self._sinks.remove(sink)
+                failed.append(
+                    {
+                        "event": "warning",
+                        "message": f"{type(sink).__name__} stopped: {' '.join(str(error).split())}; training goes on.",
+                    }
+                )
+        for warning in failed:
+            self.emit(warning)
+
+    def warn(self, message: str) -> None:
+        """Emit a warning."""
+        self.emit({"event": "warning", "message": message})
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            with contextlib.suppress(Exception):
+                sink.close()

@@ -1,0 +1,81 @@
+"""Events as JSON lines: a run's metrics.jsonl, and --headless."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO
+
+from sansgpu.watch.events import Event
+
+
+def line(event: Event) -> str:
+    """One event as one line."""
+    return json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+class Metrics:
+    """metrics.jsonl: the record of a run, the same whether or not it was interrupted.
+
+    A resumed run continues the file behind the snapshot's step. So it holds one `start`, the run's first, and
+    neither the `end` nor the extra snapshot of a process that was stopped; that a snapshot was resumed from is
+    said again by the loop where it belongs to the record.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None = None) -> None:
+        kept = [] if resumed_step is None else _before(path, resumed_step)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(path)
+        self._has_start = bool(kept)
+        self._file = path.open("a", encoding="utf-8")
+
+    def emit(self, event: Event) -> None:
+        """Append one line; a snapshot's is on the disk before training goes on."""
+        if event["event"] == "start" and self._has_start:
+            return
+        self._file.write(line(event))
+        self._file.flush()
+        if event["event"] == "snapshot":
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class JsonLines:
+    """--headless: every event on a stream."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def emit(self, event: Event) -> None:
+        """Write one line."""
+        self._stream.write(line(event))
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the stream open; it is not ours."""
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a metrics.jsonl; a last line that a kill cut off is left out."""
+    events: list[Event] = []
+    if not path.is_file():
+        return events
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return events
+
+
+def _before(path: Path, resumed_step: int) -> list[str]:
+    def stays(event: Event) -> bool:
+        step = event.get("step", 0)
+        return event["event"] != "end" and step <= resumed_step and (event["event"], step) != ("snapshot", resumed_step)
+
+    return [line(event) for event in read_events(path) if stays(event)]

@@ -1,0 +1,140 @@
+"""What a person sees while training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from sansgpu.watch.events import Event
+
+REDRAWS_PER_SECOND = 4
+
+
+class Terminal:
+    """A progress line below plain lines where a person watches; plain lines alone elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = 0
+
+    def emit(self, event: Event) -> None:
+        """Show one event."""
+        handlers: dict[str, Callable[[Event], None]] = {
+            "start": self._start,
+            "step": self._step,
+            "eval": self._eval,
+            "snapshot": lambda e: self._print(f"snapshot {e['path']}"),
+            "warning": lambda e: self._print(f"warning: {e['message']}", style="yellow"),
+            "end": self._end,
+        }
+        handlers[event["event"]](event)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def _start(self, event: Event) -> None:
+        self._total = event["total_steps"]
+        resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
+        self._print(
+            f"{event['parameters'] / 1e6:.1f}M parameters, {event['precision']}, {event['threads']} threads, "
+            f"{'compiled' if event['compile'] == 'on' else 'not compiled'}{resumed}"
+        )
+        self._print(
+            f"{event['total_steps']:,} steps of {event['tokens_per_step']:,} tokens "
+            f"({event['micro_batch']} x {event['gradient_accumulation_steps']} x {event['window']}), "
+            f"{event['train_tokens']:,} tokens in the training part; writing to {event['output_dir']}"
+        )
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[figures]}"))
+            self._bar = Progress(*columns, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
+            self._task = self._bar.add_task("step", total=self._total, completed=event["step"], figures="starting")
+            self._bar.start()
+
+    def _step(self, event: Event) -> None:
+        figures = _figures(event)
+        if self._bar is not None and self._task is not None:
+            place = f"step {event['step']:,}/{self._total:,}"
+            self._bar.update(self._task, completed=event["step"], description=place, figures=figures)
+        else:
+            self._print(f"step {event['step']:>{len(str(self._total))}}/{self._total}  {figures}")
+
+    def _eval(self, event: Event) -> None:
+        known = {"loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}", "bits_per_byte": "{:.4f} bits per byte"}
+        parts = [form.format(event[key]) for key, form in known.items() if key in event]
+        others = [k for k in event if k not in known and k not in ("event", "step", "sample")]
+        parts += [f"{key} {event[key]:.4f}" for key in others]
+        self._print(f"validation at step {event['step']}: {', '.join(parts)}", style="bold")
+        if event.get("sample"):
+            self._print(f"sample: {event['sample']}", style="dim")
+
+    def _end(self, event: Event) -> None:
+        self.close()
+        reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "out of time, as asked"}
+        self._print(f"{reasons[event['reason']]} after step {event['step']:,}, {_duration(event['seconds'])} of steps")
+
+
+class PreparationBar:
+    """Progress of reading and tokenizing, as `data.shards.Progress`: a bar for a person, a line a stage elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage, self._shown, self._started = "", 0.0, 0.0
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, doing: str, done: int, total: int) -> None:
+        """`done` of `total` bytes of a stage."""
+        if doing != self._stage:
+            self.close()
+            self._stage, self._started = doing, time.monotonic()
+            if self._console.is_terminal:
+                columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+                self._bar = Progress(*columns, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
+                self._task = self._bar.add_task(doing, total=total, figures="")
+                self._bar.start()
+            else:
+                self._console.print(f"{doing} ({total / 1e6:.1f} MB)", highlight=False)
+        elif time.monotonic() - self._shown < 1 / REDRAWS_PER_SECOND:
+            return
+        self._shown = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            rate = done / max(self._shown - self._started, 1e-3)
+            figures = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s"
+            self._bar.update(self._task, completed=done, total=total, figures=figures)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _figures(event: Event) -> str:
+    eta = event["eta_seconds"]
+    finish = datetime.now() + timedelta(seconds=eta)
+    clock = finish.strftime("%H:%M") if finish.date() == datetime.now().date() else finish.strftime("%a %d %H:%M")
+    return (
+        f"loss {event['loss']:.4f}  {event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
+        f"{event['rss_bytes'] / 1e9:.1f} GB  {_duration(eta)} left, done {clock}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
