@@ -13,6 +13,7 @@ import torch
 from sansgpu.config import Config, ConfigError, RunPaths, load_config, save_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.folders import open_output, run_paths, write_json
+from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compilation import keep_compiled, missing_for_compile, resolve_compile
 from sansgpu.machine.memory import memory_needed, plan_micro_batch
 from sansgpu.machine.probe import (
@@ -99,6 +100,7 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
     before = recorded_environment(snapshot) if snapshot else None
     torch.set_num_threads(_kept(before.threads if before else None, resolve_threads(training), training.threads))
     torch.set_flush_denormal(True)
+    keep_freed_memory()
     keep_compiled(cache)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     precision = before.precision if before and training.wanted_precision == "auto" else None

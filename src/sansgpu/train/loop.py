@@ -54,7 +54,8 @@ class Trainer:
         self.total_steps = total_steps(training, task.steps_per_epoch, task.tokens_per_epoch)
         self._usage = Usage()
         self._snapshot: Snapshot | None = None
-        self._interval_seconds, self._interval_tokens, self._interval_steps = 0.0, 0, 0
+        self._interval: list[tuple[float, int]] = []  # seconds and tokens of the steps since the last step event
+        self._first_step = True  # of this process: it compiles and warms up, and says nothing about the next
         self._metrics: dict[str, float] | None = None  # of the evaluation after this very step
         self._snapshot_said = True
 
@@ -117,16 +118,18 @@ class Trainer:
         progress.seconds += seconds
         progress.logged_loss += result.loss_sum
         progress.logged_tokens += result.tokens
-        self._interval_seconds += seconds
-        self._interval_tokens += result.tokens
-        self._interval_steps += 1
+        if self._first_step and training.logging_steps > 1:
+            self._first_step = False
+        else:
+            self._interval.append((seconds, result.tokens))
         self._metrics = None
-        if progress.step % training.logging_steps == 0 or progress.step in (1, self.total_steps):
-            self._say_step(result, lr)
+        if progress.step % training.logging_steps == 0 or self._finished():
+            self._say_step(result, lr, seconds)
 
-    def _say_step(self, result: StepResult, lr: float) -> None:
-        progress = self.progress
-        step_seconds = self._interval_seconds / self._interval_steps
+    def _say_step(self, result: StepResult, lr: float, seconds: float) -> None:
+        progress, interval = self.progress, self._interval or [(seconds, result.tokens)]
+        interval_seconds = sum(seconds for seconds, _ in interval)
+        step_seconds = interval_seconds / len(interval)
         self.sinks.emit(
             {
                 "event": "step",
@@ -135,7 +138,7 @@ class Trainer:
                 "lr": lr,
                 "grad_norm": result.grad_norm,
                 "tokens": progress.tokens,
-                "tokens_per_second": self._interval_tokens / self._interval_seconds,
+                "tokens_per_second": sum(tokens for _, tokens in interval) / interval_seconds,
                 "step_seconds": step_seconds,
                 "mfu": self.task.flops_per_step / step_seconds / self.gemm_flops_per_second,
                 "rss_bytes": self._usage.rss_bytes(),
@@ -144,7 +147,7 @@ class Trainer:
             }
         )
         progress.logged_loss, progress.logged_tokens = 0.0, 0
-        self._interval_seconds, self._interval_tokens, self._interval_steps = 0.0, 0, 0
+        self._interval = []
 
     def _eta_seconds(self, step_seconds: float) -> float:
         remaining = (self.total_steps - self.progress.step) * step_seconds

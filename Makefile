@@ -1,0 +1,33 @@
+# `make train` and `make test` work on a machine with Python 3.10-3.13, make and, for full speed, a C++ compiler.
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-long lint setup clean
+
+train: setup
+	$(BIN)/sansgpu train configs/default.yaml --output-dir runs/default --resume latest
+	$(BIN)/sansgpu generate runs/default --prompt "def main(" --max-new-tokens 120
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+test-long: setup
+	$(BIN)/python -m pytest -q -m long
+
+lint: setup
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
