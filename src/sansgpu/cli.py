@@ -63,7 +63,7 @@ def _explained(error: BaseException) -> tuple[str, int]:
         context = error.ctx.command_path if error.ctx else "sansgpu"
         return f"{error.format_message().rstrip('.')}; see {context} --help.", 2
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        return "interrupted before anything was saved.", 130
+        return "interrupted; what was saved before stays.", 130
     # a defect of ours, or a machine in trouble
     return f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)", 1
 

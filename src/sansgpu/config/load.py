@@ -172,6 +172,6 @@ def describe(model: type[BaseModel] = Config, prefix: str = "") -> list[tuple[st
             rows += describe(field.annotation, f"{name}.")
             continue
         choices = [str(a) for a in get_args(field.annotation) if isinstance(a, str)]
-        meaning = (field.description or "") + (f" ({' | '.join(choices)})" if choices else "")
+        meaning = (field.description or "") + (f" ({', '.join(choices)})" if choices else "")
         rows.append((prefix + name, json.dumps(field.default), meaning))
     return rows

@@ -18,13 +18,15 @@ from typing import IO
 import numpy as np
 from filelock import FileLock
 
-from sansgpu.config import ConfigError, DataConfig, SansGPUError
+from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import Piece
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from sansgpu.machine.usage import free_disk_bytes
 
 FORMAT = 1  # of the store; part of every key
 ENCODE_CHARS = 4 << 20  # text encoded at once: enough to keep every thread busy, little memory
+BYTES_PER_TOKEN = 2  # at least, of ordinary text; characters and rare scripts have less
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset behind its last token
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
@@ -68,11 +70,22 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Pro
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "documents.bin").open("wb") as documents:
             _tokenize(source, tokenizer, dtype, tokens, documents, progress)
 
+    if not (cache / "tokens" / key).is_dir():
+        _require_space(source, cache, dtype)
     folder = _built(cache / "tokens" / key, build)
     documents = np.fromfile(folder / "documents.bin", dtype=DOCUMENT)
     if not len(documents):
         raise ConfigError(f"{source.name} holds no text; give data.dataset_name a corpus that is not empty.")
     return TokenStore(source.name, np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), documents)
+
+
+def _require_space(source: Source, cache: Path, dtype: np.dtype) -> None:
+    needed, free = source.size_bytes * dtype.itemsize // BYTES_PER_TOKEN, free_disk_bytes(cache.absolute())
+    if needed > free:
+        raise ConfigError(
+            f"the tokens of {source.name} need about {needed / 1e9:.1f} GB and {cache} has {free / 1e9:.1f} GB free; "
+            "free some space or set data.cache_dir to another place."
+        )
 
 
 def _tokenize(
@@ -151,7 +164,7 @@ def _built(folder: Path, build: Callable[[Path], None]) -> Path:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise SansGPUError(
+        raise ConfigError(
             f"the cache {folder.parent} cannot be written: {error.strerror or error}; "
             "free some space or set data.cache_dir to another place."
         ) from None

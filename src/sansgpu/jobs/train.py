@@ -108,7 +108,7 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
 
     task_class = TASKS[config.task]
     config, corpus = task_class.prepare(config, cache, progress)
-    parameters, available = task_class.parameter_count(config), available_memory()
+    parameters, available = task_class.parameter_count(config), available_memory(device)
     if before and training.batch_size == "auto":
         micro_batch, effective = before.micro_batch, training.gradient_accumulation_steps
     else:
@@ -160,32 +160,34 @@ def _kept(recorded: int | None, resolved: int, asked: int | str) -> int:
 def _run(prepared: Prepared, request: TrainRequest, sinks: list[Sink]) -> End:
     config, paths, environment, task = prepared.config, prepared.paths, prepared.environment, prepared.task
     device, snapshot = torch.device(environment.device), prepared.snapshot
-    paths.root.mkdir(parents=True, exist_ok=True)
-    save_config(config, paths.config)
-    write_json(paths.environment, describe_machine(environment))
-    task.save_tokenizer(paths.tokenizer)
     if environment.compile == "on":
         task.compile()
     plan = StepPlan(environment.micro_batch, device, environment.precision)
     gemm = gemm_flops_per_second(environment.precision, device.type, environment.threads)
+    trainer = Trainer(task, config, paths, plan, environment, Sinks(sinks), gemm)
+    if snapshot:
+        trainer.resume(snapshot, request.strict)  # before anything of the old run is written over
+    _write_run_files(prepared)
     step = snapshot.step if snapshot else None
-    records: list[Sink] = [Metrics(paths.metrics, step), *_boards(config, paths, step)]
-    everyone = Sinks([*sinks, *records])
-    trainer = Trainer(task, config, paths, plan, environment, everyone, gemm)
+    trainer.sinks = Sinks([*sinks, Metrics(paths.metrics, step), *_boards(config, paths, step)])
+    start = {"event": "start", "step": step or 0, "task": config.task, "output_dir": str(paths.root)}
+    facts = {**prepared.facts, **_environment_facts(environment), "gemm_flops_per_second": gemm}
     try:
-        if snapshot:
-            # what is said of a resume is for who watches, not for the run's record
-            early, trainer.sinks = trainer.sinks, Sinks(sinks)
-            trainer.resume(snapshot, request.strict)
-            trainer.sinks = early
-        start = {"event": "start", "step": step or 0, "task": config.task, "output_dir": str(paths.root)}
-        resumed = {"resumed_from": snapshot.folder.name} if snapshot else {}
-        everyone.emit(
-            {**start, **prepared.facts, **_environment_facts(environment), "gemm_flops_per_second": gemm, **resumed}
-        )
+        trainer.sinks.emit({**start, **facts, **({"resumed_from": snapshot.folder.name} if snapshot else {})})
         return trainer.train()
     finally:
-        everyone.close()
+        trainer.sinks.close()
+
+
+def _write_run_files(prepared: Prepared) -> None:
+    paths = prepared.paths
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+        save_config(prepared.config, paths.config)
+        write_json(paths.environment, describe_machine(prepared.environment))
+        prepared.task.save_tokenizer(paths.tokenizer)
+    except OSError as error:
+        raise ConfigError(f"{paths.root} cannot be written: {error.strerror}; choose another --output-dir.") from None
 
 
 def _environment_facts(environment: Environment) -> dict[str, Any]:

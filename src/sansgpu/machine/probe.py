@@ -60,8 +60,10 @@ def available_cores() -> int:
     return max(1, min(physical, int(quota) if quota else physical))
 
 
-def available_memory() -> int:
-    """Bytes that can still be had, by the machine and by the container's limit."""
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be had: of the GPU, or of the machine and within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     free: int = psutil.virtual_memory().available
     limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
     return free if limit is None else min(free, int(limit - (used or 0)))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.text import TextCodec
@@ -21,6 +21,16 @@ from sansgpu.models.text import TextCodec
 def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load; whole, or not at all."""
     partial = folder.with_name(folder.name + ".partial")
+    try:
+        _write_model(model, tokenizer, partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise SansGPUError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def _write_model(model: TransformerLM, tokenizer: TextCodec, partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
@@ -29,8 +39,6 @@ def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> No
     generation = {"bos_token_id": tokenizer.end_id, "eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.end_id}
     _write_json(partial / "generation_config.json", {**generation, "do_sample": True, "temperature": 0.8})
     tokenizer.save(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
 
 
 def load_decoder(folder: Path) -> TransformerLM | None:

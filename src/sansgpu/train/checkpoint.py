@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sansgpu.config import ConfigError, SansGPUError
@@ -142,7 +143,7 @@ def save_snapshot(
         partial.rename(final)
         _sync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own RuntimeError
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise SansGPUError(

@@ -1,0 +1,104 @@
+"""Real processes for tests: the command line in a process of its own, killed where a test says so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sansgpu.watch.events import MEASURED_KEYS
+
+# A model of a second, with dropout on, and everything that can be due at a step due within a few.
+TINY = {
+    "model.d_model": 32,
+    "model.n_heads": 2,
+    "model.n_layers": 2,
+    "model.d_ff": 48,
+    "model.max_seq_len": 32,
+    "model.dropout": 0.1,
+    "data.vocab_size": 300,
+    "data.validation_split": 0.05,
+    "training.batch_size": 2,
+    "training.gradient_accumulation_steps": 2,
+    "training.warmup_steps": 2,
+    "training.logging_steps": 2,
+    "training.save_steps": 4,
+    "training.eval_steps": 3,
+    "training.report_to": "none",
+    "training.precision": "fp32",
+    "training.threads": 1,
+    "training.compile": "off",
+    "device": "cpu",
+}
+
+
+def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
+    """JSONL of made-up sentences, the same for the same seed."""
+    words = ["the", "model", "learns", "a", "word", "from", "every", "page", "it", "reads", "and", "then", "forgets", "where", "it", "stood"]
+    draw = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(documents):
+            text = " ".join(draw.choice(words) for _ in range(draw.randint(5, 120)))
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def settings(**overrides: object) -> list[str]:
+    """TINY with changes (`model__d_model=64`), as --set arguments."""
+    merged = {**TINY, **{key.replace("__", "."): value for key, value in overrides.items()}}
+    return [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """The environment of a test process: its own cache."""
+    return {**os.environ, "SANSGPU_CACHE": str(cache)}
+
+
+def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
+    """`sansgpu ARGUMENTS` in a process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sansgpu", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(cache),
+    )
+
+
+def finish(arguments: list[str], cache: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `sansgpu ARGUMENTS`."""
+    process = start(arguments, cache)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: int = signal.SIGKILL) -> int:
+    """Send a signal once `ready` says so; returns the exit code."""
+    deadline = time.monotonic() + 120
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of every safetensors file of a run."""
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run.rglob("*.safetensors"))
+    }
+
+
+def record(run: Path) -> list[dict[str, object]]:
+    """The events of a run without what differs between equal runs: times, and its folder's name."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = {*MEASURED_KEYS, "output_dir", "available_bytes", "gemm_flops_per_second"}
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]

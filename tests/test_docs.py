@@ -1,0 +1,57 @@
+"""The documentation is true: its commands run, its tables are the schema's."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sansgpu.config.load import describe
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def commands(page: Path) -> str:
+    return "\n".join(re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("configs", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy2(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.stem)
+def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SANSGPU_CACHE": str(tmp_path_factory.getbasetemp() / "docs-cache")}
+    script = "set -e\n" + commands(page)
+    done = subprocess.run(["bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_configuration_page_lists_every_key_with_its_default_and_meaning() -> None:
+    rows = [f"| `{key}` | `{default}` | {meaning} |" for key, default, meaning in describe()]
+    table = [line for line in (ROOT / "docs/configuration.md").read_text().splitlines() if line.startswith("| `")]
+    assert table == rows
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readme_names_every_dependency() -> None:
+    runtime = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert runtime is not None
+    names = re.findall(r'"([a-z0-9]+)', runtime[1])
+    assert len(names) > 10
+    table = (ROOT / "README.md").read_text().split("## Dependencies")[1]
+    assert [name for name in names if name not in table] == []
