@@ -155,7 +155,7 @@ def train(
     request = TrainRequest(config or config_option, tuple(overrides), output_dir, resume, strict, dry_run)
     bar = PreparationBar(errors)
     try:
-        outcome = job(request, [sink], bar)
+        outcome = job(request, [bar, sink], bar)
     finally:
         bar.close()
         sink.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, file_form, pieces, read_documents, row_text
+from sansgpu.machine.hub import quiet_hub
 
 PYTHON_STDLIB = "python-stdlib"
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
@@ -120,6 +121,7 @@ def _file_digest(path: Path) -> bytes:
 def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     import datasets  # a second of imports that local files never need
 
+    quiet_hub()
     datasets.disable_progress_bars()
     try:
         loaded: Any = (

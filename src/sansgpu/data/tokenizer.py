@@ -12,6 +12,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
+from sansgpu.machine.hub import quiet_hub
 
 END_OF_TEXT = "<|endoftext|>"
 # The split of GPT-4 and Qwen: numbers in threes, a word with its space, line ends apart from indentation.
@@ -146,6 +147,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         raise ConfigError(f"{name} does not exist; data.tokenizer is bpe, char, a tokenizer.json or a model's name.")
     import transformers  # a second of imports that a local tokenizer never needs
 
+    quiet_hub()
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(name))
     except Exception as error:

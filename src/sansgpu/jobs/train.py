@@ -37,7 +37,7 @@ from sansgpu.train.loop import End
 from sansgpu.train.resume import recorded_environment
 from sansgpu.train.schedule import total_steps
 from sansgpu.train.step import StepPlan
-from sansgpu.watch.boards import TensorBoard, WeightsAndBiases
+from sansgpu.watch.boards import TensorBoard, WeightsAndBiases, require_boards
 from sansgpu.watch.events import Sink, Sinks
 from sansgpu.watch.jsonl import Metrics
 
@@ -97,6 +97,7 @@ def _configuration(request: TrainRequest, folder: Path) -> tuple[Config, list[st
 def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progress: Progress, early: Sinks) -> Prepared:
     training, cache = config.training, cache_dir(config.data.cache_dir)
     device = resolve_device(training)
+    require_boards(list(training.report_to))
     before = recorded_environment(snapshot) if snapshot else None
     torch.set_num_threads(_kept(before.threads if before else None, resolve_threads(training), training.threads))
     torch.set_flush_denormal(True)
@@ -126,7 +127,7 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
     if training.warmup_steps >= steps:
         early.warn(f"the warm-up of {training.warmup_steps} steps is not over when the run ends after {steps}.")
     environment = Environment(
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         isa=isa(),
         device=device.type,
         threads=torch.get_num_threads(),

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.machine.hub import quiet_hub
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.text import TextCodec
@@ -69,6 +70,7 @@ class HuggingFaceLM(torch.nn.Module):
         super().__init__()
         import transformers  # a second of imports that our own layouts never need
 
+        quiet_hub()
         try:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         except Exception as error:

@@ -66,7 +66,7 @@ def train_step(
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
         raise SansGPUError(
             f"step {state.progress.step + 1}: the loss is {total / tokens:g} and the gradient norm {grad_norm:g}; "
-            "the last snapshot is kept: resume from it with a lower learning_rate or more warmup_steps."
+            "earlier snapshots are kept; go on from one with a lower learning_rate or more warmup_steps."
         )
     state.optimizer.step(lr)
     return StepResult(total, tokens, grad_norm)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.watch.events import Event
+
+
+def require_boards(names: list[str]) -> None:
+    """Raise ConfigError where a board that was asked for is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"training.report_to names {name}, which is missing; pip install 'sansgpu[{name}]'.")
 
 
 def _scalars(event: Event) -> dict[str, float]:
@@ -41,12 +49,8 @@ class WeightsAndBiases:
     """The same numbers to wandb, which must be installed (`pip install 'sansgpu[wandb]'`)."""
 
     def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                "training.report_to names wandb, which is not installed; run pip install 'sansgpu[wandb]'."
-            ) from None
+        import wandb
+
         self._run = wandb.init(project="sansgpu", name=name, id=name, dir=str(folder), config=config, resume="allow")
 
     def emit(self, event: Event) -> None:

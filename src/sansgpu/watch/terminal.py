@@ -115,6 +115,10 @@ class PreparationBar:
             figures = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s"
             self._bar.update(self._task, completed=done, total=total, figures=figures)
 
+    def emit(self, event: Event) -> None:
+        """As a sink: what follows the preparation ends it."""
+        self.close()
+
     def close(self) -> None:
         """Remove the bar."""
         if self._bar is not None:

@@ -1,0 +1,199 @@
+"""The schema, its files and its sentences."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, fold_seed, load_config
+from sansgpu.config.load import save_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+# Files in the form of llm-trainer's configs/cpu_small_model.yaml and cpu_medium_model.yaml.
+LLM_TRAINER = [
+    {
+        "device": "cpu",
+        "model": {
+            "vocab_size": size, "d_model": width, "n_heads": width // 64, "n_layers": layers, "d_ff": 4 * width,
+            "max_seq_len": length, "dropout": 0.1, "attention_dropout": 0.1, "activation": "gelu", "pre_norm": True,
+            "gradient_checkpointing": False,
+        },
+        "training": {
+            "batch_size": 2, "learning_rate": 0.0008, "weight_decay": 0.01, "num_epochs": 5, "lr_scheduler": "cosine",
+            "warmup_steps": 200, "optimizer": "adamw", "gradient_accumulation_steps": 8, "use_amp": False,
+            "save_steps": 500, "eval_steps": 250, "logging_steps": 25, "max_grad_norm": 1.0,
+            "dataloader_num_workers": 2, "dataloader_pin_memory": False,
+        },
+        "data": {
+            "dataset_name": "wikitext", "dataset_config": "wikitext-2-raw-v1", "max_length": length,
+            "vocab_size": size, "pack_sequences": True, "preprocessing_num_workers": 2,
+        },
+    }
+    for size, width, layers, length in [(32000, 256, 4, 512), (50000, 768, 12, 1024)]
+]  # fmt: skip
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, overrides)
+    assert error.value.exit_code == 2
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    assert load_config(path)[0].model.n_layers > 0
+
+
+def test_the_default_file_is_the_built_in_default() -> None:
+    path = next(path for path in CONFIGS if path.stem == "default")
+    assert load_config(path) == load_config(None)
+
+
+@pytest.mark.parametrize("values", LLM_TRAINER, ids=["small", "medium"])
+def test_a_file_written_for_llm_trainer_loads_unchanged(values: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values))
+    config, notes = load_config(tmp_path / "theirs.yaml")
+    assert notes == []
+    assert config.device == "cpu"
+    assert config.training.wanted_precision == "fp32"
+    assert config.model.vocab_size == config.data.vocab_size
+    for section in ("model", "training", "data"):
+        dumped = config.model_dump()[section]
+        assert {key: dumped[key] for key in values[section]} == values[section]  # type: ignore[attr-defined, index]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.d_modle=3", "did you mean model.d_model?"),
+        ("training.d_model=3", "it belongs in model"),
+        ("modell.d_model=3", "did you mean model?"),
+        ("model.n_layers=four", "model.n_layers"),
+        ("model.d_model=255", "not divisible by n_heads"),
+        ("model.n_kv_heads=3", "not divisible by n_kv_heads"),
+        ("model.pre_norm=false", "pre_norm"),
+        ("training.batch_size=0", "or 'auto'"),
+        ("training.batch_size=some", "'auto'"),
+        ("training.learning_rate=.nan", "finite"),
+        ("training.optimizer=sgd", "'muon' or 'adamw'"),
+        ("training.report_to=tb", "'tensorboard' or 'wandb'"),
+        ("data.max_length=100000", "longer than model.max_seq_len"),
+        ("task=dance", "task"),
+        ("device=tpu", "device"),
+        ("model=3", "model is 3"),
+        ("model.d_model.x=3", "d_model"),
+        ("no-value", "write --set key.path=value"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_sentence(override: str, words: str) -> None:
+    overrides = ["model.d_model=256", override] if override == "model.d_model.x=3" else [override]
+    assert words in refusal(*overrides)
+
+
+def test_all_problems_are_said_at_once() -> None:
+    message = refusal("model.n_layers=-1", "training.seed=x", "data.nonsense=1")
+    assert all(word in message for word in ("model.n_layers", "training.seed", "data.nonsense"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.yaml", "model:\n  d_model: 64\n  d_model: 32\n", "given twice"),
+        ("a.yaml", "model: [", "cannot be parsed"),
+        ("a.yaml", "- a\n- b\n", "holds a list"),
+        ("a.toml", "x = ", "cannot be parsed"),
+        ("a.json", "{", "cannot be parsed"),
+        ("a.txt", "", "no known form"),
+        ("a.yaml", "device: cpu\ntraining:\n  device: cuda\n", "stands twice"),
+        ("a.yaml", "model: !!python/object/apply:os.system ['true']\n", "cannot be parsed"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        load_config(tmp_path / name)
+    assert name in str(error.value)
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"did you mean .*small\.yaml"):
+        load_config(tmp_path / "smal.yaml")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("true", "on")])
+def test_yaml_switches_are_read_as_written(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"training:\n  compile: {text}\n")
+    assert load_config(tmp_path / "a.yaml")[0].training.compile == expected
+
+
+def test_the_three_forms_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("device: cpu\nmodel:\n  d_model: 64\ntraining:\n  learning_rate: 1e-3\n")
+    (tmp_path / "a.toml").write_text('device = "cpu"\n[model]\nd_model = 64\n[training]\nlearning_rate = 1e-3\n')
+    (tmp_path / "a.json").write_text('{"device": "cpu", "model": {"d_model": 64}, "training": {"learning_rate": 1e-3}}')
+    loaded = [load_config(tmp_path / f"a.{form}")[0] for form in ("yaml", "toml", "json")]
+    assert loaded[0] == loaded[1] == loaded[2]
+    assert loaded[0].training.learning_rate == 0.001
+
+
+def test_a_prefetch_factor_beside_no_workers_is_dropped_and_said_once() -> None:
+    config, notes = load_config(None, ["training.dataloader_num_workers=0", "training.dataloader_prefetch_factor=2"])
+    assert config.training.dataloader_prefetch_factor is None
+    assert config.training.prefetch == 0
+    assert len(notes) == 1
+    assert "prefetch_factor" in notes[0]
+
+
+def test_use_amp_means_a_precision() -> None:
+    assert TrainingConfig(use_amp=True).wanted_precision == "auto"
+    assert TrainingConfig(use_amp=False).wanted_precision == "fp32"
+    assert TrainingConfig(precision="bf16").wanted_precision == "bf16"
+    assert "use_amp" in refusal("training.use_amp=false", "training.precision=bf16")
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.builds(ModelConfig, n_heads=st.sampled_from([1, 2, 4]), d_model=st.sampled_from([64, 128])),
+    st.builds(
+        TrainingConfig,
+        batch_size=st.one_of(st.just("auto"), st.integers(1, 9)),
+        compile=st.sampled_from(["on", "off", "auto"]),
+        device=st.sampled_from(["auto", "cpu", "cuda"]),
+        report_to=st.sampled_from([[], ["tensorboard"], ["tensorboard", "wandb"]]),
+        learning_rate=st.floats(1e-6, 1),
+    ),
+    st.builds(DataConfig, dataset_name=st.text(min_size=1, alphabet=st.characters(exclude_categories=["C"]))),
+)
+def test_a_saved_configuration_loads_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, model: ModelConfig, training: TrainingConfig, data: DataConfig
+) -> None:
+    config = Config(model=model, training=training, data=data)
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    save_config(config, path)
+    assert load_config(path)[0] == config
+
+
+def test_the_python_interface() -> None:
+    config = Config(model=ModelConfig(d_model=64), training=TrainingConfig(force_cpu=True), data=DataConfig())
+    assert config.training.get_effective_device().type == "cpu"
+    assert str(TrainingConfig(device="auto").get_effective_device()) in ("cpu", "cuda")
+    assert Config.model_validate({"device": "cpu"}).device == "cpu"
+
+
+def test_configuration_needs_no_torch() -> None:
+    program = "import sys, sansgpu.config; sansgpu.config.load_config(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_seeds_are_folded_stably_and_apart() -> None:
+    assert fold_seed(42, "dropout", 1, 0, 0) == fold_seed(42, "dropout", 1, 0, 0)
+    seeds = [fold_seed(s, p, a, b) for s in (1, 2) for p in ("dropout", "model") for a in range(9) for b in range(9)]
+    assert len(set(seeds)) == len(seeds)
+    assert fold_seed(42, "model") == 1959802467413677158  # or every seed would train another model than before

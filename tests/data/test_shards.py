@@ -1,0 +1,128 @@
+"""Tokens on disk: once, whole, whoever builds them."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sansgpu.config import Config, ConfigError, DataConfig
+from sansgpu.data.files import Piece
+from sansgpu.data.shards import build_store, build_tokenizer
+from sansgpu.data.sources import open_sources
+from sansgpu.tasks import Pretrain
+from tests.processes import kill_when, write_corpus
+
+BUILD = """
+import sys
+from pathlib import Path
+from sansgpu.config import DataConfig
+from sansgpu.data.shards import build_store, build_tokenizer
+from sansgpu.data.sources import open_sources
+data, cache = DataConfig(dataset_name=sys.argv[1], vocab_size=300), Path(sys.argv[2])
+source = open_sources(data).train
+store = build_store(source, build_tokenizer(data, source, cache, lambda *_: None), cache, lambda *_: None)
+print(len(store.tokens), int(store.tokens[:].astype('int64').sum()))
+"""
+
+
+def silent(doing: str, done: int, total: int) -> None:
+    pass
+
+
+def data_of(path: Path, **settings: object) -> DataConfig:
+    return DataConfig.model_validate({"dataset_name": str(path), "vocab_size": 300, **settings})
+
+
+def build(corpus: Path, cache: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILD, str(corpus), str(cache)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def prepare(config: Config, cache: Path) -> None:
+    Pretrain.prepare(config, cache, silent)
+
+
+def test_tokens_are_the_documents_each_behind_an_end_of_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n')
+    source = open_sources(data_of(tmp_path / "a.jsonl")).train
+    tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
+    store = build_store(source, tokenizer, tmp_path / "cache", silent)
+    end = tokenizer.end_id
+    assert store.tokens.tolist() == [end, *tokenizer.encode("one two"), end, *tokenizer.encode("three")]
+    assert store.tokens.dtype == np.uint16
+    assert store.documents["end"].tolist()[-1] == len(store.tokens)
+
+
+def test_what_is_in_the_cache_is_not_read_again(tmp_path: Path) -> None:
+    source = open_sources(data_of(write_corpus(tmp_path / "a.jsonl"))).train
+    tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
+    first = build_store(source, tokenizer, tmp_path / "cache", silent)
+
+    def unreadable() -> Iterator[Piece]:
+        raise AssertionError("read again")
+
+    cached = dataclasses.replace(source, read=unreadable)
+    assert np.array_equal(build_store(cached, tokenizer, tmp_path / "cache", silent).tokens, first.tokens)
+    other = build_tokenizer(data_of(tmp_path / "a.jsonl", tokenizer="char"), source, tmp_path / "cache", silent)
+    with pytest.raises(AssertionError, match="read again"):
+        build_store(cached, other, tmp_path / "cache", silent)
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    text = "".join(chr(0x4E00 + n) for n in range(20_000)) + "".join(chr(0x20000 + n) for n in range(42_000))
+    (tmp_path / "a.txt").write_text(text + "".join(chr(0xAC00 + n) for n in range(11_000)))
+    source = open_sources(data_of(tmp_path / "a.txt")).train
+    tokenizer = build_tokenizer(data_of(tmp_path / "a.txt", tokenizer="char"), source, tmp_path / "cache", silent)
+    store = build_store(source, tokenizer, tmp_path / "cache", silent)
+    assert store.tokens.dtype == np.uint32
+    assert tokenizer.decode(store.tokens[1:].tolist()) == (tmp_path / "a.txt").read_text()
+
+
+def test_two_processes_building_the_same_agree(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl", documents=3000)
+    processes = [build(corpus, tmp_path / "cache") for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1] != ""
+
+
+def test_what_a_killed_builder_left_is_not_trusted(tmp_path: Path) -> None:
+    corpus, cache = write_corpus(tmp_path / "a.jsonl", documents=20_000), tmp_path / "cache"
+    partial = cache / "tokens"
+    assert kill_when(build(corpus, cache), lambda: bool(list(partial.glob("*.partial")))) == -9
+    assert list(partial.glob("*.partial"))
+    again = build(corpus, cache).communicate(timeout=120)[0]
+    fresh = build(corpus, tmp_path / "other").communicate(timeout=120)[0]
+    assert again == fresh != ""
+    assert not list(partial.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "data", "sentence"),
+    [
+        ("", {}, {}, "holds no text"),
+        ("too short", {}, {}, "less than one window"),
+        ("word " * 500, {"vocab_size": 100}, {}, "smaller than the tokenizer's"),
+        ("word " * 500, {}, {"validation_split": 1e-9}, "validation part .* is empty"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(
+    tmp_path: Path, text: str, model: dict[str, object], data: dict[str, object], sentence: str
+) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    settings = {"dataset_name": str(tmp_path / "a.txt"), "vocab_size": 300, **data}
+    config = Config.model_validate({"model": {"max_seq_len": 64, **model}, "data": settings})
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(config, tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl")
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match=r"cannot be written.*cache_dir"):
+        prepare(Config(data=data_of(corpus)), tmp_path / "cache")

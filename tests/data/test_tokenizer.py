@@ -1,0 +1,70 @@
+"""Any text comes back as it went in."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer
+
+from sansgpu.config import ConfigError
+from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
+
+SAMPLE = ["def main():\n    return 'naïve café'\r\n\n\n", "1234567 words, and more words; and MORE\t\ttabs"] * 5
+TOKENIZERS = [BPETokenizer.train(SAMPLE, 300), CharTokenizer.train(SAMPLE)]
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["bpe", "char"])
+@settings(deadline=None)
+@given(text=ANY_TEXT)
+@example(text="a\r\nb\n\n\nc\rd")
+@example(text="<|endoftext|> and <0x41> are text here")
+@example(text="\0 nul, \u200b zero width, e\u0301 combining, 世界 🎉 \U0010ffff")
+@example(text="   leading, trailing   ")
+def test_any_unicode_text_round_trips_and_its_bytes_are_counted(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.end_id not in ids
+    assert int(tokenizer.token_bytes()[ids].sum()) == len(text.encode())
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["bpe", "char"])
+def test_transformers_loads_the_saved_folder_and_agrees(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "def main(): 'naïve'  世界\r\n\n  12345"
+    assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
+    assert theirs.decode(tokenizer.encode(text)) == text
+    assert theirs.eos_token_id == tokenizer.end_id
+    assert load_tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
+
+
+def test_batches_are_encoded_as_single_texts_are() -> None:
+    for tokenizer in TOKENIZERS:
+        assert tokenizer.encode_batch(SAMPLE) == [tokenizer.encode(text) for text in SAMPLE]
+
+
+def test_bpe_learns_up_to_the_size_asked_for() -> None:
+    assert TOKENIZERS[0].vocab_size == 300
+    assert len(TOKENIZERS[0].encode(SAMPLE[0])) < len(SAMPLE[0].encode())
+
+
+def test_a_character_is_one_token() -> None:
+    assert len(TOKENIZERS[1].encode("naïve")) == 5
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
+    Backend(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        load_tokenizer(tmp_path)
+
+
+def test_rubbish_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is no tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_tokenizer(tmp_path / "none.json")

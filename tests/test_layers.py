@@ -1,0 +1,66 @@
+"""The house stands: imports point downwards, and each room keeps to its own."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
+FLOORS = [{"cli"}, {"jobs"}, {"train"}, {"tasks"}, {"data", "models"}, {"kernels"}, {"machine", "watch"}, {"config"}]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def modules() -> Iterator[tuple[Path, str, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room in FLOOR:
+            yield path, room, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_rooms(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):  # function-local imports included
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = (
+                [node.module or ""] if (node.module or "") != "sansgpu" else [f"sansgpu.{a.name}" for a in node.names]
+            )
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "sansgpu" and len(parts) > 1 and parts[1] in FLOOR:
+                yield parts[1]
+
+
+def test_imports_point_downwards_only_and_siblings_never() -> None:
+    seen = 0
+    for path, room, tree in modules():
+        for other in imported_rooms(tree):
+            seen += 1
+            assert other == room or FLOOR[other] > FLOOR[room], f"{path.name} of {room} imports {other}"
+    assert seen > 50
+
+
+def test_only_the_command_line_and_the_sinks_print() -> None:
+    for path, room, tree in modules():
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"]
+        assert not calls or room in ("cli", "watch"), f"{path} prints"
+
+
+def test_only_machine_reads_the_environment() -> None:
+    for path, room, tree in modules():
+        reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
+        assert not reads or room == "machine", f"{path} reads the environment"
+
+
+def test_there_is_no_room_for_odds_and_ends() -> None:
+    assert not list(SOURCE.rglob("util*.py"))
+
+
+def test_help_loads_nothing_of_weight() -> None:
+    program = (
+        "import sys; from sansgpu.cli import run; code = run(['--help']);"
+        "print(code, sorted({'torch', 'pydantic', 'transformers', 'datasets', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"

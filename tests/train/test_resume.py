@@ -1,0 +1,166 @@
+"""A run that is killed and resumed is the run that was not, byte for byte. Real processes, real signals."""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.processes import digests, finish, kill_when, record, settings, start, write_corpus
+
+STEPS = 24
+# A little larger than TINY, so that there is time to be killed in.
+SHAPE = {"model__d_model": 64, "model__n_layers": 4, "training__max_steps": STEPS, "training__sample_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_corpus(folder / "corpus.jsonl", documents=400)
+    return folder
+
+
+def arguments(home: Path, run: str, **changes: object) -> list[str]:
+    chosen = {**SHAPE, "data__dataset_name": home / "corpus.jsonl", **changes}
+    return ["train", *settings(**chosen), "--output-dir", str(home / run)]
+
+
+def completed(home: Path, run: str, *more: str, cache: str = "cache", **changes: object) -> Path:
+    code, _, error = finish([*arguments(home, run, **changes), *more], home / cache)
+    assert code == 0, error
+    return home / run
+
+
+def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
+    """The last snapshot and final/ by digest, and every event but for times."""
+    last = f"snapshots/step-{STEPS:06d}"
+    return {k: v for k, v in digests(run).items() if k.startswith((last, "final"))}, record(run)
+
+
+@pytest.fixture(scope="module")
+def straight(home: Path) -> Path:
+    return completed(home, "straight")
+
+
+def after_first_snapshot(run: Path, delay: float) -> Callable[[], bool]:
+    seen: list[float] = []
+
+    def ready() -> bool:
+        if not seen and list((run / "snapshots").glob("step-*")):
+            seen.append(time.monotonic())
+        return bool(seen) and time.monotonic() >= seen[0] + delay
+
+    return ready
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_sigkill_at_a_random_moment(home: Path, straight: Path, trial: int) -> None:
+    run = home / f"killed-{trial}"
+    delay = random.Random(trial).uniform(0, 0.8)
+    assert kill_when(start(arguments(home, run.name), home / "cache"), after_first_snapshot(run, delay)) == -9
+    completed(home, run.name, "--resume")
+    assert outcome(run) == outcome(straight)
+
+
+def test_sigkill_while_a_snapshot_is_written(home: Path, straight: Path) -> None:
+    run = home / "killed-saving"
+    process = start(arguments(home, run.name), home / "cache")
+    assert kill_when(process, lambda: bool(list((run / "snapshots").glob(".step-*.partial")))) == -9
+    completed(home, run.name, "--resume", "latest")
+    assert outcome(run) == outcome(straight)
+    assert not list((run / "snapshots").glob(".step-*"))
+
+
+def test_sigkill_while_tokenising(home: Path, straight: Path) -> None:
+    run, cache = home / "killed-tokenising", home / "fresh-cache"
+    process = start(arguments(home, run.name), cache)
+    assert kill_when(process, lambda: bool(list(cache.rglob("*.partial")))) == -9
+    completed(home, run.name, "--resume", cache="fresh-cache")
+    assert outcome(run) == outcome(straight)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends(home: Path, straight: Path, number: int, code: int) -> None:
+    run = home / f"signal-{code}"
+    process = start(arguments(home, run.name), home / "cache")
+    assert kill_when(process, after_first_snapshot(run, 0.1), number) == code
+    end = record(run)[-1]
+    assert (end["event"], end["reason"]) == ("end", "interrupted")
+    assert (run / "snapshots" / str(end["snapshot"]) / "MANIFEST.json").exists()
+    completed(home, run.name, "--resume")
+    assert outcome(run) == outcome(straight)
+
+
+def test_a_second_signal_ends_the_process_at_once(home: Path) -> None:
+    run = home / "twice"
+    process = start(arguments(home, run.name, training__max_steps=100_000), home / "cache")
+    ready = after_first_snapshot(run, 0.0)
+    while not ready():
+        time.sleep(0.002)
+    for _ in range(200):
+        process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+def test_the_same_snapshot_resumed_twice_gives_the_same(home: Path) -> None:
+    shape = {"training__batch_size": 1, "training__gradient_accumulation_steps": 4}
+    completed(home, "parent", training__max_steps=8, **shape)
+    runs = []
+    for name in ("child-1", "child-2"):
+        code, _, error = finish(
+            ["snapshots", "fork", str(home / "parent"), "--output-dir", str(home / name)], home / "cache"
+        )
+        assert code == 0, error
+        runs.append(completed(home, name, "--resume", **shape))
+    assert outcome(runs[0]) == outcome(runs[1])
+
+
+def test_workers_and_prefetch_change_nothing(home: Path, straight: Path) -> None:
+    run = completed(home, "no-workers", training__dataloader_num_workers=0)
+    more = completed(home, "two-workers", "--prefetch", "5", training__dataloader_num_workers=2)
+    assert outcome(run) == outcome(straight) == outcome(more)
+
+
+def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
+    other = completed(home, "other-seed", "--seed", "7")
+    assert set(outcome(other)[0].values()).isdisjoint(outcome(straight)[0].values())
+
+
+@pytest.mark.parametrize("changes", [{"training__optimizer": "adamw"}, {"data__pack_sequences": "false"}])
+def test_exact_with_other_choices(home: Path, changes: dict[str, object]) -> None:
+    name = "-".join(map(str, changes.values()))
+    whole = completed(home, f"whole-{name}", **changes)
+    run = home / f"stopped-{name}"
+    process = start(arguments(home, run.name, **changes), home / "cache")
+    kill_when(process, after_first_snapshot(run, 0.2))
+    completed(home, run.name, "--resume", **changes)
+    assert outcome(run) == outcome(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [{"training__compile": "on"}, {"training__precision": "bf16"}])
+def test_exact_when_compiled_and_in_bf16(home: Path, changes: dict[str, object]) -> None:
+    name = "-".join(map(str, changes.values()))
+    whole = completed(home, f"whole-{name}", **changes)
+    run = home / f"stopped-{name}"
+    process = start(arguments(home, run.name, **changes), home / "cache")
+    kill_when(process, after_first_snapshot(run, 0.0))
+    completed(home, run.name, "--resume", **changes)
+    assert outcome(run) == outcome(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trial", range(10))
+def test_sigkill_many_times_over(home: Path, straight: Path, trial: int) -> None:
+    run, draw = home / f"often-{trial}", random.Random(1000 + trial)
+    more: list[str] = []
+    for _ in range(4):  # a moment from the start of the process on: imports, tokenising and all
+        process = start([*arguments(home, run.name), *more], home / f"cache-{trial}")
+        deadline = time.monotonic() + draw.uniform(2.0, 7.0)
+        kill_when(process, lambda until=deadline: time.monotonic() > until)
+        more = ["--resume"]
+    completed(home, run.name, "--resume", cache=f"cache-{trial}")
+    assert outcome(run) == outcome(straight)

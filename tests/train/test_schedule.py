@@ -1,0 +1,51 @@
+"""The learning rate and the length of a run."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sansgpu.config import TrainingConfig
+from sansgpu.train.schedule import learning_rate, total_steps
+
+
+def rates(total: int, **settings: object) -> list[float]:
+    training = TrainingConfig.model_validate({"learning_rate": 1.0, "warmup_steps": 4, **settings})
+    return [learning_rate(training, step, total) for step in range(total)]
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "linear", "constant", "wsd"])
+def test_warm_up_rises_by_equal_steps_to_the_peak(scheduler: str) -> None:
+    assert rates(40, lr_scheduler=scheduler)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "linear", "wsd"])
+def test_the_decay_is_laid_over_exactly_the_steps_of_the_run(scheduler: str) -> None:
+    for total in (20, 400):
+        curve = rates(total, lr_scheduler=scheduler)
+        assert curve[-1] < 3 / total
+        assert learning_rate(TrainingConfig(learning_rate=1.0, warmup_steps=4), total, total) == pytest.approx(0)
+        assert all(a >= b for a, b in pairwise(curve[4:]))
+
+
+def test_wsd_is_flat_until_its_decay_begins() -> None:
+    curve = rates(100, decay_ratio=0.25)
+    assert curve[4:76] == [1.0] * 72
+    assert curve[76:] == pytest.approx([(100 - step) / 25 for step in range(76, 100)])
+
+
+def test_constant_stays_and_the_floor_holds() -> None:
+    assert rates(30, lr_scheduler="constant")[4:] == [1.0] * 26
+    assert min(rates(30, lr_scheduler="cosine", min_lr_ratio=0.1, warmup_steps=0)) >= 0.1
+
+
+@given(st.integers(1, 500), st.integers(1, 400), st.integers(1, 5))
+def test_the_first_limit_reached_decides(steps: int, tokens: int, epochs: int) -> None:
+    training = TrainingConfig(max_steps=steps, max_tokens=tokens, num_epochs=epochs)
+    by_tokens = -(-tokens * 30 // 300)
+    assert total_steps(training, steps_per_epoch=30, tokens_per_epoch=300) == min(steps, by_tokens, 30 * epochs)
+
+
+def test_without_a_limit_a_run_is_one_epoch() -> None:
+    assert total_steps(TrainingConfig(), steps_per_epoch=17, tokens_per_epoch=1000) == 17

@@ -1,0 +1,241 @@
+"""One update: which parameters, by which gradient, clipped how, reported how."""
+
+import pytest
+import torch
+
+from sansgpu.config import ModelConfig, SansGPUError, TrainingConfig
+from sansgpu.data.batch import IGNORE, Batch
+from sansgpu.models import TransformerLM
+from sansgpu.train.optim import Muon, Optimizer, clip_by_global_norm, split_parameters
+from sansgpu.train.state import Progress, TrainState
+from sansgpu.train.step import StepPlan, train_step
+
+MODERN = {"vocab_size": 61, "d_model": 32, "n_heads": 2, "n_layers": 2, "d_ff": 48, "max_seq_len": 16}
+CLASSIC = {**MODERN, "activation": "gelu", "tie_embeddings": False}
+
+
+class Memorise:
+    """A task of which train_step needs only the loss."""
+
+    def __init__(self, model: TransformerLM) -> None:
+        self.model = model
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return self.model.summed_loss(batch.inputs, batch.targets, batch.positions, batch.document_ids)
+
+
+def model_of(settings: dict[str, object], seed: int = 3) -> TransformerLM:
+    model = TransformerLM(ModelConfig.model_validate(settings), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():  # zero-initialised projections would hide half of the gradients
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+def batch_of(rows: int, seed: int = 0) -> Batch:
+    """Rows whose numbers of targets differ."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = (torch.randint(0, 61, (rows, 16), generator=generator) for _ in range(2))
+    for row in range(rows):
+        targets[row, : 4 * row % 15] = IGNORE
+    return Batch(inputs, targets)
+
+
+def state_of(model: TransformerLM, training: TrainingConfig) -> TrainState:
+    return TrainState(model, Optimizer(model, training, torch.float32), Progress())
+
+
+def plan_of(micro_batch: int) -> StepPlan:
+    return StepPlan(micro_batch, torch.device("cpu"), "fp32")
+
+
+def plain_gradients(model: TransformerLM, batch: Batch) -> dict[str, torch.Tensor]:
+    """Mean cross-entropy of the whole batch, by torch alone."""
+    logits = model(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2, 1, 3])
+def test_every_split_of_a_batch_has_the_gradient_of_the_whole(micro_batch: int) -> None:
+    # AdamW's first moment after one step is (1 - beta1) times the gradient that the step saw.
+    training = TrainingConfig(optimizer="adamw", max_grad_norm=0, beta1=0.5)
+    model = model_of(MODERN)
+    expected = plain_gradients(model, batch_of(4))
+    model.zero_grad()
+    state = state_of(model, training)
+    train_step(state, Memorise(model), batch_of(4), plan_of(micro_batch), training, lr=0.0)
+    for name, gradient in expected.items():
+        seen = state.optimizer.state_tensors()[f"exp_avg.{name}"] * 2
+        assert (seen - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+def test_the_reported_loss_is_the_mean_over_tokens_whatever_the_accumulation() -> None:
+    training = TrainingConfig(optimizer="adamw")
+    model, batch = model_of(MODERN), batch_of(4)
+    logits = model(batch.inputs).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE).item()
+    for micro_batch in (4, 1):
+        model = model_of(MODERN)
+        result = train_step(state_of(model, training), Memorise(model), batch, plan_of(micro_batch), training, 0.0)
+        assert result.loss_sum / result.tokens == pytest.approx(expected, rel=1e-5)
+        assert result.tokens == int((batch.targets != IGNORE).sum())
+
+
+def test_ranks_together_have_the_gradient_of_the_whole() -> None:
+    training = TrainingConfig(optimizer="adamw", max_grad_norm=0, beta1=0.5)
+    model = model_of(MODERN)
+    expected = plain_gradients(model, batch_of(5))
+    sums: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        model = model_of(MODERN)
+        state = state_of(model, training)
+        plan = StepPlan(1, torch.device("cpu"), "fp32", rank, world_size=2)
+        train_step(state, Memorise(model), batch_of(5), plan, training, 0.0)
+        for name in expected:
+            sums[name] = sums.get(name, 0) + state.optimizer.state_tensors()[f"exp_avg.{name}"] * 2
+    for name, gradient in expected.items():
+        assert (sums[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("settings", [MODERN, CLASSIC])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_every_parameter_is_trained(settings: dict[str, object], optimizer: str) -> None:
+    training = TrainingConfig.model_validate({"optimizer": optimizer})
+    model = model_of(settings)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    state = state_of(model, training)
+    assert sum(p.numel() for p in state.optimizer.parameters) == model.parameter_count
+    train_step(state, Memorise(model), batch_of(4), plan_of(2), training, lr=0.01)
+    unchanged = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert unchanged == []
+
+
+@pytest.mark.parametrize("settings", [MODERN, CLASSIC])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_weight_decay_is_for_hidden_matrices_alone(settings: dict[str, object], optimizer: str) -> None:
+    training = TrainingConfig.model_validate({"optimizer": optimizer, "weight_decay": 0.5})
+    model = model_of(settings)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizers = Optimizer(model, training, torch.float32)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers.step(lr=0.1)
+    for name, parameter in model.named_parameters():
+        hidden = name.startswith("blocks") and parameter.ndim == 2
+        expected = before[name] * 0.95 if hidden else before[name]
+        torch.testing.assert_close(parameter.detach(), expected, msg=name)
+
+
+def test_a_tied_matrix_is_trained_once_and_as_an_embedding() -> None:
+    hidden, rest = split_parameters(model_of(MODERN))
+    assert [name for name, _ in rest if "embedding" in name or "head" in name] == ["embedding.weight"]
+    assert all(name.startswith("blocks") for name, _ in hidden)
+
+
+def test_muon_steps_along_the_orthogonalised_momentum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(12, 20, generator=generator) for _ in range(2)] + [
+        torch.randn(20, 12, generator=generator)
+    ]
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer = Muon(parameters, weight_decay=0.0, dtype=torch.float64)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
+        direction = -(u @ vh)
+        similarity = torch.nn.functional.cosine_similarity(parameter.flatten(), direction.flatten(), dim=0)
+        assert similarity > 0.97
+        assert float(parameter.detach().norm() / direction.norm()) == pytest.approx(0.1 * 0.2 * 20**0.5, rel=0.25)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_moments_survive_a_snapshot_bit_for_bit(optimizer: str) -> None:
+    training = TrainingConfig.model_validate({"optimizer": optimizer})
+
+    def steps(state: TrainState, first: int, last: int) -> None:
+        for step in range(first, last):
+            state.progress.step = step
+            train_step(state, Memorise(state.model), batch_of(4, seed=step), plan_of(2), training, lr=0.01)
+
+    straight = state_of(model_of(MODERN), training)
+    steps(straight, 0, 6)
+    halfway = state_of(model_of(MODERN), training)
+    steps(halfway, 0, 3)
+    again = state_of(model_of(MODERN, seed=9), training)
+    again.model.load_state_dict({k: v.clone() for k, v in halfway.model.state_dict().items()})
+    again.optimizer.load_state_tensors({k: v.clone() for k, v in halfway.optimizer.state_tensors().items()}, step=3)
+    steps(again, 3, 6)
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+    for name, tensor in straight.optimizer.state_tensors().items():
+        assert torch.equal(tensor, again.optimizer.state_tensors()[name]), name
+
+
+def test_clipping_is_by_the_norm_over_all_parameters_of_this_very_step() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))]
+
+    def set_gradients(scale: float) -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, scale)
+
+    for scale in (10.0, 2.0):
+        set_gradients(scale)
+        assert clip_by_global_norm(parameters, 1.0) == pytest.approx(scale * 7**0.5)
+        clipped = sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None) ** 0.5
+        assert clipped == pytest.approx(1.0, rel=1e-4)
+    set_gradients(0.1)
+    clip_by_global_norm(parameters, 1.0)
+    assert torch.equal(parameters[0].grad, torch.full((3,), 0.1))
+    set_gradients(10.0)
+    clip_by_global_norm(parameters, 0)
+    assert torch.equal(parameters[0].grad, torch.full((3,), 10.0))
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_changes_nothing() -> None:
+    training = TrainingConfig()
+    model = model_of(MODERN)
+    state = state_of(model, training)
+    state.progress.step = 6
+    with torch.no_grad():
+        model.norm.weight[0] = float("nan")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(SansGPUError, match="step 7"):
+        train_step(state, Memorise(model), batch_of(2), plan_of(2), training, 0.1)
+    assert all(torch.equal(p.nan_to_num(), before[name].nan_to_num()) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(("settings", "optimizer"), [(MODERN, "muon"), (CLASSIC, "adamw")])
+def test_one_batch_is_memorised(settings: dict[str, object], optimizer: str) -> None:
+    training = TrainingConfig.model_validate({"optimizer": optimizer, "weight_decay": 0.0})
+    model = TransformerLM(ModelConfig.model_validate(settings), 1)
+    state = state_of(model, training)
+    for step in range(300):
+        state.progress.step = step
+        result = train_step(state, Memorise(model), batch_of(4, seed=5), plan_of(4), training, lr=0.01)
+    assert result.loss_sum / result.tokens < 0.01
+
+
+def test_dropout_depends_on_step_micro_batch_and_rank_and_on_nothing_else() -> None:
+    training = TrainingConfig()
+
+    def loss(step: int, rank: int, disturb: int) -> float:
+        torch.manual_seed(disturb)
+        model = model_of({**MODERN, "dropout": 0.3})
+        state = state_of(model, training)
+        state.progress.step = step
+        plan = StepPlan(2, torch.device("cpu"), "fp32", rank, world_size=1)
+        return train_step(state, Memorise(model), batch_of(2), plan, training, 0.0).loss_sum
+
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    assert loss(3, 0, disturb=1) == loss(3, 0, disturb=2)
+    torch.manual_seed(1)
+    first = loss(3, 0, disturb=1)
+    assert torch.equal(torch.rand(1), expected), "the step draws from no global state"
+    assert len({first, loss(4, 0, disturb=1)}) == 2
