@@ -39,26 +39,12 @@ TINY = {
 }
 
 
+WORDS = "the model learns a word from every page it reads and then forgets where it stood"
+
+
 def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
     """JSONL of made-up sentences, the same for the same seed."""
-    words = [
-        "the",
-        "model",
-        "learns",
-        "a",
-        "word",
-        "from",
-        "every",
-        "page",
-        "it",
-        "reads",
-        "and",
-        "then",
-        "forgets",
-        "where",
-        "it",
-        "stood",
-    ]
+    words = WORDS.split()
     draw = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(documents):

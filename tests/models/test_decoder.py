@@ -127,7 +127,7 @@ def test_a_fresh_model_predicts_every_token_alike() -> None:
     for layout in LAYOUTS:
         model = TransformerLM(ModelConfig.model_validate({**SHAPE, **LAYOUTS[layout]}), 3).eval()
         loss = model.summed_loss(tokens(4, 24), tokens(4, 24, 2)) / 96
-        assert float(loss) == pytest.approx(torch.tensor(320.0).log().item(), rel=0.02)
+        assert loss.item() == pytest.approx(torch.tensor(320.0).log().item(), rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "millions"), [("nano", 82.9), ("cpu_small", 11.5), ("cpu_medium", 124.2)])

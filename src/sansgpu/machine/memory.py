@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 from sansgpu.config import Config, ConfigError
 
 MICRO_BATCH_TOKENS = 4096  # beyond this a CPU's matmuls gain nothing and activations leave the cache
@@ -43,8 +45,9 @@ def plan_micro_batch(config: Config, parameters: int, available: int, world_size
 def _require_memory(config: Config, parameters: int, micro_batch: int, available: int) -> None:
     needed = memory_needed(config, parameters, micro_batch)
     if needed > available:
-        smaller = [size for size in range(1, micro_batch) if memory_needed(config, parameters, size) <= available]
-        remedy = f"set training.batch_size to {smaller[-1]}" if smaller else "choose a smaller model or shorter windows"
+        sizes = range(1, micro_batch)
+        fits = bisect.bisect_right(sizes, available, key=lambda size: memory_needed(config, parameters, size))
+        remedy = f"set training.batch_size to {fits}" if fits else "choose a smaller model or shorter windows"
         raise ConfigError(
             f"the run needs about {needed / 1e9:.1f} GB of memory and {available / 1e9:.1f} GB are available; {remedy}."
         )

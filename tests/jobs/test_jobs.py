@@ -1,0 +1,128 @@
+"""Evaluating, generating, exporting and tokenizing, from the command line."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sansgpu.cli import run as cli
+from sansgpu.train.checkpoint import snapshots
+from tests.processes import settings, write_corpus
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jobs")
+    write_corpus(folder / "corpus.jsonl", documents=120)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        chosen = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=20)
+        assert cli(["train", *chosen, "--output-dir", str(folder / "run")]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, float]:
+    capsys.readouterr()
+    assert cli([*map(str, arguments), "--json"]) == 0
+    values: dict[str, float] = json.loads(capsys.readouterr().out)
+    return values
+
+
+def test_eval_repeats_the_runs_own_last_evaluation(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.loads(line) for line in (home / "run/metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["event"] == "eval"][-1]
+    found = answer(capsys, "eval", home / "run")
+    for key in ("step", "loss", "perplexity", "bits_per_byte"):
+        assert found[key] == pytest.approx(last[key], rel=1e-5)
+
+
+def test_eval_of_a_text_by_hand(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "the model reads a page: ünïcode\n"
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    model = AutoModelForCausalLM.from_pretrained(home / "run/final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(home / "run/final")
+    end = tokenizer.eos_token_id
+    ids = [end, *tokenizer.encode(text, add_special_tokens=False), end]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids[:-1]])).logits[0]
+    total = float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+    assert len(ids) <= 33, "one window, so that the sum by hand is the sum"
+    for target in (home / "run", home / "run/final"):
+        found = answer(capsys, "eval", target, "--data", tmp_path / "text.txt")
+        assert found["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-4)
+        assert found["perplexity"] == pytest.approx(math.exp(total / (len(ids) - 1)), rel=1e-3)
+        assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()), rel=1e-4)
+
+
+def test_eval_of_another_architecture(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(home / "run/final")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=320, max_position_embeddings=64, **shape)).save_pretrained(
+        tmp_path / "llama"
+    )
+    tokenizer.save_pretrained(tmp_path / "llama")
+    found = answer(capsys, "eval", tmp_path / "llama", "--data", home / "corpus.jsonl")
+    assert found["loss"] == pytest.approx(math.log(320), rel=0.1)
+    assert cli(["generate", str(tmp_path / "llama")]) == 2
+
+
+def test_a_window_longer_than_the_context_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["eval", str(home / "run"), "--data", str(home / "corpus.jsonl"), "--window", "999"]) == 2
+    assert "longer than the model's context" in capsys.readouterr().err
+    assert cli(["eval", str(home / "run/final")]) == 2
+    assert "--data" in capsys.readouterr().err
+
+
+def test_generate_repeats_itself_with_a_seed_and_goes_beyond_the_context(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def text(*more: str) -> str:
+        capsys.readouterr()
+        assert cli(["generate", str(home / "run"), "--prompt", "the model", "--max-new-tokens", "80", *more]) == 0
+        return capsys.readouterr().out
+
+    assert text("--seed", "1").startswith("the model")
+    assert text("--seed", "1") == text("--seed", "1") != text("--seed", "2")
+    assert text("--temperature", "0") == text("--top-k", "1", "--seed", "3")
+    assert text("--seed", "1", "--snapshot", "best")
+    assert cli(["generate", str(home / "run"), "--top-p", "0"]) == 2
+    assert cli(["generate", str(home / "run"), "--snapshot", "9999"]) == 2
+
+
+def test_export_writes_the_snapshot_asked_for(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = snapshots(home / "run/snapshots")[0], snapshots(home / "run/snapshots")[-1]
+    for name, snapshot in (("first", first), ("last", last)):
+        assert (
+            cli(["export", str(home / "run"), "--snapshot", str(snapshot.step), "--output", str(tmp_path / name)]) == 0
+        )
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.equal(model.get_input_embeddings().weight, snapshot.weights()["embedding.weight"])
+    assert (tmp_path / "last/model.safetensors").read_bytes() == (home / "run/final/model.safetensors").read_bytes()
+    assert cli(["export", str(home / "run"), "--output", str(home / "cache")]) == 2
+    assert "choose another --output" in capsys.readouterr().err
+
+
+def test_a_tokenizer_is_trained_used_and_taken_up_by_a_run(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokenizer"
+    trained = answer(capsys, "tokenizer", "train", home / "corpus.jsonl", "--vocab-size", 280, "--output", folder)
+    assert trained["vocab_size"] <= 280
+    encoded = answer(capsys, "tokenizer", "encode", folder, "--text", "the model")
+    assert AutoTokenizer.from_pretrained(folder).decode(encoded["ids"]) == "the model"
+    monkeypatch.setattr("sys.stdin", io.StringIO("the model"))
+    assert answer(capsys, "tokenizer", "encode", folder) == encoded
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2, data__tokenizer=folder)
+    assert cli(["train", *chosen, "--output-dir", str(tmp_path / "run")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "run/final").encode("the model") == encoded["ids"]

@@ -1,0 +1,67 @@
+"""What the machine is asked, and what is concluded."""
+
+import pytest
+import torch
+
+from sansgpu.config import Config, ConfigError, TrainingConfig
+from sansgpu.machine import probe
+from sansgpu.machine.compilation import missing_for_compile, resolve_compile
+from sansgpu.machine.memory import memory_needed, plan_micro_batch
+
+PLENTY = 1 << 50
+
+
+def config_of(**training: object) -> Config:
+    return Config.model_validate({"training": training, "model": {"vocab_size": 1000}})
+
+
+def test_more_examples_at_once_need_more_memory_and_checkpointing_less() -> None:
+    needs = [memory_needed(config_of(), 10_000_000, size) for size in (1, 2, 4, 8)]
+    assert needs == sorted(set(needs))
+    frugal = Config.model_validate({"model": {"vocab_size": 1000, "gradient_checkpointing": True}})
+    assert memory_needed(frugal, 10_000_000, 8) < needs[-1]
+
+
+@pytest.mark.parametrize("effective", [1, 6, 7, 16, 48])
+def test_an_automatic_micro_batch_divides_the_effective_batch(effective: int) -> None:
+    micro_batch, kept = plan_micro_batch(config_of(gradient_accumulation_steps=effective), 1000, PLENTY)
+    assert kept == effective
+    assert effective % micro_batch == 0
+    assert micro_batch * 256 <= 4096
+
+
+def test_less_memory_gives_a_smaller_micro_batch_and_in_the_end_a_refusal() -> None:
+    config = config_of(gradient_accumulation_steps=16)
+    tight = memory_needed(config, 1000, 4)
+    assert plan_micro_batch(config, 1000, tight)[0] == 4
+    with pytest.raises(ConfigError, match="smaller model or shorter windows"):
+        plan_micro_batch(config, 1000, memory_needed(config, 1000, 1) - 1)
+    with pytest.raises(ConfigError, match=r"set training\.batch_size to 4"):
+        plan_micro_batch(config_of(batch_size=8), 1000, tight)
+
+
+def test_compiling_is_for_long_runs() -> None:
+    training = TrainingConfig()
+    assert missing_for_compile() is None, "the tests want a C++ compiler"
+    assert resolve_compile(training, 1e10, "fp32", 2, "cpu") == "off"
+    assert resolve_compile(training, 1e18, "fp32", 2, "cpu") == "on"
+    assert resolve_compile(TrainingConfig(compile="on"), 1.0, "fp32", 2, "cpu") == "on"
+    assert resolve_compile(TrainingConfig(compile="off"), 1e18, "fp32", 2, "cpu") == "off"
+
+
+def test_precision_is_what_was_asked_for_and_auto_is_the_faster() -> None:
+    cpu = torch.device("cpu")
+    assert probe.resolve_precision(TrainingConfig(precision="fp32"), cpu) == "fp32"
+    assert probe.resolve_precision(TrainingConfig(precision="bf16"), cpu) == "bf16"
+    automatic = probe.resolve_precision(TrainingConfig(), cpu)
+    if automatic == "bf16":
+        assert probe.has_native_bf16()
+        threads = torch.get_num_threads()
+        fast, slow = (probe.gemm_flops_per_second(p, "cpu", threads) for p in ("bf16", "fp32"))
+        assert fast > slow
+
+
+def test_threads_and_memory_are_within_the_machine() -> None:
+    assert 1 <= probe.available_cores() <= probe.psutil.cpu_count()
+    assert 0 < probe.available_memory(torch.device("cpu")) <= probe.psutil.virtual_memory().total
+    assert probe.resolve_threads(TrainingConfig(threads=3)) == 3

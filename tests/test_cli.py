@@ -1,0 +1,134 @@
+"""What goes wrong is said in one sentence, before any work is done, and never shows a traceback."""
+
+from pathlib import Path
+
+import pytest
+
+from sansgpu.cli import run as cli
+from tests.processes import finish, settings, write_corpus
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    write_corpus(tmp_path / "corpus.jsonl")
+
+
+def train(*more: str, corpus: str = "corpus.jsonl", **changes: object) -> int:
+    chosen = settings(**{"data__dataset_name": corpus, "training__max_steps": 3, **changes})
+    return cli(["train", *chosen, "--output-dir", "out", *more])
+
+
+def sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line after what was being done."""
+    captured = capsys.readouterr()
+    doing = ("tokenizing", "training the tokenizer", "reading characters", "warning: ")
+    lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("sansgpu: ")
+    assert "Traceback" not in captured.err + captured.out
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__d_modle": 3}, "did you mean model.d_model?"),
+        ({"model__n_layers": "four"}, "model.n_layers"),
+        ({"model__d_model": 33}, "not divisible"),
+        ({"corpus": "missing.txt"}, "does not exist"),
+        ({"corpus": "empty.txt"}, "holds no text"),
+        ({"corpus": "binary.txt"}, "not UTF-8"),
+        ({"corpus": "short.txt"}, "less than one window"),
+        ({"model__vocab_size": 50}, "smaller than the tokenizer's"),
+        ({"data__tokenizer": "none.json"}, "none.json does not exist"),
+        ({"training__report_to": "wandb"}, "pip install 'sansgpu[wandb]'"),
+        ({"training__batch_size": 10_000_000}, "memory"),
+        ({"model__d_model": 2_000_000, "model__n_heads": 2}, "memory"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_any_work(
+    changes: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty.txt").write_text("")
+    Path("binary.txt").write_bytes(bytes(range(256)))
+    Path("short.txt").write_text("short")
+    assert train(**changes) == 2  # type: ignore[arg-type]
+    assert words in sentence(capsys)
+    assert not [path for path in Path("out").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "missing.yaml"], "missing.yaml does not exist"),
+        (["train", "--frobnicate"], "--frobnicate"),
+        (["train", "--set", "model.d_model"], "write --set key.path=value"),
+        (["train", "--target-device", "tpu"], "cpu, gpu and auto"),
+        (["train", "a.yaml", "-f", "b.yaml"], "given twice"),
+        (["train", "--max-steps", "many"], "--max-steps"),
+        (["dance"], "dance"),
+        (["eval", "./nowhere"], "does not exist"),
+        (["generate", "cache-less"], "neither a run"),
+        (["export", "cache-less", "--format", "onnx"], "only hf is known"),
+        (["snapshots", "list", "cache-less"], "is no run"),
+        (["tokenizer", "train", "corpus.jsonl", "--output", "t", "--vocab-size", "9"], "too small"),
+    ],
+)
+def test_usage_errors_are_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("cache-less").mkdir()
+    assert cli(arguments) == 2
+    assert words in sentence(capsys)
+
+
+def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert train("--target-device", "gpu") == 2
+    assert "cuda was asked for" in sentence(capsys)
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_several_processes_are_refused(
+    variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "2")
+    assert train() == 2
+    assert f"{variable} is 2" in sentence(capsys)
+
+
+def test_a_folder_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out").write_text("a file where the folder should be")
+    assert train() == 2
+    assert "cannot be written" in sentence(capsys)
+
+
+def test_an_old_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    before = Path("out/metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert train() == 2
+    assert "--resume" in sentence(capsys)
+    assert Path("out/metrics.jsonl").read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_snapshots(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"training__max_steps": 200, "training__max_grad_norm": 0, "training__save_steps": 1}
+    assert train(**changes, training__learning_rate=1e18, training__warmup_steps=3) == 1  # type: ignore[arg-type]
+    line = sentence(capsys)
+    assert "step " in line
+    assert "the loss is" in line
+    assert cli(["snapshots", "verify", "out"]) == 0
+    assert list(Path("out/snapshots").glob("step-*"))
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--debug", model__d_model=33) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
+    code, out, error = finish(["train", "missing.yaml"], tmp_path / "cache")
+    assert (code, out) == (2, "")
+    assert error == "sansgpu: missing.yaml does not exist.\n"
+    assert finish(["--version"], tmp_path / "cache")[0] == 0

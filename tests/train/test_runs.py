@@ -1,0 +1,216 @@
+"""Whole runs: how long they are, what they say, what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from sansgpu.cli import run as cli
+from sansgpu.train.checkpoint import snapshots
+from sansgpu.watch.events import Event, Sinks
+from tests.processes import digests, environment, finish, record, settings, write_corpus
+
+# What the documentation promises other programs.
+STEP_KEYS = {
+    "event", "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "rss_bytes",
+    "cpu_percent", "eta_seconds",
+}  # fmt: skip
+EVAL_KEYS = {"event", "step", "loss", "perplexity", "bits_per_byte"}
+END_KEYS = {"event", "step", "reason", "seconds", "snapshot"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_corpus(folder / "corpus.jsonl")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+
+
+def train(home: Path, run: Path, *more: str, **changes: object) -> list[dict[str, Any]]:
+    chosen = {"data__dataset_name": home / "corpus.jsonl", **changes}
+    assert cli(["train", *settings(**chosen), "--output-dir", str(run), *more]) == 0
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
+
+
+def test_max_steps_is_exactly_that_many(home: Path, tmp_path: Path) -> None:
+    events = train(home, tmp_path / "r", "--max-steps", "10", training__logging_steps=1)
+    assert [e["step"] for e in of(events, "step")] == list(range(1, 11))
+    assert [e["step"] for e in of(events, "eval")] == [3, 6, 9, 10]
+    assert of(events, "end") == [{**of(events, "end")[0], "step": 10, "reason": "done", "snapshot": "step-000010"}]
+
+
+def test_the_events_carry_what_is_promised(home: Path, tmp_path: Path) -> None:
+    events = train(home, tmp_path / "r", "--max-steps", "6", training__sample_tokens=5)
+    assert {frozenset(e) for e in of(events, "step")} == {frozenset(STEP_KEYS)}
+    assert {frozenset(e) for e in of(events, "eval")} == {frozenset(EVAL_KEYS | {"sample"})}
+    assert {frozenset(e) for e in of(events, "end")} == {frozenset(END_KEYS)}
+    assert events[0]["event"] == "start"
+    assert {e["event"] for e in events} <= {"start", "step", "eval", "snapshot", "warning", "end"}
+    for event in of(events, "step"):
+        assert event["tokens_per_second"] > 0
+        assert 0 < event["mfu"] < 1
+        assert event["rss_bytes"] > 50_000_000
+
+
+def test_max_tokens_ends_the_run(home: Path, tmp_path: Path) -> None:
+    events = train(home, tmp_path / "r", training__max_tokens=1000, training__logging_steps=1)
+    seen = [e["tokens"] for e in of(events, "step")]
+    assert seen[-2] < 1000 <= seen[-1]
+
+
+@pytest.mark.parametrize("pack", ["true", "false"])
+def test_an_epoch_is_every_token_once(home: Path, tmp_path: Path, pack: str) -> None:
+    events = train(home, tmp_path / "r", training__num_epochs=2, data__pack_sequences=pack, training__eval_steps=0)
+    assert of(events, "step")[-1]["tokens"] == 2 * events[0]["train_tokens"]
+
+
+def test_max_hours_ends_the_run_and_saves_it(home: Path, tmp_path: Path) -> None:
+    events = train(home, tmp_path / "r", training__max_hours=0.0001, training__max_steps=100_000)
+    end = of(events, "end")[0]
+    assert end["reason"] == "out_of_time"
+    assert end["seconds"] >= 0.36
+    assert (tmp_path / "r/final/model.safetensors").exists()
+    assert end["step"] == snapshots(tmp_path / "r/snapshots")[-1].step < 100_000
+
+
+def test_headless_prints_the_same_lines_and_nothing_else(home: Path, tmp_path: Path) -> None:
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=4)
+    code, out, _ = finish(["train", *chosen, "--headless", "--output-dir", str(tmp_path / "r")], home / "cache")
+    assert code == 0
+    assert out == (tmp_path / "r/metrics.jsonl").read_text()
+
+
+def test_two_runs_with_one_seed_are_byte_identical(home: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train(home, tmp_path / name, "--max-steps", "5")
+    assert digests(tmp_path / "a") == digests(tmp_path / "b") != {}
+    assert record(tmp_path / "a") == record(tmp_path / "b")
+
+
+def test_what_can_be_learned_is_learned_in_validation_too(home: Path, tmp_path: Path) -> None:
+    """Labels shifted twice, or not at all, would let one of the two losses stay high."""
+    (tmp_path / "abc.txt").write_text("abcdefghij" * 3000)
+    changes = {
+        "data__dataset_name": tmp_path / "abc.txt", "data__tokenizer": "char", "training__max_steps": 80,
+        "training__learning_rate": 0.01, "model__dropout": 0.0, "training__eval_steps": 40,
+    }  # fmt: skip
+    events = train(home, tmp_path / "r", **changes)
+    assert of(events, "step")[-1]["loss"] < 0.3
+    assert of(events, "eval")[-1]["loss"] < 0.3
+
+
+def test_accumulation_changes_neither_loss_nor_tokens(home: Path, tmp_path: Path) -> None:
+    runs = []
+    for name, micro, count in (("a", 4, 1), ("b", 1, 4)):
+        changes = {"training__batch_size": micro, "training__gradient_accumulation_steps": count}
+        runs.append(train(home, tmp_path / name, "--max-steps", "6", model__dropout=0.0, **changes))
+    for first, second in zip(of(runs[0], "step"), of(runs[1], "step"), strict=True):
+        assert first["tokens"] == second["tokens"]
+        assert first["loss"] == pytest.approx(second["loss"], rel=1e-3)
+
+
+def test_batch_size_auto_keeps_the_effective_batch(home: Path, tmp_path: Path) -> None:
+    events = train(
+        home, tmp_path / "r", "--batch-size", "auto", "--max-steps", "2", training__gradient_accumulation_steps=6
+    )
+    start = events[0]
+    assert start["micro_batch"] * start["gradient_accumulation_steps"] == 6
+    assert start["tokens_per_step"] == 6 * 32
+
+
+def test_a_dry_run_shows_everything_and_writes_nothing(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=4)
+    assert cli(["train", *chosen, "--dry-run", "--output-dir", str(tmp_path / "r")]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert not (tmp_path / "r").exists()
+    assert shown["config"]["training"]["beta2"] == 0.95
+    assert shown["config"]["model"]["vocab_size"] == 320
+    assert shown["run"]["total_steps"] == 4
+    assert shown["run"]["memory_bytes"] > 0
+
+
+def test_tensorboard_holds_the_same_losses(home: Path, tmp_path: Path) -> None:
+    events = train(home, tmp_path / "r", "--max-steps", "6", training__report_to="tensorboard")
+    board = EventAccumulator(str(tmp_path / "r/tensorboard"))
+    board.Reload()
+    for tag, kind in (("train/loss", "step"), ("validation/bits_per_byte", "eval")):
+        key = tag.split("/")[1]
+        written = [(scalar.step, scalar.value) for scalar in board.Scalars(tag)]
+        assert written == [(e["step"], pytest.approx(e[key], rel=1e-6)) for e in of(events, kind)]
+
+
+def test_no_board_is_written_where_none_is_wanted(home: Path, tmp_path: Path) -> None:
+    train(home, tmp_path / "r", "--max-steps", "2", training__report_to="none")
+    assert not (tmp_path / "r/tensorboard").exists()
+
+
+def test_a_failing_sink_is_dropped_and_the_others_are_told() -> None:
+    class Failing:
+        def emit(self, event: Event) -> None:
+            raise OSError("disk full")
+
+        def close(self) -> None:
+            raise OSError("disk full")
+
+    class Collecting:
+        def __init__(self) -> None:
+            self.events: list[Event] = []
+
+        def emit(self, event: Event) -> None:
+            self.events.append(event)
+
+        def close(self) -> None:
+            pass
+
+    collecting = Collecting()
+    sinks = Sinks([Failing(), collecting])
+    for step in (1, 2):
+        sinks.emit({"event": "step", "step": step})
+    sinks.close()
+    assert [e["event"] for e in collecting.events] == ["step", "warning", "step"]
+    assert "disk full" in collecting.events[1]["message"]
+
+
+def test_without_a_compiler_training_works_and_says_so_in_one_line(home: Path, tmp_path: Path) -> None:
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2, training__compile="auto")
+    command = [sys.executable, "-m", "sansgpu", "train", *chosen, "--output-dir", str(tmp_path / "r")]
+    nowhere = {**environment(home / "cache"), "PATH": str(tmp_path)}
+    done = subprocess.run(command, env=nowhere, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if "C++ compiler" in line]) == 1
+    refused = subprocess.run(
+        [*command[:-1], str(tmp_path / "s"), "--set", "training.compile=on"],
+        env=nowhere, capture_output=True, text=True,
+    )  # fmt: skip
+    assert refused.returncode == 2
+    assert "C++ compiler" in refused.stderr
+
+
+def test_the_default_folder_is_named_after_the_configuration_and_never_reused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2)
+    (tmp_path / "mine.yaml").write_text("task: pretrain\n")
+    for _ in range(2):
+        assert cli(["train", "mine.yaml", *chosen]) == 0
+    assert sorted(os.listdir("runs")) == ["mine", "mine-2"]
+    assert cli(["train", "mine.yaml", *chosen, "--max-steps", "3", "--resume"]) == 0
+    assert snapshots(Path("runs/mine-2/snapshots"))[-1].step == 3
