@@ -119,9 +119,8 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
     steps = total_steps(training, task.steps_per_epoch, task.tokens_per_epoch)
     compiled = before.compile if before and training.compile == "auto" else None
     if compiled is None:
-        compiled = resolve_compile(
-            training, steps * task.flops_per_step, precision, torch.get_num_threads(), device.type
-        )
+        flops = task.flops_per_token * task.tokens_per_epoch * steps / task.steps_per_epoch
+        compiled = resolve_compile(training, flops, precision, torch.get_num_threads(), device.type)
     if device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
         early.warn(f"{missing} is missing, so nothing is compiled and steps take longer.")
     if training.warmup_steps >= steps:

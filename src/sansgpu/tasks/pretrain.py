@@ -47,8 +47,7 @@ class Pretrain:
         self.fingerprint = corpus.fingerprint
         self.steps_per_epoch = steps_per_epoch(len(corpus.train), effective_batch)
         self.tokens_per_epoch = corpus.train_tokens
-        tokens_per_step = min(effective_batch, len(corpus.train)) * config.window
-        self.flops_per_step = self.model.flops_per_token(config.window) * tokens_per_step
+        self.flops_per_token = self.model.flops_per_token(config.window)
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, Corpus]:

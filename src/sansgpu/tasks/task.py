@@ -37,7 +37,7 @@ class Task(Evaluated, Protocol):
     fingerprint: str  # of the data, to notice on resume that it changed
     steps_per_epoch: int
     tokens_per_epoch: int
-    flops_per_step: float  # of a full batch
+    flops_per_token: float  # that the model needs to train on one
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step: a pure function of the seed and the step."""

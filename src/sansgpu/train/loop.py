@@ -86,7 +86,8 @@ class Trainer:
                     self._one_step(prefetch)
                     self._finish_step(interrupt)
                 if interrupt.signal is not None:
-                    self._save()
+                    if self.progress.step:  # else there is nothing to lose, and no moments to save
+                        self._save()
                     return self._end("interrupted", interrupt.signal)
                 reason = "done" if self._finished() else "out_of_time"
                 self._evaluate()
@@ -128,8 +129,9 @@ class Trainer:
 
     def _say_step(self, result: StepResult, lr: float, seconds: float) -> None:
         progress, interval = self.progress, self._interval or [(seconds, result.tokens)]
-        interval_seconds = sum(seconds for seconds, _ in interval)
+        interval_seconds, interval_tokens = map(sum, zip(*interval, strict=True))
         step_seconds = interval_seconds / len(interval)
+        flops_per_second = self.task.flops_per_token * interval_tokens / interval_seconds
         self.sinks.emit(
             {
                 "event": "step",
@@ -138,9 +140,9 @@ class Trainer:
                 "lr": lr,
                 "grad_norm": result.grad_norm,
                 "tokens": progress.tokens,
-                "tokens_per_second": sum(tokens for _, tokens in interval) / interval_seconds,
+                "tokens_per_second": interval_tokens / interval_seconds,
                 "step_seconds": step_seconds,
-                "mfu": self.task.flops_per_step / step_seconds / self.gemm_flops_per_second,
+                "mfu": flops_per_second / self.gemm_flops_per_second,
                 "rss_bytes": self._usage.rss_bytes(),
                 "cpu_percent": self._usage.cpu_percent(),
                 "eta_seconds": self._eta_seconds(step_seconds),

@@ -1,0 +1,83 @@
+"""Evaluation sees the whole validation part and leaves no trace."""
+
+import math
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sansgpu.config import Config
+from sansgpu.data.batch import IGNORE
+from sansgpu.tasks import Pretrain
+from sansgpu.train.evaluate import evaluate
+from sansgpu.train.step import StepPlan
+from tests.processes import TINY, finish, kill_when, record, settings, start, write_corpus
+
+PLAN = StepPlan(3, torch.device("cpu"), "fp32")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Pretrain:
+    folder = tmp_path_factory.mktemp("evaluation")
+    values: dict[str, dict[str, object]] = {"model": {}, "training": {}, "data": {}}
+    for key, value in {**TINY, "data.dataset_name": str(write_corpus(folder / "a.jsonl", 200))}.items():
+        section, _, name = key.rpartition(".")
+        values.setdefault(section or "training", {})[name] = value
+    values["data"]["validation_split"] = 0.3
+    config, corpus = Pretrain.prepare(Config.model_validate(values), folder / "cache", lambda *_: None)
+    return Pretrain(config, corpus, effective_batch=4, micro_batch=3)
+
+
+def test_the_metrics_are_those_of_the_whole_part_computed_plainly(task: Pretrain) -> None:
+    windows = task.corpus.validation
+    batch = windows.batch(np.arange(len(windows)))
+    assert len(windows) % PLAN.micro_batch != 0, "the last batch is to be short"
+    with torch.no_grad():
+        task.model.eval()
+        logits = task.model(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE).item()
+    metrics = evaluate(task, PLAN)
+    assert metrics is not None
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    text = task.corpus.tokenizer.decode(
+        [t for t in batch.targets.flatten().tolist() if t not in (IGNORE, task.corpus.tokenizer.end_id)]
+    )
+    bits = expected / math.log(2) * batch.target_count() / len(text.encode())
+    assert metrics["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_it_can_be_limited_and_stopped(task: Pretrain) -> None:
+    whole, part = evaluate(task, PLAN), evaluate(task, PLAN, batches=1)
+    assert whole != part
+    assert evaluate(task, PLAN, stop=lambda: True) is None
+
+
+def test_it_leaves_mode_randomness_and_gradients_as_they_were(task: Pretrain) -> None:
+    task.model.train()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    evaluate(task, PLAN)
+    task.sample("the", 5, seed=1)
+    assert torch.equal(torch.rand(2), expected)
+    assert task.model.training
+    assert all(parameter.grad is None for parameter in task.model.parameters())
+
+
+def test_a_signal_before_the_first_step_leaves_nothing_that_hinders_a_resume(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl")
+    arguments = [
+        "train",
+        *settings(data__dataset_name=corpus, training__max_steps=4),
+        "--output-dir",
+        str(tmp_path / "r"),
+    ]
+    process = start(arguments, tmp_path / "cache")
+    metrics = tmp_path / "r/metrics.jsonl"
+    code = kill_when(process, lambda: metrics.exists() and metrics.stat().st_size > 0, signal.SIGTERM)
+    assert code in (143, -15, 0)  # by its handler, before there was one, or after four quick steps
+    assert finish([*arguments, "--resume"], tmp_path / "cache")[0] == 0
+    assert record(tmp_path / "r")[-1]["step"] == 4
