@@ -45,6 +45,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
         ({"data__tokenizer": "none.json"}, "none.json does not exist"),
         ({"training__report_to": "wandb"}, "pip install 'sansgpu[wandb]'"),
         ({"training__batch_size": 10_000_000}, "memory"),
+        ({"training__keep_last": 10**12}, "free"),
         ({"model__d_model": 2_000_000, "model__n_heads": 2}, "memory"),
     ],
 )
@@ -110,6 +111,15 @@ def test_an_old_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> N
     assert train() == 2
     assert "--resume" in sentence(capsys)
     assert Path("out/metrics.jsonl").read_bytes() == before
+
+
+def test_snapshots_elsewhere_are_not_mixed_with_another_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = {"training__checkpoint_dir": "elsewhere"}
+    assert train(**elsewhere) == 0  # type: ignore[arg-type]
+    assert list(Path("elsewhere").glob("step-*"))
+    capsys.readouterr()
+    assert train("--output-dir", "other", **elsewhere) == 2  # type: ignore[arg-type]
+    assert "another run's snapshots" in sentence(capsys)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_snapshots(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,16 @@ def test_data_that_cannot_be_trained_on_is_refused(
         prepare(config, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xff", b""])
+def test_damaged_tokens_are_noticed(tmp_path: Path, damage: bytes) -> None:
+    config = Config(data=data_of(write_corpus(tmp_path / "a.jsonl")))
+    prepare(config, tmp_path / "cache")
+    (tokens,) = (tmp_path / "cache").rglob("tokens.bin")
+    tokens.write_bytes(tokens.read_bytes()[:-2] + damage)
+    with pytest.raises(ConfigError, match="damaged; delete that folder"):
+        prepare(config, tmp_path / "cache")
+
+
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "a.jsonl")
     (tmp_path / "cache").write_text("a file where the folder should be")

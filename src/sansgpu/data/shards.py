@@ -26,6 +26,7 @@ from sansgpu.machine.usage import free_disk_bytes
 
 FORMAT = 1  # of the store; part of every key
 ENCODE_CHARS = 4 << 20  # text encoded at once: enough to keep every thread busy, little memory
+CHECKED_AT_ONCE = 1 << 24  # tokens, a small share of the memory a run has
 BYTES_PER_TOKEN = 2  # at least, of ordinary text; characters and rare scripts have less
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset behind its last token
 
@@ -76,7 +77,16 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Pro
     documents = np.fromfile(folder / "documents.bin", dtype=DOCUMENT)
     if not len(documents):
         raise ConfigError(f"{source.name} holds no text; give data.dataset_name a corpus that is not empty.")
-    return TokenStore(source.name, np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), documents)
+    tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
+    _require_whole(folder, tokens, documents, tokenizer.vocab_size)
+    return TokenStore(source.name, tokens, documents)
+
+
+def _require_whole(folder: Path, tokens: np.ndarray, documents: np.ndarray, vocab_size: int) -> None:
+    """Every id must have a row in the embedding: one beyond it would read another's memory."""
+    blocks = (tokens[start : start + CHECKED_AT_ONCE] for start in range(0, len(tokens), CHECKED_AT_ONCE))
+    if len(tokens) != documents["end"][-1] or any(int(block.max()) >= vocab_size for block in blocks):
+        raise ConfigError(f"the cached tokens in {folder} are damaged; delete that folder, and they are made anew.")
 
 
 def _require_space(source: Source, cache: Path, dtype: np.dtype) -> None:

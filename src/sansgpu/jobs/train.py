@@ -32,7 +32,7 @@ from sansgpu.machine.usage import free_disk_bytes
 from sansgpu.machine.world import require_single_process
 from sansgpu.tasks import TASKS, Task
 from sansgpu.train import Trainer
-from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot
+from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot, snapshots
 from sansgpu.train.loop import End
 from sansgpu.train.resume import recorded_environment
 from sansgpu.train.schedule import total_steps
@@ -79,6 +79,8 @@ def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Prepa
     paths = run_paths(folder, config)
     if not request.dry_run:
         clear_leftovers(paths.snapshots)
+        if not request.resume and snapshots(paths.snapshots):
+            raise ConfigError(f"{paths.snapshots} holds another run's snapshots; choose another checkpoint_dir.")
     snapshot = find_snapshot(paths.snapshots, request.resume, early.warn) if request.resume else None
     if request.resume and snapshot is None:
         early.warn(f"{folder} has no snapshot yet; training starts at the first step.")

@@ -65,7 +65,6 @@ class Pretrain:
         else:
             train, validation = split_documents(store, config.data.validation_split)
         _require_tokens(config, train, validation, store)
-        _require_range(config, store)
         pack, window = config.data.pack_sequences, config.window
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(store.tokens)}-{train.token_count}-{window}-{pack}"
         return config, Corpus(
@@ -141,12 +140,3 @@ def _require_tokens(config: Config, train: TokenRanges, validation: TokenRanges,
         raise ConfigError(
             f"the validation part of {store.name} is empty; raise data.validation_split or set data.validation_name."
         )
-
-
-def _require_range(config: Config, store: TokenStore) -> None:
-    """Every id has a row in the embedding; a table smaller than an id would read another's memory."""
-    rows = config.model.vocab_size or 0
-    block = 1 << 24
-    largest = max(int(store.tokens[start : start + block].max()) for start in range(0, len(store.tokens), block))
-    if largest >= rows:
-        raise ConfigError(f"{store.name} has the token {largest}, but model.vocab_size is {rows}; raise it.")
