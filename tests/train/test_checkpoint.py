@@ -111,6 +111,21 @@ def test_another_models_snapshot_is_refused_and_the_run_stays_as_it_was(
     assert {p: p.read_bytes() for p in before} == before
 
 
+def test_another_optimizers_snapshot_is_refused(home: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(home, run, "--resume", training__optimizer="adamw") == 2
+    assert "another optimizer" in capsys.readouterr().err
+
+
+def test_other_data_is_named_and_refused_when_strict(
+    home: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_corpus(tmp_path / "other.jsonl", seed=5)
+    more = {"data__dataset_name": other, "data__tokenizer": run / "tokenizer", "training__max_steps": 13}
+    assert train(home, run, "--resume", "--strict", **more) == 2
+    assert "other data" in capsys.readouterr().err
+    assert train(home, run, "--resume", **more) == 0
+
+
 def test_another_thread_count_is_named_and_refused_when_strict(
     home: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

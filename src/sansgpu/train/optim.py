@@ -77,6 +77,18 @@ class Optimizer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+    def state_names(self) -> set[str]:
+        """The names `state_tensors` has once every parameter was updated."""
+        kinds = {Muon: ("momentum",), torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
+        names = {id(parameter): name for name, parameter in self._named}
+        return {
+            f"{kind}.{names[id(parameter)]}"
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for kind in kinds[type(optimizer)]
+        }
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Moments as `KIND.PARAMETER`; AdamW's step count is the run's own."""
         return {

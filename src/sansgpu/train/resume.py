@@ -29,8 +29,7 @@ def restore(
     record, weights = snapshot.state(), snapshot.weights()
     _require_same_shape(state, weights, snapshot)
     moments = snapshot.moments()
-    expected = {name for name, _ in state.model.named_parameters()}
-    if {key.partition(".")[2] for key in moments} != expected:
+    if moments.keys() != state.optimizer.state_names():
         raise ConfigError(f"{snapshot.folder} was made with another optimizer; set training.optimizer as it was.")
     for difference in _differences(record, environment, data_fingerprint):
         message = f"{snapshot.folder.name} was made with {difference}: the resumed run will differ in its last bits."
