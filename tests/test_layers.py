@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from sansgpu.config.load import describe
+
 SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
 FLOORS = [{"cli"}, {"jobs"}, {"train"}, {"tasks"}, {"data", "models"}, {"kernels"}, {"machine", "watch"}, {"config"}]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -55,6 +57,11 @@ def test_only_machine_reads_the_environment() -> None:
 
 def test_there_is_no_room_for_odds_and_ends() -> None:
     assert not list(SOURCE.rglob("util*.py"))
+
+
+def test_every_key_of_the_schema_is_read_somewhere() -> None:
+    read = {n.attr for _, _, tree in modules() for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    assert [key for key, _, _ in describe() if key.rpartition(".")[2] not in read] == []
 
 
 def test_help_loads_nothing_of_weight() -> None:

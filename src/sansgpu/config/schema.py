@@ -133,7 +133,9 @@ class TrainingConfig(_Section):
     dataloader_num_workers: int = Field(1, ge=0, description="threads preparing batches; 0: the training thread does")
     dataloader_prefetch_factor: int | None = Field(None, ge=1, description="batches each worker keeps ready (2)")
     dataloader_pin_memory: bool = Field(False, description="page-lock batches for a faster copy to a GPU")
-    distributed_backend: Literal["gloo", "nccl", "mpi", "ccl"] = Field("gloo", description="torch.distributed backend")
+    distributed_backend: Literal["gloo", "nccl", "mpi", "ccl"] = Field(
+        "gloo", description="torch.distributed backend; refused where torch lacks it"
+    )
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_listed)] = Field(
         ["tensorboard"], description="besides metrics.jsonl: tensorboard, wandb, or none"
     )

@@ -70,12 +70,12 @@ class Prepared:
 
 def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Prepared | End:
     """Train, or with `dry_run` prepare everything and return it. Raises ConfigError before any work is done."""
-    require_single_process()
     folder = open_output(request.output_dir, request.config_file, request.resume, dry_run=request.dry_run)
     config, notes = _configuration(request, folder)
     early = Sinks(sinks)
     for note in notes:
         early.warn(note)
+    require_single_process(config.training.distributed_backend)
     paths = run_paths(folder, config)
     if not request.dry_run:
         clear_leftovers(paths.snapshots)
