@@ -8,7 +8,6 @@ temporary folder beside it and renamed, so that it is whole or not there.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import Piece
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
-from sansgpu.machine.usage import free_disk_bytes
+from sansgpu.machine.disk import free_disk_bytes, sync_to_disk
 
 FORMAT = 1  # of the store; part of every key
 ENCODE_CHARS = 4 << 20  # text encoded at once: enough to keep every thread busy, little memory
@@ -169,7 +168,8 @@ def _built(folder: Path, build: Callable[[Path], None]) -> Path:
             partial.mkdir()
             try:
                 build(partial)
-                _sync(partial)
+                for path in [*partial.iterdir(), partial]:
+                    sync_to_disk(path)
                 partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -179,10 +179,3 @@ def _built(folder: Path, build: Callable[[Path], None]) -> Path:
             "free some space or set data.cache_dir to another place."
         ) from None
     return folder
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

@@ -11,6 +11,7 @@ from typing import Any
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, file_form, pieces, read_documents, row_text
+from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
 
 PYTHON_STDLIB = "python-stdlib"
@@ -98,24 +99,16 @@ def _part_of(path: Path) -> str:
 def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) -> Source:
     digest = hashlib.sha256(repr((data.text_column, PIECE_CHARS)).encode())
     for path in files:
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + _file_digest(path))
+        try:
+            digest.update(f"{path.relative_to(root)}\0{file_sha256(path)}".encode())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
 
     def read() -> Iterator[Piece]:
         for path in files:
             yield from read_documents(path, data.text_column, skip_undecodable=name == PYTHON_STDLIB)
 
     return Source(name, digest.hexdigest(), sum(path.stat().st_size for path in files), read)
-
-
-def _file_digest(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    return digest.digest()
 
 
 def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:

@@ -15,6 +15,7 @@ from sansgpu.data.shards import Progress
 from sansgpu.jobs.folders import open_output, run_paths, write_json
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compilation import keep_compiled, missing_for_compile, resolve_compile
+from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.memory import memory_needed, plan_micro_batch
 from sansgpu.machine.probe import (
     Environment,
@@ -28,7 +29,6 @@ from sansgpu.machine.probe import (
     resolve_precision,
     resolve_threads,
 )
-from sansgpu.machine.usage import free_disk_bytes
 from sansgpu.machine.world import require_single_process
 from sansgpu.tasks import TASKS, Task
 from sansgpu.train import Trainer

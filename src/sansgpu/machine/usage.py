@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import psutil
 
 
@@ -24,10 +21,3 @@ class Usage:
         """Processor use since the last call."""
         percent: float = self._process.cpu_percent()
         return percent
-
-
-def free_disk_bytes(folder: Path) -> int:
-    """Free space where `folder` is or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

@@ -6,9 +6,7 @@ with the SHA-256 of each. It is written beside its place, synced to disk and ren
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.machine.disk import file_sha256, sync_to_disk
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -55,7 +54,7 @@ class Snapshot:
             path = self.folder / name
             if name not in files or not path.is_file():
                 return f"{path} is missing."
-            if _digest(path) != files[name]:
+            if file_sha256(path) != files[name]:
                 return f"{path} was altered: its SHA-256 is not the manifest's."
         return None
 
@@ -133,15 +132,15 @@ def save_snapshot(
         _save_tensors(weights, partial / WEIGHTS)
         _save_tensors(moments, partial / MOMENTS)
         (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        files = {name: _digest(partial / name) for name in (WEIGHTS, MOMENTS, STATE)}
+        files = {name: file_sha256(partial / name) for name in (WEIGHTS, MOMENTS, STATE)}
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            sync_to_disk(path)
         if final.exists():  # the same step again, after a resume from an earlier one
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         partial.rename(final)
-        _sync(folder)
+        sync_to_disk(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -175,19 +174,3 @@ def clear_leftovers(folder: Path) -> None:
 
 def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     save_file({name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}, path)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
