@@ -58,7 +58,7 @@ def after_first_snapshot(run: Path, delay: float) -> Callable[[], bool]:
 @pytest.mark.parametrize("trial", range(3))
 def test_sigkill_at_a_random_moment(home: Path, straight: Path, trial: int) -> None:
     run = home / f"killed-{trial}"
-    delay = random.Random(trial).uniform(0, 0.8)
+    delay = random.Random(trial).uniform(0, 0.5)
     assert kill_when(start(arguments(home, run.name), home / "cache"), after_first_snapshot(run, delay)) == -9
     completed(home, run.name, "--resume")
     assert outcome(run) == outcome(straight)
