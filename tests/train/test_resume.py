@@ -105,6 +105,20 @@ def test_a_second_signal_ends_the_process_at_once(home: Path) -> None:
     assert process.returncode == 143
 
 
+def test_two_processes_do_not_train_into_one_folder(home: Path, straight: Path) -> None:
+    run = home / "contended"
+    process = start(arguments(home, run.name, training__max_steps=100_000), home / "cache")
+    ready = after_first_snapshot(run, 0.0)
+    while not ready():
+        time.sleep(0.01)
+    code, _, error = finish([*arguments(home, run.name), "--resume"], home / "cache")
+    assert code == 2
+    assert "another process" in error
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
 def test_the_same_snapshot_resumed_twice_gives_the_same(home: Path) -> None:
     shape = {"training__batch_size": 1, "training__gradient_accumulation_steps": 4}
     completed(home, "parent", training__max_steps=8, **shape)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from sansgpu.config import Config, ConfigError, RunPaths, SansGPUError, load_config
 from sansgpu.train.checkpoint import snapshots
@@ -59,6 +63,19 @@ def _require_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+
+
+@contextmanager
+def held_run(folder: Path) -> Iterator[None]:
+    """Keep other processes from training into `folder`; a process that is killed lets go.
+
+    Raises ConfigError where one does already.
+    """
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ConfigError(f"{folder} is being trained by another process; wait for it, or stop it first.") from None
 
 
 def open_run(folder: Path) -> tuple[Config, RunPaths]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from sansgpu.config import Config, ConfigError, RunPaths, load_config, save_config
 from sansgpu.data.shards import Progress
-from sansgpu.jobs.folders import open_output, run_paths, write_json
+from sansgpu.jobs.folders import held_run, open_output, run_paths, write_json
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compilation import keep_compiled, missing_for_compile, resolve_compile
 from sansgpu.machine.disk import free_disk_bytes
@@ -71,6 +72,11 @@ class Prepared:
 def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Prepared | End:
     """Train, or with `dry_run` prepare everything and return it. Raises ConfigError before any work is done."""
     folder = open_output(request.output_dir, request.config_file, request.resume, dry_run=request.dry_run)
+    with nullcontext() if request.dry_run else held_run(folder):
+        return _train_in(folder, request, sinks, progress)
+
+
+def _train_in(folder: Path, request: TrainRequest, sinks: list[Sink], progress: Progress) -> Prepared | End:
     config, notes = _configuration(request, folder)
     early = Sinks(sinks)
     for note in notes:
