@@ -61,6 +61,8 @@ def test_eval_of_a_text_by_hand(home: Path, tmp_path: Path, capsys: pytest.Captu
         assert found["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-4)
         assert found["perplexity"] == pytest.approx(math.exp(total / (len(ids) - 1)), rel=1e-3)
         assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()), rel=1e-4)
+    assert cli(["eval", str(home / "run/final"), "--data", str(tmp_path / "text.txt")]) == 0
+    assert capsys.readouterr().out.startswith("validation: loss")
 
 
 def test_eval_of_another_architecture(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,8 @@ class Terminal:
         parts = [form.format(event[key]) for key, form in known.items() if key in event]
         others = [k for k in event if k not in known and k not in ("event", "step", "sample")]
         parts += [f"{key} {event[key]:.4f}" for key in others]
-        self._print(f"validation at step {event['step']}: {', '.join(parts)}", style="bold")
+        place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
+        self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
             self._print(f"sample: {event['sample']}", style="dim")
 
