@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,7 +90,9 @@ def test_a_file_written_for_llm_trainer_loads_unchanged(values: dict[str, object
         ("device=tpu", "device"),
         ("model=3", "model is 3"),
         ("model.d_model.x=3", "d_model"),
+        ("model..d_model=3", "unknown key model."),
         ("no-value", "write --set key.path=value"),
+        ("=3", "write --set key.path=value"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_sentence(override: str, words: str) -> None:
@@ -108,8 +111,11 @@ def test_all_problems_are_said_at_once() -> None:
         ("a.yaml", "model:\n  d_model: 64\n  d_model: 32\n", "given twice"),
         ("a.yaml", "model: [", "cannot be parsed"),
         ("a.yaml", "- a\n- b\n", "holds a list"),
+        ("a.yaml", "1: 2\n", "keys should be strings"),
         ("a.toml", "x = ", "cannot be parsed"),
+        ("a.toml", "[model]\nd_model = 64\nd_model = 32\n", "cannot be parsed"),
         ("a.json", "{", "cannot be parsed"),
+        ("a.json", '{"model": {"d_model": 64, "d_model": 32}}', "given twice"),
         ("a.txt", "", "no known form"),
         ("a.yaml", "device: cpu\ntraining:\n  device: cuda\n", "stands twice"),
         ("a.yaml", "model: !!python/object/apply:os.system ['true']\n", "cannot be parsed"),
@@ -126,6 +132,60 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"did you mean .*small\.yaml"):
         load_config(tmp_path / "smal.yaml")
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match=r"a\.yaml cannot be read"):
+        load_config(tmp_path / "a.yaml")
+
+
+def test_an_empty_file_asks_for_every_default(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# nothing yet\n")
+    assert load_config(tmp_path / "a.yaml") == (Config(), [])
+
+
+def test_yaml_sections_may_be_merged_from_an_anchor(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: &small\n  d_model: 64\n  n_heads: 2\n")
+    (tmp_path / "b.yaml").write_text("model:\n  <<: {d_model: 64, n_heads: 8}\n  n_heads: 2\n")
+    assert load_config(tmp_path / "b.yaml") == load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "section", "key", "expected"),
+    [
+        (["training.seed=1", "training.seed=2"], "training", "seed", 2),
+        (["training.max_steps=null"], "training", "max_steps", None),
+        (["training.report_to=[tensorboard, wandb]"], "training", "report_to", ["tensorboard", "wandb"]),
+        (["training.learning_rate=1e-3"], "training", "learning_rate", 0.001),
+        (["data.dataset_name={odd"], "data", "dataset_name", "{odd"),
+        (["data.dataset_name=a=b"], "data", "dataset_name", "a=b"),
+        (["training.compile=off"], "training", "compile", "off"),
+    ],
+)
+def test_an_override_is_read_as_in_a_file_and_the_last_one_counts(
+    overrides: list[str], section: str, key: str, expected: object
+) -> None:
+    assert load_config(None, overrides)[0].model_dump()[section][key] == expected
+
+
+def test_an_override_goes_before_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model:\n  d_model: 64\n  n_layers: 3\n")
+    model = load_config(tmp_path / "a.yaml", ["model.d_model=128"])[0].model
+    assert (model.d_model, model.n_layers) == (128, 3)
+
+
+def test_the_device_may_stand_at_the_top_or_in_training_or_alike_in_both(tmp_path: Path) -> None:
+    for place in ("device: cpu\n", "training:\n  device: cpu\n", "device: cpu\ntraining:\n  device: cpu\n"):
+        (tmp_path / "a.yaml").write_text(place)
+        assert load_config(tmp_path / "a.yaml")[0].training.device == "cpu"
+    assert load_config(None, ["force_cpu=true"])[0].training.force_cpu
+    assert "stands twice" in refusal("force_cpu=true", "training.force_cpu=false")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("true", "on")])
@@ -149,6 +209,9 @@ def test_a_prefetch_factor_beside_no_workers_is_dropped_and_said_once() -> None:
     assert config.training.prefetch == 0
     assert len(notes) == 1
     assert "prefetch_factor" in notes[0]
+    assert load_config(None, ["training.dataloader_num_workers=0"])[1] == []
+    config, notes = load_config(None, ["training.dataloader_num_workers=3", "training.dataloader_prefetch_factor=5"])
+    assert (config.training.prefetch, notes) == (15, [])
 
 
 def test_use_amp_means_a_precision() -> None:
@@ -183,7 +246,10 @@ def test_a_saved_configuration_loads_as_it_was(
 def test_the_python_interface() -> None:
     config = Config(model=ModelConfig(d_model=64), training=TrainingConfig(force_cpu=True), data=DataConfig())
     assert config.training.get_effective_device().type == "cpu"
-    assert str(TrainingConfig(device="auto").get_effective_device()) in ("cpu", "cuda")
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    assert TrainingConfig(device="auto").get_effective_device().type == best
+    assert TrainingConfig(device="cpu").get_effective_device().type == "cpu"
+    assert TrainingConfig(device="cuda", force_cpu=True).get_effective_device().type == "cpu"
     assert Config.model_validate({"device": "cpu"}).device == "cpu"
 
 

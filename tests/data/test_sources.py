@@ -47,20 +47,23 @@ def write(path: Path, texts: list[str]) -> None:
             content = path.read_bytes().decode()
         case ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-            return
+            content = path.read_bytes()
         case _:
             content = texts[0]
-    raw = content.encode()
+    raw = content if isinstance(content, bytes) else content.encode()
     path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.txt.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.txt.gz", "a.md.gz", "a.py.gz"])
 def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, TEXTS)
     assert read(tmp_path / name) == TEXTS[:1]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "nested.json", "a.csv", "a.csv.gz", "a.parquet"])
+ROWS = ("a.jsonl", "a.json", "nested.json", "a.csv", "a.parquet")
+
+
+@pytest.mark.parametrize("name", [*ROWS, *(f"{name}.gz" for name in ROWS)])
 def test_each_row_is_a_document(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, TEXTS)
     assert read(tmp_path / name) == TEXTS
@@ -77,9 +80,51 @@ def test_pieces_joined_are_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read(tmp_path / "a.txt") == ([text] if text else [])
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1, files.PIECE_CHARS - 1, files.PIECE_CHARS, files.PIECE_CHARS + 1])
+@pytest.mark.parametrize("unit", ["é", "a line of text\r\n"])
+def test_a_document_of_several_pieces_stays_one(tmp_path: Path, more: int, unit: str) -> None:
+    size = files.PIECE_CHARS + more
+    text = (unit * size)[:size]
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "next"}) + "\n")
+    assert read(tmp_path) == [text, text, "next"]
+
+
+def test_a_document_is_cut_at_line_ends_where_it_has_any() -> None:
+    text = "words of a line\n" * (files.PIECE_CHARS // 8)
+    cut = list(files.pieces(text))
+    assert len(cut) > 1
+    assert all(piece.text.endswith("\n") for piece in cut)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbftext\r\ntwo\r\n")
+    assert read(tmp_path) == ["one", "two"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.json", '["one", "two"]'), ("a.jsonl", '"one"\n\n"two"\n')])
+def test_rows_may_be_bare_strings(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert read(tmp_path / name) == ["one", "two"]
+
+
+def test_the_only_column_of_strings_is_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"number": 3, "body": "one"}\n{"content": "two", "title": "x"}\n')
+    assert read(tmp_path / "a.jsonl") == ["one", "two"]
+
+
 def test_empty_rows_are_no_documents(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", ["", "one", ""])
     assert read(tmp_path / "a.jsonl") == ["one"]
+    (tmp_path / "b.jsonl").write_text('{"text": null}\n\n{"text": "two"}\n')
+    assert read(tmp_path / "b.jsonl") == ["two"]
+    (tmp_path / "c.csv").write_text("id,text\n1\n2,three\n")
+    assert read(tmp_path / "c.csv") == ["three"]
+
+
+TRUNCATED = gzip.compress(b"some text" * 99)[:-9]
+CORRUPTED = TRUNCATED[:10] + b"\xff" * 40
 
 
 @pytest.mark.parametrize(
@@ -92,8 +137,14 @@ def test_empty_rows_are_no_documents(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": 3}\n', "holds a int"),
         ("a.jsonl", b"3\n", "not an object"),
         ("a.json", b"[", "is no JSON"),
+        pytest.param("a.json", b"[" * 100_000, "cannot be read as JSON", id="deep"),
+        ("a.json", b'[["text"]]', "row 1 is a list, not an object"),
+        ("a.csv", b'text\n"never closed\n', "no CSV"),
+        ("a.csv", b"a,b\nx,y\n", "row 1 has the columns a, b"),
         ("a.parquet", b"rubbish", "no Parquet"),
         ("a.txt.gz", b"rubbish", "cannot be read"),
+        pytest.param("a.txt.gz", TRUNCATED, "cannot be read", id="truncated"),
+        pytest.param("a.txt.gz", CORRUPTED, "cannot be read", id="corrupted"),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says_is_named(
@@ -105,27 +156,48 @@ def test_a_file_that_is_not_what_its_name_says_is_named(
     assert name in str(error.value)
 
 
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a whole pair: \\ud83c\\udf89"}\n')
+    assert read(tmp_path / "a.jsonl") == ["a whole pair: 🎉"]
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "half a pair: \\ud83c"}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl, (row|line) 2"):
+        read(tmp_path / "a.jsonl")
+
+
 def test_the_text_column_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": "x", "b": "y"}\n')
     assert read(tmp_path / "a.jsonl", text_column="b") == ["y"]
-    with pytest.raises(ConfigError, match="no column c"):
-        read(tmp_path / "a.jsonl", text_column="c")
+    for name in ROWS:
+        write(tmp_path / name, TEXTS)
+        assert read(tmp_path / name, text_column="id") == ["0", "1", "2"]
+        with pytest.raises(ConfigError, match="no column c, only text, id; set data.text_column") as error:
+            read(tmp_path / name, text_column="c")
+        assert name in str(error.value)
 
 
 def test_a_folder_is_all_its_files(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
-    for name in ("b.txt", "a.md", "deep/test_x.py", ".hidden.txt", "image.png"):
+    (tmp_path / ".git").mkdir()
+    for name in ("b.txt", "a.md", "deep/test_x.py", ".hidden.txt", ".git/c.txt", "image.png", "valid.txt"):
         (tmp_path / name).write_text(name)
-    assert read(tmp_path) == ["a.md", "b.txt", "deep/test_x.py"]
+    assert read(tmp_path) == ["a.md", "b.txt", "deep/test_x.py", "valid.txt"]
+    assert open_sources(DataConfig(dataset_name=str(tmp_path))).validation is None
+
+
+def test_a_folder_without_a_known_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="holds no file of a known form"):
+        read(tmp_path)
 
 
 def test_names_decide_the_part_where_some_are_named_train(tmp_path: Path) -> None:
-    for name in ("train.txt", "train-2.txt", "valid.txt", "test.txt", "other.txt"):
+    for name in ("train.txt", "train-2.txt", "Valid.txt", "test.txt", "other.txt", "dev_1.txt", "validity.txt"):
         (tmp_path / name).write_text(name)
     sources = open_sources(DataConfig(dataset_name=str(tmp_path)))
     assert sources.validation is not None
-    assert sorted(documents(sources.train)) == ["other.txt", "train-2.txt", "train.txt"]
-    assert documents(sources.validation) == ["valid.txt"]
+    assert sorted(documents(sources.train)) == ["other.txt", "train-2.txt", "train.txt", "validity.txt"]
+    assert sorted(documents(sources.validation)) == ["Valid.txt", "dev_1.txt"]
+    assert sources.train.fingerprint != sources.validation.fingerprint
 
 
 def test_a_validation_source_can_be_named(tmp_path: Path) -> None:
@@ -145,6 +217,7 @@ def test_a_saved_dataset_is_loaded_from_its_folder(tmp_path: Path, with_validati
     saved.save_to_disk(tmp_path / "saved")
     sources = open_sources(DataConfig(dataset_name=str(tmp_path / "saved")))
     assert documents(sources.train) == TEXTS
+    assert open_sources(DataConfig(dataset_name=str(tmp_path / "saved"))).train.fingerprint == sources.train.fingerprint
     assert [documents(s) for s in [sources.validation] if s] == ([["held out"]] if with_validation else [])
 
 
@@ -164,7 +237,12 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     first = fingerprint()
     assert fingerprint() == first
     (tmp_path / "a.txt").write_text("two")
-    assert fingerprint() != first
+    second = fingerprint()
+    (tmp_path / "b.txt").write_text("three")
+    third = fingerprint()
+    (tmp_path / "b.txt").rename(tmp_path / "c.txt")
+    named = open_sources(DataConfig(dataset_name=str(tmp_path), text_column="body")).train.fingerprint
+    assert len({first, second, third, fingerprint(), named}) == 5
 
 
 def test_the_standard_library_is_there_on_every_machine() -> None:
@@ -172,3 +250,4 @@ def test_the_standard_library_is_there_on_every_machine() -> None:
     texts = documents(source)
     assert any("class ArgumentParser" in text for text in texts)
     assert sum(map(len, texts)) > 5_000_000
+    assert open_sources(DataConfig()).train.fingerprint == source.fingerprint

@@ -1,5 +1,6 @@
 """Any text comes back as it went in."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
 from sansgpu.config import ConfigError
-from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from sansgpu.data.tokenizer import END_OF_TEXT, BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
 
 SAMPLE = ["def main():\n    return 'naïve café'\r\n\n\n", "1234567 words, and more words; and MORE\t\ttabs"] * 5
 TOKENIZERS = [BPETokenizer.train(SAMPLE, 300), CharTokenizer.train(SAMPLE)]
@@ -40,6 +41,43 @@ def test_transformers_loads_the_saved_folder_and_agrees(tokenizer: Tokenizer, tm
     assert theirs.decode(tokenizer.encode(text)) == text
     assert theirs.eos_token_id == tokenizer.end_id
     assert load_tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS, ids=["bpe", "char"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, object]:
+    """A tokenizer, and what transformers makes of its folder."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    request.param.save(folder)
+    return request.param, AutoTokenizer.from_pretrained(folder)
+
+
+@settings(deadline=None, max_examples=30)
+@given(text=ANY_TEXT.filter(lambda text: END_OF_TEXT not in text))
+@example(text="it 's , isn 't it ? a . b !  \n\r\n")  # what a clean-up of spaces would change
+def test_transformers_reads_and_writes_any_text_alike(saved: tuple[Tokenizer, object], text: str) -> None:
+    ours, theirs = saved
+    ids = theirs(text, add_special_tokens=False)["input_ids"]  # type: ignore[operator]
+    assert ids == ours.encode(text)
+    assert theirs.decode(ids) == text  # type: ignore[attr-defined]
+
+
+def test_a_tokenizer_that_truncates_and_pads_is_loaded_to_do_neither(tmp_path: Path) -> None:
+    backend = Backend.from_str(TOKENIZERS[0].backend.to_str())
+    backend.enable_truncation(3)
+    backend.enable_padding(length=500)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode_batch(SAMPLE) == TOKENIZERS[0].encode_batch(SAMPLE)
+
+
+@pytest.mark.parametrize("end", ["<stop>", {"content": "<stop>", "special": True}])
+def test_the_end_of_text_is_the_one_its_folder_names(tmp_path: Path, end: object) -> None:
+    backend = Backend.from_str(TOKENIZERS[0].backend.to_str())
+    backend.add_special_tokens(["<stop>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.end_of_text, loaded.end_id, loaded.vocab_size) == ("<stop>", 300, 301)
+    assert loaded.token_bytes()[300] == 0
 
 
 def test_batches_are_encoded_as_single_texts_are() -> None:

@@ -1,5 +1,6 @@
 """Documents -> splits, windows, order: every token learned from once, none seen from another document."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -27,6 +28,15 @@ def store_of(documents: list[list[int]]) -> TokenStore:
     return TokenStore("test", tokens, np.array(list(zip(ends, hashes, strict=True)), dtype=DOCUMENT))
 
 
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    return [t for t in (batch.inputs, batch.targets, batch.positions, batch.document_ids) if t is not None]
+
+
+def assert_same(ours: Batch, expected: Batch) -> None:
+    assert len(tensors_of(ours)) == len(tensors_of(expected))
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(ours), tensors_of(expected), strict=True))
+
+
 def learned(windows: PackedWindows | PaddedWindows) -> list[tuple[int, int]]:
     """(input, target) of every place that is learned from, in order."""
     batch = windows.batch(np.arange(len(windows)))
@@ -42,28 +52,59 @@ def test_packed_windows_predict_every_token_once_from_the_one_before(documents: 
     assert learned(windows) == list(pairwise(stream))
 
 
+def reference_windows(part: TokenRanges, window: int) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Per window its (input, target, document, position): the stream cut by hand."""
+    ranges = list(zip(part.starts.tolist(), part.stops.tolist(), strict=True))
+    stream = [(int(part.tokens[i]), number) for number, (a, b) in enumerate(ranges) for i in range(a, b)]
+    for start in range(0, len(stream), window):
+        places, position, documents = [], 0, 0
+        for place in range(start, start + window):
+            document = stream[place][1] if place < len(stream) else -1
+            if place > start:
+                before = stream[place - 1][1] if place <= len(stream) else -1
+                position, documents = (position + 1, documents) if before == document else (0, documents + 1)
+            token = stream[place][0] if document >= 0 else END
+            following = stream[place + 1][0] if place + 1 < len(stream) else END
+            places.append((token, following if document >= 0 else IGNORE, documents, position))
+        yield places
+
+
 @settings(deadline=None)
 @given(DOCUMENTS, st.integers(2, 17))
 def test_packed_windows_number_documents_and_count_positions_from_their_start(
     documents: list[list[int]], window: int
 ) -> None:
-    documents = [*documents, [7]]  # at least two, else nothing needs telling apart
-    batch = PackedWindows(all_documents(store_of(documents)), window, END).batch(np.arange(_count(documents, window)))
+    part = all_documents(store_of([*documents, [7]]))  # at least two, else nothing needs telling apart
+    windows = PackedWindows(part, window, END)
+    batch = windows.batch(np.arange(len(windows)))
     assert batch.document_ids is not None
     assert batch.positions is not None
-    for row in range(len(batch)):
-        position = 0
-        for place in range(window):
-            begins = place > 0 and bool(batch.document_ids[row, place] != batch.document_ids[row, place - 1])
-            filled = bool(batch.targets[row, place] != IGNORE)
-            if filled and place > 0:
-                assert begins == (batch.inputs[row, place].item() == END)
-            position = 0 if begins or place == 0 else position + 1
-            assert batch.positions[row, place].item() == position
+    ours = torch.stack([batch.inputs, batch.targets, batch.document_ids, batch.positions], dim=-1)
+    assert ours.tolist() == [[list(place) for place in row] for row in reference_windows(part, window)]
 
 
-def _count(documents: list[list[int]], window: int) -> int:
-    return -(-sum(len(d) + 1 for d in documents) // window)
+@settings(deadline=None)
+@given(DOCUMENTS, st.integers(2, 17), st.booleans(), st.integers(0, 99))
+def test_a_window_depends_on_its_number_alone(
+    documents: list[list[int]], window: int, pack: bool, seed: int
+) -> None:
+    windows = make_windows(all_documents(store_of(documents)), window, END, pack)
+    order = np.random.default_rng(seed).permutation(len(windows))
+    together = windows.batch(order)
+    for row, number in enumerate(order):
+        assert_same(windows.batch(np.array([number])), together.rows(row, row + 1))
+
+
+@settings(deadline=None)
+@given(DOCUMENTS, st.floats(0.05, 0.9), st.integers(2, 17), st.booleans())
+def test_a_document_cut_by_the_split_ends_no_other_document_with_its_middle(
+    documents: list[list[int]], share: float, window: int, pack: bool
+) -> None:
+    _, held = split_documents(store_of(documents), share)
+    ranges = zip(held.starts.tolist(), held.stops.tolist(), strict=True)
+    texts = [held.tokens[a:b].tolist() for a, b in ranges]
+    expected = [pair for text in texts for pair in pairwise([*text, END])]
+    assert learned(make_windows(held, window, END, pack)) == expected
 
 
 @settings(deadline=None)
@@ -73,6 +114,16 @@ def test_padded_windows_hold_one_document_and_predict_its_every_token(documents:
     pairs = [pair for d in documents for pair in zip([END, *d], [*d, END], strict=True)]
     assert learned(windows) == pairs
     assert windows.batch(np.arange(len(windows))).document_ids is None
+
+
+@settings(deadline=None)
+@given(DOCUMENTS, st.integers(2, 17))
+def test_padding_stands_behind_the_document_and_is_never_learned(documents: list[list[int]], window: int) -> None:
+    windows = PaddedWindows(all_documents(store_of(documents)), window, END)
+    batch = windows.batch(np.arange(len(windows)))
+    rows = [[END, *d][start : start + window] for d in documents for start in range(0, len(d) + 1, window)]
+    assert batch.inputs.tolist() == [row + [END] * (window - len(row)) for row in rows]
+    assert (batch.targets != IGNORE).tolist() == [[place < len(row) for place in range(window)] for row in rows]
 
 
 @settings(deadline=None)
@@ -86,6 +137,22 @@ def test_the_parts_share_nothing_and_lose_nothing(documents: list[list[int]], sh
     total = sum(len(d) + 1 for d in documents)
     assert sorted(places(train) + places(held)) == list(range(total))
     assert len(places(held)) >= share * total - 1e-6
+    twins = max(documents.count(d) * (len(d) + 1) for d in documents if documents.count(d) > 1 or d is documents[0])
+    surplus = twins if len({tuple(d) for d in documents}) < len(documents) else 0  # equal ones are never parted
+    assert len(places(held)) <= share * total + 1 + surplus
+
+
+@settings(deadline=None)
+@given(st.permutations(range(12)), st.floats(0.1, 0.9))
+def test_which_documents_are_held_out_depends_on_no_order(order: list[int], share: float) -> None:
+    documents = [[n + 1] * (3 + n) for n in range(12)]
+
+    def held_tokens(arranged: list[list[int]]) -> list[list[int]]:
+        held = split_documents(store_of(arranged), share)[1]
+        ranges = zip(held.starts.tolist(), held.stops.tolist(), strict=True)
+        return sorted(held.tokens[a:b].tolist() for a, b in ranges)
+
+    assert held_tokens([documents[n] for n in order]) == held_tokens(documents)
 
 
 @settings(deadline=None)
@@ -103,9 +170,11 @@ def test_equal_documents_fall_on_one_side(documents: list[list[int]], share: flo
     assert contents(train).isdisjoint(contents(held))
 
 
-def test_of_a_single_text_the_last_tenth_is_held_out() -> None:
-    train, held = split_documents(store_of([list(range(1, 1000))]), 0.1)
-    assert (train.stops[-1], held.starts[0], held.stops[-1]) == (900, 900, 1000)
+@pytest.mark.parametrize(("size", "cut"), [(1000, 900), (1001, 900), (1009, 908), (10, 9)])
+def test_of_a_single_text_the_last_tenth_is_held_out(size: int, cut: int) -> None:
+    train, held = split_documents(store_of([[1] * (size - 1)]), 0.1)
+    assert (train.starts.tolist(), train.stops.tolist()) == ([0], [cut])
+    assert (held.starts.tolist(), held.stops.tolist()) == ([cut], [size])
 
 
 @settings(deadline=None)
@@ -137,6 +206,20 @@ def test_micro_batches_cover_each_row_once_whatever_the_cut(rows: int, size: int
     assert sum(piece.target_count() for piece in pieces) == batch.target_count()
 
 
+@settings(deadline=None)
+@given(DOCUMENTS, st.integers(2, 9), st.integers(1, 4))
+def test_micro_batches_keep_positions_and_documents_beside_their_tokens(
+    documents: list[list[int]], window: int, size: int
+) -> None:
+    windows = PackedWindows(all_documents(store_of([*documents, [7]])), window, END)
+    whole = windows.batch(np.arange(len(windows)))
+    pieces = list(whole.micro_batches(size))
+    fields = zip(*(tensors_of(piece) for piece in pieces), strict=True)
+    joined = Batch(*(torch.cat(field) for field in fields))
+    assert_same(joined.rows(0, len(whole)), whole)
+    assert joined.rows(len(whole), len(joined)).target_count() == 0
+
+
 @pytest.mark.parametrize(("workers", "depth"), [(0, 4), (1, 1), (2, 8)])
 def test_prefetching_gives_the_same_batches(workers: int, depth: int) -> None:
     part = all_documents(store_of([[n + 1] * 20 for n in range(40)]))
@@ -144,5 +227,33 @@ def test_prefetching_gives_the_same_batches(workers: int, depth: int) -> None:
     prefetch = Prefetcher(lambda step: windows.batch(batch_indices(3, step, len(windows), 4)), workers, depth)
     for step in range(10, 40):
         expected = windows.batch(batch_indices(3, step, len(windows), 4))
-        assert torch.equal(prefetch(step, 40).inputs, expected.inputs)
+        assert_same(prefetch(step, 40), expected)
+    prefetch.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_batch_is_prepared_beyond_the_last_or_twice(workers: int) -> None:
+    made: list[int] = []
+
+    def make(step: int) -> Batch:
+        made.append(step)
+        return Batch(torch.tensor([[step]]), torch.tensor([[step]]))
+
+    prefetch = Prefetcher(make, workers, 4)
+    assert [prefetch(step, 9).inputs.item() for step in range(3, 9)] == list(range(3, 9))
+    prefetch.close()
+    assert sorted(made) == list(range(3, 9))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_fails_while_a_batch_is_prepared_reaches_the_step_that_needs_it(workers: int) -> None:
+    def make(step: int) -> Batch:
+        if step == 2:
+            raise OSError("the disk is gone")
+        return Batch(torch.tensor([[step]]), torch.tensor([[step]]))
+
+    prefetch = Prefetcher(make, workers, 2)
+    assert [prefetch(step, 9).inputs.item() for step in range(2)] == [0, 1]
+    with pytest.raises(OSError, match="disk is gone"):
+        prefetch(2, 9)
     prefetch.close()

@@ -66,7 +66,7 @@ def test_linear_cross_entropy(
     targets[torch.rand(tokens, generator=generator) < ignored] = -100
     scale = torch.tensor(0.37, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "CHUNK_LOGITS", 1)  # chunks of 64 rows at most: several, the last one short
+        patch.setattr(cross_entropy, "CHUNK_ROWS", 16)  # several chunks, the last one short
         ours = with_gradients([hidden, head], lambda h, w: linear_cross_entropy(h, w, targets), scale)
     exact = with_gradients([hidden.double(), head.double()], lambda h, w: reference_cross_entropy(h, w, targets), scale)
     assert_near(ours, exact, dtype)
@@ -78,7 +78,7 @@ def test_linear_cross_entropy_in_several_chunks_and_without_gradients() -> None:
     targets = torch.randint(0, 30, (200,), generator=generator)
     exact = reference_cross_entropy(hidden, head, targets)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "CHUNK_LOGITS", 1)
+        patch.setattr(cross_entropy, "CHUNK_ROWS", 16)
         assert not linear_cross_entropy(hidden, head, targets).requires_grad
         torch.testing.assert_close(linear_cross_entropy(hidden, head, targets), exact)
         hidden.requires_grad_()

@@ -31,7 +31,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """yaml.SafeLoader that refuses a key given twice, of which one would silently not act."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
         if twice is not None:
             raise yaml.YAMLError(f"the key {twice!r} is given twice, again in line {node.start_mark.line + 1} or below")

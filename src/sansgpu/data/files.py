@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -65,7 +66,7 @@ def read_documents(path: Path, column: str | None, skip_undecodable: bool = Fals
             raise ConfigError(
                 f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it or leave it out."
             ) from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
 
 
@@ -143,6 +144,8 @@ def _parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} is no JSON: {error.msg} at character {error.pos}.") from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond what Python reads
+        raise ConfigError(f"{where} cannot be read as JSON: {error}.") from None
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
