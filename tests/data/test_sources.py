@@ -170,7 +170,7 @@ def test_the_text_column_can_be_named(tmp_path: Path) -> None:
     for name in ROWS:
         write(tmp_path / name, TEXTS)
         assert read(tmp_path / name, text_column="id") == ["0", "1", "2"]
-        with pytest.raises(ConfigError, match="no column c, only text, id; set data.text_column") as error:
+        with pytest.raises(ConfigError, match=r"no column c, only text, id; set data\.text_column") as error:
             read(tmp_path / name, text_column="c")
         assert name in str(error.value)
 

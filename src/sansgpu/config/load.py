@@ -90,10 +90,19 @@ def _parse(path: Path, text: str) -> Any:
         case ".toml":
             return tomllib.loads(text)
         case ".json":
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_unique_pairs)
         case ".yaml" | ".yml":
             return yaml.load(text, Loader=_UniqueKeyLoader)
     raise ConfigError(f"{path} has no known form; name it .yaml, .toml or .json.")
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
+    """A JSON object's keys, each given once."""
+    keys = [key for key, _ in pairs]
+    twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+    if twice is not None:
+        raise json.JSONDecodeError(f"the key {twice!r} is given twice", "", 0)
+    return dict(pairs)
 
 
 def _override(values: Values, override: str) -> None:

@@ -114,12 +114,14 @@ def _read_text(path: Path) -> Iterator[Piece]:
 def _read_rows(rows: Iterator[tuple[int, Any]], column: str | None, path: Path) -> Iterator[Piece]:
     for number, row in rows:
         where = f"{path}, row {number}"
-        if isinstance(row, str):
-            yield from pieces(row)
-        elif isinstance(row, dict):
-            yield from pieces(row_text(row, column, where))
-        else:
+        if not isinstance(row, (str, dict)):
             raise ConfigError(f"{where} is a {type(row).__name__}, not an object with a text.")
+        text = row if isinstance(row, str) else row_text(row, column, where)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON can write half a surrogate pair, which no UTF-8 text can hold
+            raise ConfigError(f"{where} holds half a surrogate pair, which is no text; mend or drop the row.") from None
+        yield from pieces(text)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -52,8 +52,10 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
         validation_starts[order[last]] = cut
     else:
         train_stops[twins] = whole.starts[twins]
+    # A cut document has no end-of-text before it, so it stands first: behind another it would follow as its text.
+    held_order = np.argsort(~twins[held], kind="stable")
     trained = ~held | (twins & (train_stops > whole.starts))
     return (
         TokenRanges(store.tokens, whole.starts[trained], train_stops[trained]),
-        TokenRanges(store.tokens, validation_starts[held], whole.stops[held]),
+        TokenRanges(store.tokens, validation_starts[held][held_order], whole.stops[held][held_order]),
     )
