@@ -5,6 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from sansgpu.kernels import native
+from tests.processes import KERNELS
+
+native.load(KERNELS.parent)
+
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:

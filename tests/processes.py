@@ -39,6 +39,7 @@ TINY = {
 }
 
 
+KERNELS = Path(__file__).parents[1] / ".pytest_cache/sansgpu/kernels"  # compiled once, not in every test
 WORDS = "the model learns a word from every page it reads and then forgets where it stood"
 
 
@@ -60,7 +61,10 @@ def settings(**overrides: object) -> list[str]:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """The environment of a test process: its own cache."""
+    """The environment of a test process: its own cache, but for the compiled kernels."""
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / "kernels").exists():
+        (cache / "kernels").symlink_to(KERNELS)
     return {**os.environ, "SANSGPU_CACHE": str(cache)}
 
 

@@ -119,6 +119,9 @@ class TrainingConfig(_Section):
     precision: Precision = Field("auto", description="auto: bf16 where this device computes it natively and faster")
     use_amp: bool | None = Field(None, description="true: precision auto; false: precision fp32")
     compile: Switch = Field("auto", description="torch.compile of the blocks; auto: where the run is long enough")
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="native: C++ compiled here once; auto: native where that works, else plain torch"
+    )
     threads: PositiveInt | Literal["auto"] = Field(
         "auto", description="compute threads; auto: the physical cores available"
     )

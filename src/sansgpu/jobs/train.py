@@ -14,6 +14,7 @@ import torch
 from sansgpu.config import Config, ConfigError, RunPaths, load_config, save_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.folders import held_run, open_output, run_paths, write_json
+from sansgpu.jobs.kernels import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compilation import keep_compiled, missing_for_compile, resolve_compile
 from sansgpu.machine.disk import free_disk_bytes
@@ -112,6 +113,9 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
     keep_freed_memory()
     keep_compiled(cache)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
+    kernels = load_kernels(
+        before.kernels if before and training.kernels == "auto" else training.kernels, cache, device, early.warn
+    )
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = precision or resolve_precision(training, device)
 
@@ -141,6 +145,7 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
         world_size=1,
         precision=precision,
         compile=compiled,
+        kernels=kernels,
         micro_batch=micro_batch,
     )
     facts = {
@@ -199,7 +204,7 @@ def _write_run_files(prepared: Prepared) -> None:
 
 
 def _environment_facts(environment: Environment) -> dict[str, Any]:
-    return {k: getattr(environment, k) for k in ("device", "isa", "precision", "threads", "compile")}
+    return {k: getattr(environment, k) for k in ("device", "isa", "precision", "threads", "compile", "kernels")}
 
 
 def _boards(config: Config, paths: RunPaths, step: int | None) -> list[Sink]:

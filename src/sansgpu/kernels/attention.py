@@ -1,45 +1,206 @@
-"""Causal attention over packed documents.
+"""Attention in which every query sees one range of keys: causal, bidirectional, packed documents and padding alike.
 
-B batch, T time, H query heads, K key-value heads, d head dim.
+B batch, T queries, S keys, H query heads, K key-value heads, d head dim.
 """
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 
+from sansgpu.kernels import native
+
+ROWS = 128  # queries of a block in plain torch: fewer skip more of what the mask forbids, more make larger products
+
+_library = torch.library.Library("sansgpu", "FRAGMENT")
+_library.define(
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor ranges, float dropout, Tensor seed) -> (Tensor, Tensor)"
+)
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ranges, "
+    "float dropout, Tensor seed) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def causal_ranges(document_ids: torch.Tensor) -> torch.Tensor:
+    """Which keys each token may see: the tokens before, of its own document. (B, T) -> (B, T, 2) int32, [first, end).
+
+    A document is a run of equal ids. Made once a batch, used by every layer.
+    """
+    position, first, _ = _runs(document_ids)
+    return torch.stack((first, position + 1), dim=-1).int()
+
+
+def bidirectional_ranges(document_ids: torch.Tensor) -> torch.Tensor:
+    """The same for encoders: a token sees all of its document. Padding is a document of its own."""
+    _, first, end = _runs(document_ids)
+    return torch.stack((first, end), dim=-1).int()
+
+
+def _runs(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every token: its position, its run's first position, and the position after its run's last, each (B, T)."""
+    batch, time = document_ids.shape
+    position = torch.arange(time, device=document_ids.device).expand(batch, time)
+    edge = torch.ones(batch, 1, dtype=torch.bool, device=document_ids.device)
+    change = document_ids[:, 1:] != document_ids[:, :-1]
+    first = torch.where(torch.cat((edge, change), 1), position, 0).cummax(1).values
+    end = torch.where(torch.cat((change, edge), 1), position + 1, time).flip(1).cummin(1).values.flip(1)
+    return position, first, end
+
+
+def visible_keys(ranges: torch.Tensor, keys: int) -> torch.Tensor:
+    """(B, T, 2) -> (B, 1, T, S) bool: the ranges as a mask."""
+    key = torch.arange(keys, device=ranges.device)
+    return ((ranges[:, :, :1] <= key) & (key < ranges[:, :, 1:]))[:, None]
+
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Softmax(q k^T / sqrt(d)) v over the tokens before, of the same document. Plain, slow, of any dtype.
+    """Softmax(q k^T / sqrt(d)) v over the keys in range; zero for a query that sees none. Plain, slow, of any dtype.
 
-    q (B, H, T, d), k and v (B, K, T, d), document_ids (B, T); returns (B, H, T, d).
+    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2), `kept` (B, H, T, S) what dropout multiplies weights with;
+    returns (B, H, T, d).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    time = q.shape[-2]
-    visible = torch.ones(time, time, dtype=torch.bool, device=q.device).tril()
-    if document_ids is not None:
-        visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-    return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
-
-
-def causal_document_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """(B, T) -> (B, 1, T, T) bool: which keys each query may see. Made once a batch, used by every layer."""
-    time = document_ids.shape[1]
-    causal = torch.ones(time, time, dtype=torch.bool, device=document_ids.device).tril()
-    return (causal & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None]
+    visible = visible_keys(ranges, k.shape[2])
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
+    weights = torch.softmax(scores, dim=-1).nan_to_num() * visible
+    return (weights if kept is None else weights * kept) @ v
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout: float = 0.0
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float = 0.0
 ) -> torch.Tensor:
-    """`reference_attention`, with the documents given as `causal_document_mask`, and dropout on the weights.
+    """`reference_attention`, with dropout of the weights drawn from torch's generator.
 
-    q (B, H, T, d), k and v (B, K, T, d), mask (B, 1, T, T); returns (B, H, T, d).
+    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d).
     """
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention(
+            q, k, v, visible_keys(ranges, k.shape[2]), dropout, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    seed = torch.randint(1 << 31, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+    if native.available() and q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] % 2 == 0:
+        views = [_dense(t).transpose(1, 2) for t in (q, k, v)]
+        out, _ = torch.ops.sansgpu.attention_forward(*views, ranges, dropout, seed)
+        return cast(torch.Tensor, out).transpose(1, 2)
+    return cast(torch.Tensor, torch.compiler.disable(_blocked)(q, k, v, ranges, dropout, seed))
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Heads that the kernel can step through: each row of d numbers in one piece, at an even place."""
+    aligned = x.stride(-1) == 1 and all(stride % 2 == 0 for stride in x.stride()[:-1]) and x.storage_offset() % 2 == 0
+    return x if aligned else x.contiguous()
+
+
+def _forward_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float, seed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, time, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, time), dtype=torch.float32)
+
+
+def _backward_shapes(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, ranges, ctx.dropout, seed = inputs
+    ctx.save_for_backward(q, k, v, *output, ranges, seed)
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse, ranges, seed = ctx.saved_tensors
+    grad_out = _dense(grad_out.to(q.dtype))
+    grads = torch.ops.sansgpu.attention_backward(grad_out, q, k, v, out, lse, ranges, ctx.dropout, seed)
+    return (*grads, None, None, None)
+
+
+torch.library.register_fake("sansgpu::attention_forward", _forward_shapes)
+torch.library.register_fake("sansgpu::attention_backward", _backward_shapes)
+torch.library.register_autograd("sansgpu::attention_forward", _backward, setup_context=_keep)
+
+
+def _blocked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float, seed: torch.Tensor
+) -> torch.Tensor:
+    """Plain torch for machines without a compiler: blocks of queries, each against the keys that it may see.
+
+    Twice as fast as F.scaled_dot_product_attention, whose backward pass on a CPU skips nothing.
+    """
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return cast(torch.Tensor, _Blocked.apply(q, k, v, ranges, dropout, seed))
+
+
+class _Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ranges: torch.Tensor,
+        dropout: float,
+        seed: torch.Tensor,
+    ) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(int(seed))
+        out = q.new_zeros(q.shape)
+        blocks, saved = [], []
+        for start in range(0, q.shape[2], ROWS):
+            rows = ranges[:, start : start + ROWS]
+            low, high = int(rows[..., 0].min()), int(rows[..., 1].max())
+            if low >= high:
+                continue
+            stop = start + rows.shape[1]
+            visible = visible_keys(rows - low, high - low)
+            scores = torch.matmul(q[:, :, start:stop], k[:, :, low:high].transpose(-1, -2)).to(_accurate(q))
+            scores.mul_(q.shape[-1] ** -0.5).masked_fill_(~visible, float("-inf"))
+            weights = torch.softmax(scores, dim=-1).nan_to_num_().to(q.dtype)
+            kept = _kept(weights, dropout, generator)
+            out[:, :, start:stop] = (weights if kept is None else weights * kept) @ v[:, :, low:high]
+            blocks.append((start, stop, low, high))
+            saved += [weights] if kept is None else [weights, kept]
+        ctx.save_for_backward(q, k, v, *saved)
+        ctx.blocks, ctx.with_dropout = blocks, dropout > 0
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        grad_out = grad_outputs[0].to(q.dtype)
+        q_grad = torch.zeros_like(q)
+        k_grad, v_grad = (torch.zeros_like(t, dtype=_accurate(t)) for t in (k, v))
+        for index, (start, stop, low, high) in enumerate(ctx.blocks):
+            weights = saved[2 * index if ctx.with_dropout else index]
+            kept = saved[2 * index + 1] if ctx.with_dropout else None
+            grad = grad_out[:, :, start:stop]
+            dropped = weights if kept is None else weights * kept
+            v_grad[:, :, low:high] += dropped.transpose(-1, -2) @ grad
+            weight_grad = (grad @ v[:, :, low:high].transpose(-1, -2)).to(_accurate(q))
+            if kept is not None:
+                weight_grad.mul_(kept)
+            product = weight_grad.mul_(weights)
+            score_grad = product.sub_(product.sum(-1, keepdim=True) * weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+            q_grad[:, :, start:stop] = score_grad @ k[:, :, low:high]
+            k_grad[:, :, low:high] += score_grad.transpose(-1, -2) @ q[:, :, start:stop]
+        return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), None, None, None
+
+
+def _accurate(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _kept(weights: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor | None:
+    """What each weight is multiplied with: 0, or 1 over the share that is kept."""
+    if not dropout:
+        return None
+    draws = torch.rand(weights.shape, generator=generator)
+    return (draws >= dropout).to(weights.dtype) / (1 - dropout)

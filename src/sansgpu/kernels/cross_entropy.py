@@ -5,25 +5,62 @@ N tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 
-CHUNK_ROWS = 512  # tokens at once: with fewer, adding each chunk to the (V, D) gradient outweighs the products
+from sansgpu.kernels import native
+from sansgpu.kernels.update import add_product
+
+CHUNK_ROWS = 1024  # tokens at once: with fewer, adding each chunk to the (V, D) gradient outweighs the products
+
+_library = torch.library.Library("sansgpu", "FRAGMENT")
+_library.define(
+    "cross_entropy_(Tensor(a!) logits, Tensor targets, float smoothing, float z_loss, float softcap, bool gradient) "
+    "-> Tensor"
+)
+
+
+@dataclass(frozen=True)
+class LossShape:
+    """What is added to plain cross-entropy."""
+
+    label_smoothing: float = 0.0  # share of each target spread over the vocabulary (arXiv 1512.00567)
+    z_loss: float = 0.0  # times log(sum(exp(logits)))^2, which keeps logits from drifting (arXiv 2204.02311)
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (arXiv 2408.00118); 0: they stay
+
+
+PLAIN = LossShape()
 
 
 def reference_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    shape: LossShape = PLAIN,
+    ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Summed cross-entropy of all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
-    return F.cross_entropy((hidden @ weight.T), targets, ignore_index=ignore_index, reduction="sum")
+    """Summed loss of all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
+    kept = targets != ignore_index
+    logits = hidden[kept] @ weight.T
+    if shape.softcap:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    log_probabilities = torch.log_softmax(logits, dim=1)
+    of_target = log_probabilities.gather(1, targets[kept, None]).sum()
+    smooth = log_probabilities.mean(dim=1).sum()
+    z_loss = torch.logsumexp(logits, dim=1).square().sum()
+    return -(1 - shape.label_smoothing) * of_target - shape.label_smoothing * smooth + shape.z_loss * z_loss
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    shape: LossShape = PLAIN,
+    ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Cross-entropy summed over the targets, in fp32, of hidden (N, D) against weight (V, D); returns ().
+    """`reference_cross_entropy` in fp32, of the positions that have a target.
 
     Products run in the dtype of `hidden`, or autocast's where it is on; sums in fp32 (fp64 for fp64). Gradients are
     computed in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989).
@@ -35,44 +72,69 @@ def linear_cross_entropy(
         kept = targets != ignore_index
         if not bool(kept.all()):
             hidden, targets = hidden[kept], targets[kept]
-        return cast(torch.Tensor, _LinearCrossEntropy.apply(hidden, weight, targets))
+        return cast(torch.Tensor, _LinearCrossEntropy.apply(hidden, weight, targets, shape))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shape: LossShape
+    ) -> torch.Tensor:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         head = weight.to(hidden.dtype)
         with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         hidden_grad = torch.empty_like(hidden) if with_gradients else None
-        weight_grad = torch.zeros(weight.shape, dtype=accurate, device=weight.device) if with_gradients else None
+        weight_grad: torch.Tensor | None = None
         total = torch.zeros((), dtype=accurate, device=hidden.device)
         for start in range(0, len(hidden), CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, len(hidden))
-            here, target = hidden[start:stop], targets[start:stop, None]
-            logits = (here @ head.T).to(accurate)
-            logits.sub_(logits.amax(dim=1, keepdim=True))  # in place throughout: a fresh copy costs more than the sums
-            of_target = logits.gather(1, target)
-            normaliser = logits.exp_().sum(dim=1, keepdim=True)
-            total += (normaliser.log() - of_target).sum()
-            if hidden_grad is None or weight_grad is None:
-                continue
-            # d loss / d logits = softmax - onehot
-            logits.div_(normaliser).scatter_add_(1, target, torch.full_like(of_target, -1))
-            logits_grad = logits.to(hidden.dtype)
-            torch.mm(logits_grad, head, out=hidden_grad[start:stop])
-            weight_grad += logits_grad.T @ here
+            here = hidden[start : start + CHUNK_ROWS]
+            logits = here @ head.T
+            losses, logits_grad = _losses(logits, targets[start : start + CHUNK_ROWS], shape, with_gradients)
+            total += losses.sum()
+            if hidden_grad is not None:
+                torch.mm(logits_grad, head, out=hidden_grad[start : start + CHUNK_ROWS])
+                weight_grad = _add(weight_grad, logits_grad.T @ here)
         if with_gradients:
-            ctx.save_for_backward(hidden_grad, weight_grad)
-            ctx.weight_dtype = weight.dtype
+            ctx.save_for_backward(hidden_grad, torch.zeros_like(weight) if weight_grad is None else weight_grad)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad_outputs[0]
-        return (
-            (hidden_grad * scale).to(hidden_grad.dtype) if ctx.needs_input_grad[0] else None,
-            weight_grad.mul_(scale).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None,
-            None,
-        )
+        return hidden_grad.mul_(scale), weight_grad.mul_(scale), None, None
+
+
+def _add(total: torch.Tensor | None, product: torch.Tensor) -> torch.Tensor:
+    """The sum in fp32, or fp64, of what the chunks add."""
+    if total is None:
+        return product.to(torch.promote_types(product.dtype, torch.float32))
+    return add_product(total, product)
+
+
+def _losses(
+    logits: torch.Tensor, targets: torch.Tensor, shape: LossShape, with_gradients: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss of each row, its gradient in the logits), which are overwritten."""
+    if native.available() and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):
+        settings = (shape.label_smoothing, shape.z_loss, shape.softcap)
+        return torch.ops.sansgpu.cross_entropy_(logits, targets, *settings, with_gradients), logits
+    dtype, targets = logits.dtype, targets[:, None]
+    # In place throughout: a fresh copy of the logits costs more than the arithmetic.
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    slope = None
+    if shape.softcap:
+        logits.div_(shape.softcap).tanh_()
+        slope = 1 - logits.square() if with_gradients else None
+        logits.mul_(shape.softcap)
+    most = logits.amax(dim=1, keepdim=True)
+    of_target, mean = logits.gather(1, targets), logits.mean(dim=1, keepdim=True) if shape.label_smoothing else 0.0
+    normaliser = logits.sub_(most).exp_().sum(dim=1, keepdim=True)
+    lse = normaliser.log() + most
+    losses = lse - (1 - shape.label_smoothing) * of_target - shape.label_smoothing * mean + shape.z_loss * lse.square()
+    if with_gradients:
+        logits.mul_((1 + 2 * shape.z_loss * lse) / normaliser).sub_(shape.label_smoothing / logits.shape[1])
+        logits.scatter_add_(1, targets, torch.full_like(of_target, shape.label_smoothing - 1))
+        if slope is not None:
+            logits.mul_(slope)
+    return losses, logits.to(dtype)

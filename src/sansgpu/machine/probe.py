@@ -31,6 +31,7 @@ class Environment:
     world_size: int
     precision: str
     compile: str
+    kernels: str
     micro_batch: int
 
 

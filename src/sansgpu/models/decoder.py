@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.attention import attention, causal_document_mask
+from sansgpu.kernels.attention import attention, causal_ranges
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
+from sansgpu.kernels.embedding import embed
 
 RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of Qwen3 and GPT-2, written to the export's config
 INIT_STD = 0.02  # GPT-2's and Qwen's
@@ -77,7 +78,7 @@ class Attention(nn.Module):
         self,
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        mask: torch.Tensor | None,
+        ranges: torch.Tensor,
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
@@ -92,7 +93,7 @@ class Attention(nn.Module):
             q, k = rotate(q, *rotary).to(v.dtype), rotate(k, *rotary).to(v.dtype)
         if cache is not None:
             k, v = cache.append(k, v)
-        y = attention(q, k, v, mask, self.dropout if self.training else 0.0)
+        y = attention(q, k, v, ranges, self.dropout if self.training else 0.0)
         merged: torch.Tensor = self.o(y.transpose(1, 2).reshape(batch, time, -1))
         return merged
 
@@ -135,11 +136,11 @@ class Block(nn.Module):
         self,
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        mask: torch.Tensor | None,
+        ranges: torch.Tensor,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
-        y = self.attention(self.attention_norm(x), rotary, mask, cache)
+        y = self.attention(self.attention_norm(x), rotary, ranges, cache)
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.feed_forward(self.feed_forward_norm(x))
         return x + F.dropout(y, self.dropout, self.training)
@@ -218,23 +219,21 @@ class TransformerLM(nn.Module):
         if positions is None:
             start = caches[0].length if caches else 0
             positions = torch.arange(start, start + time, device=inputs.device)[None]
-        mask = None if document_ids is None else causal_document_mask(document_ids)
-        if caches and caches[0].length:
-            mask = torch.ones(time, caches[0].length + time, dtype=torch.bool, device=inputs.device).tril(
-                caches[0].length
-            )[None, None]
-        x = self.embedding(inputs)
+        ranges = causal_ranges(torch.zeros_like(inputs) if document_ids is None else document_ids)
+        if caches:
+            ranges[..., 1] += caches[0].length  # all that was given before is seen
+        x = embed(inputs, self.embedding.weight)
         if self.position is not None:
-            x = x + self.position(positions)
+            x = x + embed(positions, self.position.weight)
         x = F.dropout(x, self.config.dropout, self.training)
         rotary = self._rotary(positions)
         for index, block in enumerate(self.blocks):
             if caches:
-                x = block.forward(x, rotary, mask, caches[index])  # past any compilation: lengths change every token
+                x = block.forward(x, rotary, ranges, caches[index])  # past any compilation: lengths change every token
             elif self.config.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, rotary, mask, use_reentrant=False)
+                x = checkpoint(block, x, rotary, ranges, use_reentrant=False)
             else:
-                x = block(x, rotary, mask)
+                x = block(x, rotary, ranges)
         normed: torch.Tensor = self.norm(x)
         return normed
 

@@ -92,6 +92,7 @@ class Trainer:
                 reason = "done" if self._finished() else "out_of_time"
                 self._evaluate()
                 self._save()
+            self.state.optimizer.release()
             self.task.export(self.paths.final)
             return self._end(reason)
         finally:
@@ -178,7 +179,8 @@ class Trainer:
         event: dict[str, object] = {"event": "eval", "step": progress.step, **self._metrics}
         if training.sample_tokens:
             seed = fold_seed(training.seed, "sample", progress.step)
-            event["sample"] = self.task.sample(training.sample_prompt, training.sample_tokens, seed)
+            with self.plan.autocast():
+                event["sample"] = self.task.sample(training.sample_prompt, training.sample_tokens, seed)
         self.sinks.emit(event)
         if progress.best_loss is None or self._metrics["loss"] < progress.best_loss:
             progress.best_loss, progress.best_step = self._metrics["loss"], progress.step
@@ -193,7 +195,7 @@ class Trainer:
                 "environment": asdict(self.environment),
                 "data": self.task.fingerprint,
             }
-            weights, moments = self.state.model.state_dict(), self.state.optimizer.state_tensors()
+            weights, moments = self.state.weights(), self.state.optimizer.state_tensors()
             self._snapshot = save_snapshot(self.paths.snapshots, self.progress.step, weights, moments, record)
             self._snapshot_said = False
             prune(self.paths.snapshots, self.config.training.keep_last, self.progress.best_step)

@@ -1,7 +1,8 @@
-"""Parameter groups and the two optimizers."""
+"""The trained weights with their gradients and moments, and the two ways they are updated."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -9,115 +10,144 @@ from torch import nn
 
 from sansgpu.config import TrainingConfig
 from sansgpu.kernels.newton_schulz import orthogonalise
+from sansgpu.kernels.update import adamw, add_product, global_norm
 
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # AdamW's typical update size, so that both share one learning rate (arXiv 2502.16982)
 ADAM_EPS = 1e-8
+MUON, ADAMW = ("momentum",), ("exp_avg", "exp_avg_sq")
 
-Named = list[tuple[str, nn.Parameter]]
 
+@dataclass
+class Weight:
+    """One trained tensor. `parameter` is what the model multiplies with, `master` its fp32 value."""
 
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024), on matrices; equal shapes are orthogonalised together.
+    name: str
+    parameter: nn.Parameter
+    master: torch.Tensor
+    kinds: tuple[str, ...]  # of the moments its update keeps
+    decay: float
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradient: torch.Tensor | None = None
 
-    torch.optim.Muon computes in bf16 everywhere, which is slow where bf16 is emulated, and one matrix at a time.
-    """
+    def gather(self, parameter: torch.Tensor) -> None:
+        """Add what backward has left: the first micro-batch as it is, the sum of several in fp32."""
+        new, parameter.grad = parameter.grad, None
+        assert new is not None
+        if self.gradient is None:
+            self.gradient = new
+        else:
+            self.gradient = add_product(self.gradient.to(self.master.dtype), new)
 
-    def __init__(self, parameters: list[nn.Parameter], weight_decay: float, dtype: torch.dtype) -> None:
-        super().__init__(parameters, {"lr": 0.0, "weight_decay": weight_decay})
-        self._dtype = dtype
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the loop has the loss
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            for shape, same in groupby(sorted(trained, key=lambda p: p.shape), key=lambda p: p.shape):
-                self._update(list(same), shape, group["lr"], group["weight_decay"])
-
-    def _update(self, parameters: list[nn.Parameter], shape: torch.Size, lr: float, weight_decay: float) -> None:
-        updates = []
-        for parameter in parameters:
-            assert parameter.grad is not None
-            state = self.state[parameter]
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(parameter)
-            state["momentum"].lerp_(parameter.grad, 1 - MUON_MOMENTUM)
-            updates.append(parameter.grad.lerp(state["momentum"], MUON_MOMENTUM))  # Nesterov
-        scale = MUON_UPDATE_RMS * max(shape) ** 0.5
-        for parameter, update in zip(parameters, orthogonalise(torch.stack(updates), self._dtype), strict=True):
-            parameter.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * scale)
+    @property
+    def working(self) -> torch.Tensor | None:
+        """The parameter's tensor, where it is a narrower copy of the master."""
+        return None if self.parameter.dtype == self.master.dtype else self.parameter.detach()
 
 
 class Optimizer:
-    """The optimizers of one model behind one learning rate, with their state as named tensors."""
+    """All trained weights of a model. Matrices are cast to the compute dtype once a step, not at every use.
 
-    def __init__(self, model: nn.Module, training: TrainingConfig, muon_dtype: torch.dtype) -> None:
+    While it holds a model in bf16, `masters` are the weights to save; `release` gives them back to the model.
+    """
+
+    def __init__(self, model: nn.Module, training: TrainingConfig, compute_dtype: torch.dtype) -> None:
         hidden, rest = split_parameters(model)
-        self._named = hidden + rest
-        self._optimizers: list[torch.optim.Optimizer] = []
-        adam_groups = [{"params": [p for _, p in rest], "weight_decay": 0.0}]
-        if training.optimizer == "muon" and hidden:
-            self._optimizers.append(Muon([p for _, p in hidden], training.weight_decay, muon_dtype))
-        elif hidden:
-            adam_groups.append({"params": [p for _, p in hidden], "weight_decay": training.weight_decay})
-        betas = (training.beta1, training.beta2)
-        self._optimizers.append(torch.optim.AdamW(adam_groups, lr=0.0, betas=betas, eps=ADAM_EPS, fused=True))
+        self._training, self._compute_dtype = training, compute_dtype
+        kinds = MUON if training.optimizer == "muon" else ADAMW
+        self.weights = [self._hold(name, p, kinds, training.weight_decay) for name, p in hidden]
+        self.weights += [self._hold(name, p, ADAMW, 0.0) for name, p in rest]
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Every trained parameter, once."""
-        return [p for _, p in self._named]
+    def _hold(self, name: str, parameter: nn.Parameter, kinds: tuple[str, ...], decay: float) -> Weight:
+        weight = Weight(name, parameter, parameter.detach(), kinds, decay)
+        if parameter.ndim > 1 and self._compute_dtype != parameter.dtype:
+            parameter.data = parameter.data.to(self._compute_dtype)
+            parameter.grad_dtype = None  # the loss and the embedding leave fp32 sums, products what they are
+        parameter.register_post_accumulate_grad_hook(weight.gather)
+        return weight
 
-    def step(self, lr: float) -> None:
-        """Update all parameters, and drop their gradients."""
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+    def norm(self) -> float:
+        """The 2-norm of the gradient."""
+        return global_norm([w.gradient for w in self.weights if w.gradient is not None])
+
+    @torch.no_grad()
+    def step(self, lr: float, step: int, scale: float) -> None:
+        """Update number `step` (1, 2, ...) by the gradients x `scale`, which are dropped."""
+        trained = [w for w in self.weights if w.gradient is not None]
+        for weight in trained:
+            if not weight.moments:
+                weight.moments = {kind: torch.zeros_like(weight.master) for kind in weight.kinds}
+            if weight.kinds == ADAMW:
+                self._adamw(weight, lr, step, scale)
+        orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.master.shape)
+        for _, same in groupby(orthogonal, key=lambda w: w.master.shape):
+            self._muon(list(same), lr, scale)
+        for weight in trained:
+            weight.gradient = None
+
+    def _adamw(self, weight: Weight, lr: float, step: int, scale: float) -> None:
+        assert weight.gradient is not None
+        adamw(
+            weight.master,
+            weight.moments["exp_avg"],
+            weight.moments["exp_avg_sq"],
+            weight.gradient,
+            weight.working,
+            lr=lr,
+            betas=(self._training.beta1, self._training.beta2),
+            eps=ADAM_EPS,
+            weight_decay=weight.decay,
+            step=step,
+            scale=scale,
+        )
+
+    def _muon(self, weights: list[Weight], lr: float, scale: float) -> None:
+        """Momentum, orthogonalised (Jordan et al. 2024); matrices of one shape together.
+
+        torch.optim.Muon computes in bf16 everywhere, which is slow where bf16 is emulated, and one matrix at a time.
+        """
+        updates = []
+        for weight in weights:
+            assert weight.gradient is not None
+            gradient, momentum = weight.gradient.to(weight.master.dtype).mul_(scale), weight.moments["momentum"]
+            momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
+            updates.append(gradient.lerp_(momentum, MUON_MOMENTUM))  # Nesterov
+        size = MUON_UPDATE_RMS * max(updates[0].shape) ** 0.5
+        for weight, update in zip(weights, orthogonalise(torch.stack(updates), self._compute_dtype), strict=True):
+            weight.master.mul_(1 - lr * weight.decay).add_(update, alpha=-lr * size)
+            if weight.working is not None:
+                weight.working.copy_(weight.master)
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The fp32 weights by the parameters' names."""
+        return {w.name: w.master for w in self.weights}
+
+    def load_masters(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take up the weights of a snapshot."""
+        for weight in self.weights:
+            weight.master.copy_(tensors[weight.name])
+            weight.parameter.detach().copy_(weight.master)
+
+    def release(self) -> None:
+        """Give the model its fp32 weights back; it is not trained any further."""
+        for weight in self.weights:
+            weight.parameter.data = weight.master
 
     def state_names(self) -> set[str]:
         """The names `state_tensors` has once every parameter was updated."""
-        kinds = {Muon: ("momentum",), torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
-        names = {id(parameter): name for name, parameter in self._named}
-        return {
-            f"{kind}.{names[id(parameter)]}"
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            for kind in kinds[type(optimizer)]
-        }
+        return {f"{kind}.{w.name}" for w in self.weights for kind in w.kinds}
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Moments as `KIND.PARAMETER`; AdamW's step count is the run's own."""
-        return {
-            f"{kind}.{name}": value
-            for name, parameter in self._named
-            for kind, value in self._state_of(parameter).items()
-            if kind != "step"
-        }
+        return {f"{kind}.{w.name}": value for w in self.weights for kind, value in w.moments.items()}
 
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor], step: int) -> None:
-        """Take up the moments of a snapshot after `step` updates."""
-        parameters = dict(self._named)
-        for key, value in tensors.items():
-            kind, _, name = key.partition(".")
-            parameter = parameters[name]
-            state = self._state_of(parameter)
-            state[kind] = value.to(parameter.device)
-            if kind == "exp_avg":
-                state["step"] = torch.tensor(float(step), device=parameter.device)
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        for optimizer in self._optimizers:
-            if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
-                state: dict[str, torch.Tensor] = optimizer.state[parameter]
-                return state
-        raise KeyError("the parameter belongs to no optimizer")
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take up the moments of a snapshot."""
+        for weight in self.weights:
+            weight.moments = {kind: tensors[f"{kind}.{weight.name}"].to(weight.master.device) for kind in weight.kinds}
 
 
-def split_parameters(model: nn.Module) -> tuple[Named, Named]:
+def split_parameters(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
     """(matrices of linear layers inside the model, everything else): what Muon and weight decay are for, and not.
 
     Embeddings, the output head, norms and biases are in the second list. A tied parameter stands once.
@@ -125,12 +155,3 @@ def split_parameters(model: nn.Module) -> tuple[Named, Named]:
     inner = {id(m.weight) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "head"}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [(n, p) for n, p in trained if id(p) in inner], [(n, p) for n, p in trained if id(p) not in inner]
-
-
-def clip_by_global_norm(parameters: list[nn.Parameter], limit: float) -> float:
-    """Scale gradients so that the norm over all of them is at most `limit` (0: leave them); returns the norm before."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if limit:
-        torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], limit, norm)
-    return float(norm)

@@ -36,10 +36,9 @@ def restore(
         if strict:
             raise ConfigError(f"{message} Without --strict it would go on.")
         warn(message)
-    with torch.no_grad():
-        state.model.load_state_dict(weights)
+    state.load_weights(weights)
     state.progress = Progress.from_json(record["progress"])
-    state.optimizer.load_state_tensors(moments, state.progress.step)
+    state.optimizer.load_state_tensors(moments)
     metrics: dict[str, float] | None = record["metrics"]
     return metrics
 
@@ -50,7 +49,7 @@ def recorded_environment(snapshot: Snapshot) -> Environment:
 
 
 def _require_same_shape(state: TrainState, weights: dict[str, torch.Tensor], snapshot: Snapshot) -> None:
-    ours = {name: tuple(tensor.shape) for name, tensor in state.model.state_dict().items()}
+    ours = {name: tuple(tensor.shape) for name, tensor in state.weights().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from sansgpu.train.optim import Optimizer
@@ -39,3 +40,13 @@ class TrainState:
     model: nn.Module
     optimizer: Optimizer
     progress: Progress
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's tensors by name, the trained ones in fp32."""
+        return {**self.model.state_dict(), **self.optimizer.masters()}
+
+    def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The inverse of `weights`."""
+        with torch.no_grad():
+            self.model.load_state_dict(tensors)
+            self.optimizer.load_masters(tensors)

@@ -10,7 +10,6 @@ import torch
 from sansgpu.config import SansGPUError, TrainingConfig, fold_seed
 from sansgpu.data.batch import Batch
 from sansgpu.tasks import Task
-from sansgpu.train.optim import clip_by_global_norm
 from sansgpu.train.state import TrainState
 
 
@@ -62,11 +61,13 @@ def train_step(
             (loss / tokens).backward()
         loss_sum += loss.detach()
     total = float(loss_sum)
-    grad_norm = clip_by_global_norm(state.optimizer.parameters, training.max_grad_norm)
+    grad_norm = state.optimizer.norm()
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
         raise SansGPUError(
             f"step {state.progress.step + 1}: the loss is {total / tokens:g} and the gradient norm {grad_norm:g}; "
             "earlier snapshots are kept; go on from one with a lower learning_rate or more warmup_steps."
         )
-    state.optimizer.step(lr)
+    limit = training.max_grad_norm
+    scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+    state.optimizer.step(lr, state.progress.step + 1, scale)
     return StepResult(total, tokens, grad_norm)

@@ -1,0 +1,274 @@
+// Attention over ranges of keys, forward and backward: kernels/attention.py says what it computes.
+//
+// B batch, T time, H query heads, K key-value heads, d head dim. Blocks of 64 queries are multiplied with only those
+// keys that some query of the block may see; scores live in cache and are never kept (FlashAttention, arXiv 2205.14135).
+// One thread owns a key-value head of an example, so that sums have one order whatever the load.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "tiles.h"
+
+namespace sansgpu {
+namespace {
+
+constexpr int64_t QUERIES = 64;  // of a block; also what the keys of a block are rounded to
+constexpr int64_t KEYS = 256;    // of a block of the backward pass
+constexpr float LOG2E = 1.4426950408889634f;
+
+int64_t round_up(int64_t x) { return (x + QUERIES - 1) / QUERIES * QUERIES; }
+
+// A (B, T, heads, d) tensor of any strides but a dense last dimension.
+template <typename T>
+struct View {
+  T* data;
+  int64_t batch, time, head;
+  explicit View(const at::Tensor& t)
+      : data(t.data_ptr<T>()), batch(t.stride(0)), time(t.stride(1)), head(t.stride(2)) {}
+  T* at(int64_t b, int64_t t, int64_t h) const { return data + b * batch + t * time + h * head; }
+};
+
+struct Shape {
+  int64_t B, T, S, H, K, d;  // T queries, S keys
+  float scale;
+  Shape(const at::Tensor& q, const at::Tensor& k)
+      : B(q.size(0)), T(q.size(1)), S(k.size(1)), H(q.size(2)), K(k.size(2)), d(q.size(3)),
+        scale(1.0f / std::sqrt(static_cast<float>(q.size(3)))) {}
+};
+
+// Attention dropout, the same number for a (head, query, key) in both passes: a hash of its place and the seed.
+struct Dropout {
+  uint32_t seed, threshold;  // dropped where the hash is below
+  float scale;               // of what is kept
+  Dropout(double p, int64_t seed)
+      : seed(static_cast<uint32_t>(seed)),
+        threshold(static_cast<uint32_t>(p * 4294967296.0)),
+        scale(static_cast<float>(1.0 / (1.0 - p))) {}
+  static uint32_t mix(uint32_t x) {  // MurmurHash3's finaliser
+    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+    return x ^ (x >> 16);
+  }
+  uint32_t row(int64_t batch_head, int64_t query) const {
+    return mix(mix(seed + static_cast<uint32_t>(batch_head)) + static_cast<uint32_t>(query));
+  }
+  float factor(uint32_t row, int64_t key) const {
+    return mix(row ^ static_cast<uint32_t>(key) * 0x9E3779B1u) < threshold ? 0.0f : scale;
+  }
+};
+
+// The keys [low, high) that some query of a block may see.
+std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
+  int32_t low = std::numeric_limits<int32_t>::max(), high = 0;
+  for (int64_t i = 0; i < rows; ++i)
+    if (ranges[2 * i] < ranges[2 * i + 1]) {
+      low = std::min(low, ranges[2 * i]);
+      high = std::max(high, ranges[2 * i + 1]);
+    }
+  return {std::min<int64_t>(low, high), high};
+}
+
+template <typename T>
+void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const int32_t* ranges,
+             const Dropout& dropout, const View<T>& out, float* lse) {
+  const int64_t padded = round_up(s.S), group = s.H / s.K;
+  at::parallel_for(0, s.B * s.K, 1, [&](int64_t begin, int64_t end) {
+    Buffer<T> keys(s.d * padded), values(padded * s.d), weights(QUERIES * padded);
+    Buffer<float> scores(QUERIES * padded), sums(QUERIES * s.d), inverse(QUERIES);
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t b = unit / s.K, kv = unit % s.K;
+      pack_transposed(k.at(b, 0, kv), k.time, s.S, padded, s.d, keys);
+      pack(v.at(b, 0, kv), v.time, s.S, padded, s.d, values);
+      for (int64_t task = 0; task < group * ((s.T + QUERIES - 1) / QUERIES); ++task) {
+        const int64_t h = kv * group + task % group, start = task / group * QUERIES;
+        const int64_t rows = std::min(QUERIES, s.T - start);
+        const int32_t* range = ranges + 2 * (b * s.T + start);
+        auto [low, high] = seen(range, rows);
+        low = low / QUERIES * QUERIES;
+        const int64_t width = round_up(high) - low;
+        if (width > 0)
+          product<T>(rows, width, s.d, q.at(b, start, h), q.time, keys + low * (std::is_same_v<T, bf16> ? 2 : 1),
+                     padded, scores, width, false);
+        for (int64_t i = 0; i < rows; ++i) {
+          const int64_t first = std::max<int64_t>(range[2 * i] - low, 0), last = range[2 * i + 1] - low;
+          float* row = scores + i * width;
+          T* weight = weights + i * width;
+          float most = -std::numeric_limits<float>::infinity(), total = 0;
+#pragma omp simd reduction(max : most)
+          for (int64_t j = first; j < last; ++j) most = row[j] > most ? row[j] : most;
+          const float factor = s.scale * LOG2E, shift = most * factor;
+          for (int64_t j = 0; j < std::min(first, width); ++j) store(weight + j, 0.0f);
+          for (int64_t j = first; j < last; ++j) {
+            const float p = exp2_nonpositive(row[j] * factor - shift);
+            total += p;
+            store(weight + j, p);
+            row[j] = p;
+          }
+          if (dropout.threshold) {
+            const uint32_t key = dropout.row(b * s.H + h, start + i);
+            for (int64_t j = first; j < last; ++j) store(weight + j, row[j] * dropout.factor(key, low + j));
+          }
+          for (int64_t j = std::max(last, first); j < width; ++j) store(weight + j, 0.0f);
+          inverse[i] = last > first ? 1.0f / total : 0.0f;
+          lse[(b * s.H + h) * s.T + start + i] = last > first ? most * s.scale + std::log(total) : 0.0f;
+        }
+        if (width > 0)
+          product<T>(rows, s.d, width, weights, width, values + low * s.d, s.d, sums, s.d, false);
+        else
+          std::fill_n(static_cast<float*>(sums), rows * s.d, 0.0f);
+        for (int64_t i = 0; i < rows; ++i) {
+          T* to = out.at(b, start + i, h);
+          for (int64_t c = 0; c < s.d; ++c) store(to + c, sums[i * s.d + c] * inverse[i]);
+        }
+      }
+    }
+    at::native::cpublas::brgemm_release(std::is_same_v<T, bf16>);
+  });
+}
+
+// What a block of queries needs in the backward pass, packed for each of its four products.
+template <typename T>
+struct QueryBlock {
+  Buffer<T> q, q_transposed, grad, grad_transposed;
+  float lse[QUERIES], dot[QUERIES];
+  int32_t first[QUERIES], last[QUERIES];
+  uint32_t key[QUERIES];
+  explicit QueryBlock(int64_t d) : q(QUERIES * d), q_transposed(d * QUERIES), grad(QUERIES * d), grad_transposed(d * QUERIES) {}
+
+  void fill(const Shape& s, const View<T>& queries, const View<T>& out, const View<T>& grad_out, const float* row_lse,
+            const int32_t* range, const Dropout& dropout, int64_t b, int64_t h, int64_t start, int64_t rows) {
+    pack(queries.at(b, start, h), queries.time, rows, QUERIES, s.d, q);
+    pack_transposed(queries.at(b, start, h), queries.time, rows, QUERIES, s.d, q_transposed);
+    pack(grad_out.at(b, start, h), grad_out.time, rows, QUERIES, s.d, grad);
+    pack_transposed(grad_out.at(b, start, h), grad_out.time, rows, QUERIES, s.d, grad_transposed);
+    for (int64_t i = 0; i < QUERIES; ++i) {
+      first[i] = i < rows ? range[2 * i] : 0;
+      last[i] = i < rows ? range[2 * i + 1] : 0;
+      lse[i] = i < rows ? row_lse[i] * LOG2E : 0.0f;
+      key[i] = dropout.row(b * s.H + h, start + i);
+      dot[i] = 0.0f;
+      if (i < rows) {
+        const T *o = out.at(b, start + i, h), *g = grad_out.at(b, start + i, h);
+        for (int64_t c = 0; c < s.d; ++c) dot[i] += load(o + c) * load(g + c);
+      }
+    }
+  }
+};
+
+// Weights and score gradients of a (keys, QUERIES) block, in place of scores and weight gradients.
+template <typename T>
+void weights_and_gradients(const QueryBlock<T>& block, const float* scores, const float* weight_grads, int64_t low,
+                           int64_t count, int64_t padded, float scale, const Dropout& dropout, T* weights,
+                           T* score_grads) {
+  const float factor = scale * LOG2E;
+  for (int64_t j = 0; j < count; ++j) {
+    const int32_t key = static_cast<int32_t>(low + j);
+    float p[QUERIES], kept[QUERIES];
+    for (int64_t i = 0; i < QUERIES; ++i) {
+      const float x = exp2_nonpositive(std::min(scores[j * QUERIES + i] * factor - block.lse[i], 0.0f));
+      p[i] = (block.first[i] <= key) & (key < block.last[i]) ? x : 0.0f;
+    }
+    if (dropout.threshold)
+      for (int64_t i = 0; i < QUERIES; ++i) kept[i] = dropout.factor(block.key[i], key);
+    else
+      for (int64_t i = 0; i < QUERIES; ++i) kept[i] = 1.0f;
+    for (int64_t i = 0; i < QUERIES; ++i) {
+      store(weights + j * QUERIES + i, p[i] * kept[i]);
+      store(score_grads + j * QUERIES + i, p[i] * (weight_grads[j * QUERIES + i] * kept[i] - block.dot[i]) * scale);
+    }
+  }
+  for (int64_t j = count * QUERIES; j < padded * QUERIES; ++j) store(score_grads + j, 0.0f);
+}
+
+template <typename T>
+void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const View<T>& out,
+              const View<T>& grad_out, const int32_t* ranges, const float* lse, const Dropout& dropout,
+              const View<T>& q_grad, const View<T>& k_grad, const View<T>& v_grad) {
+  const int64_t padded = round_up(s.S), group = s.H / s.K;
+  at::parallel_for(0, s.B * s.K, 1, [&](int64_t begin, int64_t end) {
+    Buffer<T> keys_transposed(s.d * padded), weights(KEYS * QUERIES), score_grads(KEYS * QUERIES), packed(KEYS * QUERIES);
+    Buffer<float> scores(KEYS * QUERIES), weight_grads(KEYS * QUERIES), dq(s.d * QUERIES), dk(s.S * s.d), dv(s.S * s.d);
+    QueryBlock<T> block(s.d);
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t b = unit / s.K, kv = unit % s.K;
+      transpose(bits(k.at(b, 0, kv)), k.time, s.S, s.d, bits(keys_transposed), padded);
+      for (int64_t c = 0; c < s.d; ++c) std::fill(keys_transposed + c * padded + s.S, keys_transposed + (c + 1) * padded, T(0));
+      std::fill_n(static_cast<float*>(dk), s.S * s.d, 0.0f);
+      std::fill_n(static_cast<float*>(dv), s.S * s.d, 0.0f);
+      for (int64_t task = 0; task < group * ((s.T + QUERIES - 1) / QUERIES); ++task) {
+        const int64_t h = kv * group + task % group, start = task / group * QUERIES;
+        const int64_t rows = std::min(QUERIES, s.T - start);
+        const int32_t* range = ranges + 2 * (b * s.T + start);
+        block.fill(s, q, out, grad_out, lse + (b * s.H + h) * s.T + start, range, dropout, b, h, start, rows);
+        std::fill_n(static_cast<float*>(dq), s.d * QUERIES, 0.0f);
+        const auto [first, high] = seen(range, rows);
+        for (int64_t low = first / QUERIES * QUERIES; low < high; low += KEYS) {
+          const int64_t whole = std::min(KEYS, round_up(high) - low), count = std::min(whole, s.S - low);
+          product<T>(count, QUERIES, s.d, k.at(b, low, kv), k.time, block.q_transposed, QUERIES, scores, QUERIES, false);
+          product<T>(count, QUERIES, s.d, v.at(b, low, kv), v.time, block.grad_transposed, QUERIES, weight_grads, QUERIES,
+                     false);
+          weights_and_gradients<T>(block, scores, weight_grads, low, count, whole, s.scale, dropout, weights, score_grads);
+          product<T>(count, s.d, QUERIES, weights, QUERIES, block.grad, s.d, dv + low * s.d, s.d, true);
+          product<T>(count, s.d, QUERIES, score_grads, QUERIES, block.q, s.d, dk + low * s.d, s.d, true);
+          pack(score_grads, QUERIES, whole, whole, QUERIES, packed);
+          product<T>(s.d, QUERIES, whole, keys_transposed + low, padded, packed, QUERIES, dq, QUERIES, true);
+        }
+        for (int64_t i = 0; i < rows; ++i)
+          for (int64_t c = 0; c < s.d; ++c) store(q_grad.at(b, start + i, h) + c, dq[c * QUERIES + i]);
+      }
+      for (int64_t j = 0; j < s.S; ++j)
+        for (int64_t c = 0; c < s.d; ++c) {
+          store(k_grad.at(b, j, kv) + c, dk[j * s.d + c]);
+          store(v_grad.at(b, j, kv) + c, dv[j * s.d + c]);
+        }
+    }
+    at::native::cpublas::brgemm_release(std::is_same_v<T, bf16>);
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                     const at::Tensor& ranges, double dropout, const at::Tensor& seed) {
+  const Shape s(q, k);
+  at::Tensor out = at::empty({s.B, s.T, s.H, s.d}, q.options());
+  at::Tensor lse = at::empty({s.B, s.H, s.T}, q.options().dtype(at::kFloat));
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    forward<T>(s, View<T>(q), View<T>(k), View<T>(v), ranges.data_ptr<int32_t>(), Dropout(dropout, *seed.data_ptr<int64_t>()), View<T>(out),
+               lse.data_ptr<float>());
+  };
+  q.scalar_type() == at::kBFloat16 ? run(bf16()) : run(float());
+  return {out, lse};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tensor& grad_out, const at::Tensor& q,
+                                                                  const at::Tensor& k, const at::Tensor& v,
+                                                                  const at::Tensor& out, const at::Tensor& lse,
+                                                                  const at::Tensor& ranges, double dropout,
+                                                                  const at::Tensor& seed) {
+  const Shape s(q, k);
+  at::Tensor q_grad = at::empty({s.B, s.T, s.H, s.d}, q.options());
+  at::Tensor k_grad = at::empty({s.B, s.S, s.K, s.d}, q.options());
+  at::Tensor v_grad = at::empty({s.B, s.S, s.K, s.d}, q.options());
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    backward<T>(s, View<T>(q), View<T>(k), View<T>(v), View<T>(out), View<T>(grad_out), ranges.data_ptr<int32_t>(),
+                lse.data_ptr<float>(), Dropout(dropout, *seed.data_ptr<int64_t>()), View<T>(q_grad), View<T>(k_grad), View<T>(v_grad));
+  };
+  q.scalar_type() == at::kBFloat16 ? run(bf16()) : run(float());
+  return {q_grad, k_grad, v_grad};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(sansgpu, CPU, library) {
+  library.impl("attention_forward", &attention_forward);
+  library.impl("attention_backward", &attention_backward);
+}
+
+}  // namespace sansgpu
