@@ -163,8 +163,9 @@ def take_turns(contestants: Sequence[Contestant], rounds: int) -> list[Row]:
 
 
 def _best_variant(name: str, samples: dict[tuple[str, str], list[Sample]]) -> str | None:
-    speeds = {variant: _median_step(runs) for (of, variant), runs in samples.items() if of == name and runs}
-    return min(speeds, key=lambda variant: speeds[variant]) if speeds else None
+    """The fastest of those that ran most often: from the second round on that is the one kept."""
+    tried = {variant: runs for (of, variant), runs in samples.items() if of == name and runs}
+    return min(tried, key=lambda variant: (-len(tried[variant]), _median_step(tried[variant])), default=None)
 
 
 def _median_step(runs: list[Sample]) -> float:
@@ -179,9 +180,10 @@ def _row(name: str, samples: dict[tuple[str, str], list[Sample]], failure: str |
     return {
         "name": name,
         "status": "measured",
+        "failure": failure,  # of a variant, or of a later round
         "variant": variant,
         "median_step_seconds": _median_step(runs),
-        "median_first_step_seconds": median(run.first_step_seconds for run in runs),
+        "first_step_seconds": runs[0].first_step_seconds,  # of the first round, when nothing is compiled yet
         "peak_rss_bytes": max(run.peak_rss_bytes for run in runs),
         "loss": runs[-1].loss,
         "runs": [
