@@ -93,7 +93,7 @@ def main() -> None:
         held_out = build_store(open_single(given.valid, data), tokenizer, cache, lambda *_: None).tokens
         ended = np.append(held_out, np.array([tokenizer.end_id], held_out.dtype))  # the text's end is predicted too
         np.save(given.output / "valid.npy", ended)
-        facts["valid_tokens"] = len(held_out) - 1
+        facts["valid_tokens"] = len(held_out)
         facts["valid_bytes"] = int(tokenizer.token_bytes()[held_out].sum())
     print(json.dumps(facts))
 

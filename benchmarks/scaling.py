@@ -58,7 +58,7 @@ def lengths() -> dict[str, Settings]:
 
 def vocabularies() -> dict[str, Settings]:
     """Rows of the embedding and the head; the data uses the first 8,192 of them."""
-    return {f"{size // 1000}k tokens": {"model.vocab_size": size} for size in (8192, 16384, 32768, 65536, 131072)}
+    return {f"{size}k tokens": {"model.vocab_size": size * 1024} for size in (8, 16, 32, 64, 128)}
 
 
 def parameters() -> dict[str, Settings]:
