@@ -17,8 +17,8 @@ test-long: setup
 	$(BIN)/python -m pytest -q -m long
 
 lint: setup
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 setup: $(VENV)/ready

@@ -1,0 +1,149 @@
+"""sansgpu beside its peers: the same model, data and tokens a step, taking turns in one run.
+
+`python -m benchmarks.peers --size cpu_small`
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import corpus, ours, shakespeare
+from benchmarks.contest import (
+    WARM_UP,
+    Contestant,
+    NoResultError,
+    Outcome,
+    Row,
+    Sample,
+    add_ratios,
+    print_table,
+    say,
+    take_turns,
+    write_json,
+)
+from benchmarks.sizes import LEARNING_RATE, SIZES, WEIGHT_DECAY, Job, Size
+
+NEEDS = {  # besides what sansgpu itself needs
+    "hf-fp32": ("accelerate",),
+    "hf-bf16": ("accelerate",),
+    "hf-bf16-compile": ("accelerate",),
+    "plain": (),
+    "lightning": ("lightning",),
+}
+COLUMNS = {
+    "contestant": ("name", "s"),
+    "step s": ("median_step_seconds", ".3f"),
+    "x ours": ("ratio", ".2f"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "micro-batch": ("variant", "s"),
+    "first step s": ("first_step_seconds", ".1f"),
+    "peak GB": ("peak_rss_gb", ".2f"),
+    "last loss": ("loss", ".3f"),
+}
+
+
+def contestants(size: Size, peers: list[str], data: str, steps: int, folder: Path) -> list[Contestant]:
+    """Ours, and one of every peer and micro-batch."""
+    common = {
+        "data.dataset_name": data,
+        "training.optimizer": "adamw",
+        "training.learning_rate": LEARNING_RATE,
+        "training.weight_decay": WEIGHT_DECAY,
+        "training.compile": ours.compile_setting(size.compile),
+        **size.model_keys(),
+    }
+    field = [ours.contestant("sansgpu", folder / "ours", common, steps)]
+    if size.modern_d_ff:
+        modern = {**common, "model.activation": "swiglu", "model.d_ff": size.modern_d_ff}
+        field.append(ours.contestant("sansgpu modern", folder / "modern", modern, steps))
+    for kind in peers:
+        for micro_batch in size.micro_batches:
+            name = f"{kind}-{micro_batch}"
+            job = Job(kind, size, folder / "train.npy", micro_batch, WARM_UP + steps, folder / name)
+            command = [sys.executable, "-m", "benchmarks.contestants", str(job.write(folder / f"{name}.json"))]
+            variant = f"{micro_batch} x {job.accumulation}"
+            field.append(Contestant(kind, command, read_steps, variant, NEEDS[kind]))
+    return field
+
+
+def with_cache(contestant: Contestant, folder: Path) -> Contestant:
+    """With a place of its own, empty at first, for what torch.compile makes."""
+    place = folder / "inductor" / f"{contestant.name} {contestant.variant}".replace(" ", "-")
+    return replace(contestant, environment={**contestant.environment, "TORCHINDUCTOR_CACHE_DIR": str(place)})
+
+
+def read_steps(outcome: Outcome) -> Sample:
+    """The last JSON line of a peer: step_seconds with the warm-up, and loss."""
+    result = next((event for _, event in reversed(outcome.events) if "step_seconds" in event), None)
+    if result is None:
+        raise NoResultError("it printed no JSON line with step_seconds")
+    seconds = [float(value) for value in result["step_seconds"]]
+    if len(seconds) <= WARM_UP:
+        raise NoResultError(f"only {len(seconds)} steps were made")
+    loss = result.get("loss")
+    return Sample(seconds[WARM_UP:], seconds[0], outcome.peak_rss_bytes, loss, outcome.wall_seconds)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="cpu_small")
+    parser.add_argument("--peers", default=",".join(NEEDS), help="comma-separated; of %(default)s")
+    parser.add_argument("--data", default=corpus.PYTHON_STDLIB, help="a source as data.dataset_name (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help=f"steps that count, behind a warm-up of {WARM_UP}")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of every contestant")
+    parser.add_argument(
+        "--folder-command",
+        metavar="CMD",
+        help="one more contestant, run by the shell here: it finds the job's file in $BENCHMARK_JOB and prints a JSON "
+        "line with step_seconds (a list, the warm-up first) and loss",
+    )
+    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a checkout, for nanoGPT's own CPU setting")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args()
+    given.peers = [name for name in given.peers.split(",") if name]
+    if unknown := [name for name in given.peers if name not in NEEDS]:
+        parser.error(f"--peers {', '.join(unknown)}: known are {', '.join(NEEDS)}")
+    if given.steps < 1 or given.rounds < 1:
+        parser.error("--steps and --rounds are at least 1")
+    if given.nanogpt and not shakespeare.text_of(given.nanogpt).is_file():
+        parser.error(f"{shakespeare.text_of(given.nanogpt)} does not exist; run nanoGPT's prepare.py first")
+    return given
+
+
+def main() -> None:
+    """Hold the contest."""
+    given = arguments()
+    size = SIZES[given.size]
+    data = str(Path(given.data).resolve()) if os.path.exists(given.data) else given.data
+    with tempfile.TemporaryDirectory(prefix="sansgpu-peers-") as name:
+        folder = Path(name)
+        say("preparing the data")
+        facts = corpus.prepare(data, size.vocab_size, folder)
+        field = contestants(size, given.peers, data, given.steps, folder)
+        if given.folder_command:
+            job = Job("given", size, folder / "train.npy", size.micro_batches[-1], WARM_UP + given.steps, folder)
+            environment = {"BENCHMARK_JOB": str(job.write(folder / "given.json"))}
+            shell = ["bash", "-c", given.folder_command]
+            field.append(Contestant("given command", shell, read_steps, environment=environment))
+        rows = take_turns([with_cache(contestant, folder) for contestant in field], given.rounds)
+    add_ratios(rows, "median_step_seconds", to="sansgpu")
+    for row in rows:
+        if "median_step_seconds" in row:
+            row["tokens_per_second"] = size.tokens_a_step / row["median_step_seconds"]
+            row["peak_rss_gb"] = row["peak_rss_bytes"] / 1e9
+    title = f"{given.size}: {size.tokens_a_step:,} tokens a step, medians of {given.steps} steps x {given.rounds}"
+    print_table(title, COLUMNS, rows)
+    settings: Row = {**vars(given), "size_keys": size.model_keys(), "data": facts}
+    if given.nanogpt:
+        settings["shakespeare"] = shakespeare.compare(shakespeare.text_of(given.nanogpt), given.nanogpt)
+    write_json(given.json, "peers", settings, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""An expert's own loop: transformers' GPT-2, torch.compile, bf16 autocast, fused AdamW, clipped gradients.
+
+B windows, T time, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.corpus import Reader, bits_per_byte
+from benchmarks.sizes import LEARNING_RATE, WEIGHT_DECAY, Job, Size
+from sansgpu.machine.compilation import missing_for_compile
+from sansgpu.machine.probe import available_cores, has_native_bf16
+
+SEED = 0
+WARM_UP_STEPS = 200  # of the learning rate, where a loss is to be reached
+EVALUATION_WINDOWS = 8  # at once
+
+
+def build_model(size: Size) -> Any:
+    """transformers' GPT-2 with new weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(SEED)
+    return GPT2LMHeadModel(GPT2Config(**size.gpt2()))
+
+
+def take_threads() -> None:
+    """As many as ours would take."""
+    torch.set_num_threads(available_cores())
+
+
+class PlainLoop:
+    """The model and its optimizer; one call a step."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = build_model(job.size)
+        compiled = job.size.compile and missing_for_compile() is None
+        self._loss = torch.compile(self._mean_loss, dynamic=False) if compiled else self._mean_loss
+        self._reader = Reader(job.tokens, job.size.window)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
+        )
+        self._step = 0
+
+    def _mean_loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.model(inputs).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def step(self, lr: float = LEARNING_RATE) -> float:
+        """One update; returns the mean loss."""
+        size, micro_batch = self.job.size, self.job.micro_batch
+        windows = torch.from_numpy(self._reader.windows(self._step * size.windows_a_step, size.windows_a_step))
+        total = 0.0
+        for batch in windows.split(micro_batch):
+            with autocast():
+                loss = self._loss(batch[:, :-1], batch[:, 1:]) * (len(batch) / len(windows))
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        return total
+
+    @torch.no_grad()
+    def validate(self, reader: Reader, size_bytes: int) -> dict[str, float]:
+        """Loss and bits per byte of a whole text; the last tokens that fill no window count as the others' mean."""
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for start in range(0, len(reader), EVALUATION_WINDOWS):
+            windows = torch.from_numpy(reader.in_order(start, EVALUATION_WINDOWS))
+            with autocast():
+                logits = self.model(windows[:, :-1]).logits
+            targets = windows[:, 1:].flatten()
+            total += float(F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum"))
+            tokens += len(targets)
+        self.model.train()
+        return {"loss": total / tokens, "bits_per_byte": bits_per_byte(total / tokens * reader.targets, size_bytes)}
+
+
+def autocast() -> AbstractContextManager[Any]:
+    """bf16 where this processor has it."""
+    return torch.autocast("cpu", torch.bfloat16) if has_native_bf16() else nullcontext()
+
+
+def run_steps(job: Job) -> dict[str, Any]:
+    """The seconds of every step of the job."""
+    loop, seconds, loss = PlainLoop(job), [], 0.0
+    for _ in range(job.steps):
+        start = time.perf_counter()
+        loss = loop.step()
+        seconds.append(time.perf_counter() - start)
+    return {"step_seconds": seconds, "loss": loss}
+
+
+def run_minutes(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
+    """Train for the job's minutes behind the first step, which compiles; the learning rate is a cosine over them."""
+    loop = PlainLoop(job)
+    loop.step(LEARNING_RATE / WARM_UP_STEPS)
+    start, steps = time.perf_counter(), 1
+    while (share := (time.perf_counter() - start) / (60 * job.minutes)) < 1:
+        warm = min(1.0, (steps + 1) / WARM_UP_STEPS)
+        loss = loop.step(LEARNING_RATE * warm * (1 + math.cos(math.pi * share)) / 2)
+        steps += 1
+        if steps % 20 == 0:
+            say({"event": "step", "step": steps, "loss": loss})
+    seconds = time.perf_counter() - start
+    say({"event": "trained", "steps": steps, "seconds": seconds, "tokens": steps * job.size.tokens_a_step})
+    facts = loop.validate(Reader(job.tokens.with_name("valid.npy"), job.size.window), job.valid_bytes)
+    say({"event": "eval", "step": steps, **facts})

@@ -1,0 +1,134 @@
+"""Time to quality: how long ours takes to the bits per byte that a plain loop reaches in some minutes.
+
+`python -m benchmarks.recipe --data TEXT --valid TEXT --minutes 20`. The baseline is a GPT-2 of cpu_small's size
+without dropout, 32,000 tokens, bf16, compiled, AdamW. Each starts from the text, with nothing in a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import corpus, ours
+from benchmarks.contest import (
+    ROOT,
+    Event,
+    NoResultError,
+    Outcome,
+    Row,
+    add_ratios,
+    print_table,
+    say,
+    spawn,
+    write_json,
+)
+from benchmarks.sizes import SIZES, Job
+
+COLUMNS = {
+    "contestant": ("name", "s"),
+    "wall s": ("wall_seconds", ".0f"),
+    "x ours": ("ratio", ".2f"),
+    "bits per byte": ("bits_per_byte", ".4f"),
+    "steps": ("steps", ",d"),
+    "peak GB": ("peak_rss_gb", ".2f"),
+}
+
+
+def run_baseline(data: str, valid: Path, minutes: float, size_name: str, micro_batch: int, folder: Path) -> Row:
+    """The plain loop. Its wall time is from text to trained: tokenizing, start, compiling, steps; not evaluating."""
+    size = replace(SIZES[size_name], dropout=0.0)
+    facts = corpus.prepare(data, size.vocab_size, folder, valid, cache=folder / "cache")
+    job = Job(
+        "plain", size, folder / "train.npy", micro_batch, 0, folder, minutes=minutes, valid_bytes=facts["valid_bytes"]
+    )
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    command = [sys.executable, "-m", "benchmarks.contestants", str(job.write(folder / "job.json"))]
+    outcome = spawn(command, environment=environment)
+    if outcome.code:
+        raise NoResultError(f"the baseline: exit code {outcome.code}: {outcome.errors.strip()[-300:]}")
+    trained_at, trained = outcome.named("trained")[-1]
+    evaluation = outcome.named("eval")[-1][1]
+    return {
+        "name": f"plain GPT-2, {minutes:g} min",
+        "wall_seconds": facts["seconds"] + trained_at,
+        "step_seconds_in_all": trained["seconds"],
+        "tokens_per_second": trained["tokens"] / trained["seconds"],
+        "preparation": facts,
+        "steps": trained["steps"],
+        "bits_per_byte": evaluation["bits_per_byte"],
+        "loss": evaluation["loss"],
+        "peak_rss_bytes": outcome.peak_rss_bytes,
+        "peak_rss_gb": outcome.peak_rss_bytes / 1e9,
+    }
+
+
+def run_ours(data: str, valid: Path, config: Path, settings: list[str], target: float, folder: Path) -> Row:
+    """Ours up to the evaluation that meets the target; the best one where none does. Raises NoResultError."""
+
+    def meets(event: Event) -> bool:
+        return event.get("event") == "eval" and event["bits_per_byte"] <= target
+
+    chosen: dict[str, object] = {"data.dataset_name": data, "data.validation_name": valid.resolve()}
+    chosen |= {"training.report_to": "none", "training.sample_tokens": 0}
+    chosen |= dict(setting.split("=", 1) for setting in settings)
+    outcome: Outcome = spawn(
+        ours.command(folder / "run", chosen, config),
+        until=meets,
+        environment={"SANSGPU_CACHE": str(folder / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")},
+    )
+    evaluations = outcome.named("eval")
+    if outcome.code or not evaluations:
+        raise NoResultError(f"sansgpu: exit code {outcome.code}: {outcome.errors.strip()[-300:]}")
+    seconds, best = min(evaluations, key=lambda entry: float(entry[1]["bits_per_byte"]))
+    reached = meets(best)
+    return {
+        "name": f"sansgpu, {config.name}" + ("" if reached else " (target not reached)"),
+        "reached": reached,
+        "wall_seconds": seconds,
+        "steps": best["step"],
+        "bits_per_byte": best["bits_per_byte"],
+        "loss": best["loss"],
+        "evaluations": [(at, event["step"], event["loss"], event["bits_per_byte"]) for at, event in evaluations],
+        "peak_rss_bytes": outcome.peak_rss_bytes,
+        "peak_rss_gb": outcome.peak_rss_bytes / 1e9,
+    }
+
+
+def main() -> None:
+    """The baseline first, as it sets the target."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipe", description=__doc__)
+    parser.add_argument("config", type=Path, nargs="?", default=ROOT / "configs" / "default.yaml", metavar="CONFIG")
+    parser.add_argument("--data", required=True, metavar="FILE", help="the text to train on")
+    parser.add_argument("--valid", required=True, type=Path, metavar="FILE", help="the text to be predicted")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of the baseline's steps (%(default)s)")
+    parser.add_argument("--target", type=float, help="bits per byte, instead of running the baseline")
+    parser.add_argument("--size", choices=SIZES, default="cpu_small", help="of the baseline (%(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=4, help="windows, of the baseline (%(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for ours; repeatable")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args()
+    data = str(Path(given.data).resolve())
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="sansgpu-recipe-") as name:
+        target = given.target
+        if target is None:
+            folder = Path(name) / "baseline"
+            folder.mkdir()
+            say(f"the baseline, {given.minutes:g} minutes")
+            rows.append(run_baseline(data, given.valid, given.minutes, given.size, given.micro_batch, folder))
+            target = rows[0]["bits_per_byte"]
+        say(f"sansgpu, to {target:.4f} bits per byte")
+        folder = Path(name) / "ours"
+        folder.mkdir()
+        rows.append(run_ours(data, given.valid, given.config, given.set, target, folder))
+    if rows[-1]["reached"]:
+        add_ratios(rows, "wall_seconds", to=rows[-1]["name"])
+    print_table(f"from text to {target:.4f} bits per byte", COLUMNS, rows)
+    write_json(given.json, "recipe", {**vars(given), "target": target}, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Tokens/s, MFU and peak memory of sansgpu over one axis: `python -m benchmarks.scaling --over length`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import ours
+from benchmarks.contest import WARM_UP, NoResultError, Row, print_table, say, spawn, write_json
+from benchmarks.corpus import PYTHON_STDLIB
+
+Settings = dict[str, object]
+BASE: Settings = {  # the built-in default's model; data.vocab_size stays, so that all read the same tokens
+    "model.d_model": 256,
+    "model.n_heads": 4,
+    "model.n_layers": 6,
+    "model.d_ff": 768,
+    "model.max_seq_len": 256,
+    "model.vocab_size": 8192,
+    "data.vocab_size": 8192,
+    "training.gradient_accumulation_steps": 16,
+}
+TOKENS_A_STEP = 4096  # but where the micro-batch is the axis
+SHAPES = {  # parameters with 8,192 tokens: width, layers, heads; SwiGLU of 8/3 the width
+    "10M": (256, 10, 4),
+    "30M": (512, 8, 8),
+    "90M": (768, 12, 12),
+    "200M": (1024, 15, 16),
+    "350M": (1024, 27, 16),
+}
+COLUMNS = {
+    "value": ("name", "s"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "x first": ("ratio", ".2f"),
+    "MFU": ("mfu", ".1%"),
+    "step s": ("median_step_seconds", ".3f"),
+    "peak GB": ("peak_rss_gb", ".2f"),
+    "parameters": ("parameters", ",d"),
+    "micro-batch": ("micro_batch", "d"),
+    "precision": ("precision", "s"),
+}
+
+
+def lengths() -> dict[str, Settings]:
+    """Sequence lengths at equal tokens a step."""
+    return {
+        f"{length:,} tokens": {
+            "model.max_seq_len": length,
+            "training.gradient_accumulation_steps": TOKENS_A_STEP // length,
+        }
+        for length in (128, 256, 512, 1024, 2048, 4096)
+    }
+
+
+def vocabularies() -> dict[str, Settings]:
+    """Rows of the embedding and the head; the data uses the first 8,192 of them."""
+    return {f"{size}k tokens": {"model.vocab_size": size * 1024} for size in (8, 16, 32, 64, 128)}
+
+
+def parameters() -> dict[str, Settings]:
+    """Model sizes at a window of 512."""
+    return {
+        name: {
+            "model.d_model": width,
+            "model.n_layers": layers,
+            "model.n_heads": heads,
+            "model.d_ff": -(-8 * width // 3 // 64) * 64,
+            "model.max_seq_len": 512,
+            "training.gradient_accumulation_steps": TOKENS_A_STEP // 512,
+        }
+        for name, (width, layers, heads) in SHAPES.items()
+    }
+
+
+def micro_batches() -> dict[str, Settings]:
+    """The same 32 windows a step, cut differently."""
+    return {
+        f"{size} x {32 // size}": {
+            "training.batch_size": size,
+            "training.gradient_accumulation_steps": 32 // size,
+        }
+        for size in (1, 2, 4, 8, 16, 32)
+    }
+
+
+AXES = {
+    "length": lengths,
+    "vocabulary": vocabularies,
+    "parameters": parameters,
+    "micro_batch": micro_batches,
+}
+
+
+def measure(name: str, settings: Settings, steps: int, output: Path) -> Row:
+    """One run of a few steps. Raises NoResultError."""
+    contestant = ours.contestant(name, output, settings, steps)
+    outcome = spawn(contestant.command, contestant.until)
+    if outcome.code:
+        raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
+    sample = contestant.read(outcome)
+    start = outcome.named("start")[0][1]
+    counted = [event for _, event in outcome.named("step")][WARM_UP:]
+    middle: dict[str, Any] = {key: median(event[key] for event in counted) for key in ("tokens_per_second", "mfu")}
+    return {
+        "name": name,
+        **middle,
+        "median_step_seconds": median(sample.step_seconds),
+        "first_step_seconds": sample.first_step_seconds,
+        "peak_rss_bytes": sample.peak_rss_bytes,
+        "peak_rss_gb": sample.peak_rss_bytes / 1e9,
+        "step_seconds": sample.step_seconds,
+        "settings": settings,
+        **{key: start[key] for key in ("parameters", "micro_batch", "precision", "compile", "memory_bytes")},
+    }
+
+
+def main() -> None:
+    """Walk along the axis."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
+    parser.add_argument("--over", choices=AXES, required=True)
+    parser.add_argument("--steps", type=int, default=5, help=f"steps that count, behind a warm-up of {WARM_UP}")
+    parser.add_argument("--data", default=PYTHON_STDLIB, help="a source as data.dataset_name (%(default)s)")
+    parser.add_argument("--no-compile", action="store_true", help="sooner done, slower steps")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run; repeatable")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args()
+    data = str(Path(given.data).resolve()) if os.path.exists(given.data) else given.data
+    common = {**BASE, "data.dataset_name": data, "training.compile": ours.compile_setting(not given.no_compile)}
+    chosen = dict(setting.split("=", 1) for setting in given.set)
+    rows: list[Row] = []
+    for name, settings in AXES[given.over]().items():
+        say(f"{given.over} {name}")
+        with tempfile.TemporaryDirectory(prefix="sansgpu-scaling-") as folder:
+            try:
+                rows.append(measure(name, {**common, **settings, **chosen}, given.steps, Path(folder) / "run"))
+            except NoResultError as failure:
+                rows.append({"name": name, "status": str(failure)})
+        first = next((row["tokens_per_second"] for row in rows if "tokens_per_second" in row), None)
+        if first and "tokens_per_second" in rows[-1]:
+            rows[-1]["ratio"] = rows[-1]["tokens_per_second"] / first
+    print_table(f"sansgpu over {given.over}, medians of {given.steps} steps", COLUMNS, rows)
+    write_json(given.json, "scaling", vars(given), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The models compared, in the words of each side. T window, W windows a step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT-2-layout model and its batch."""
+
+    vocab_size: int
+    d_model: int
+    n_heads: int
+    n_layers: int
+    d_ff: int
+    window: int
+    windows_a_step: int
+    dropout: float
+    micro_batches: tuple[int, ...]  # that the peers try; ours chooses its own
+    compile: bool = True  # for a toy compiling takes longer than all else
+    modern_d_ff: int | None = None  # of a SwiGLU model with as many parameters
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens a step."""
+        return self.window * self.windows_a_step
+
+    def gpt2(self) -> dict[str, Any]:
+        """Arguments of transformers.GPT2Config."""
+        return {
+            "vocab_size": self.vocab_size,
+            "n_embd": self.d_model,
+            "n_head": self.n_heads,
+            "n_layer": self.n_layers,
+            "n_inner": self.d_ff,
+            "n_positions": self.window,
+            "embd_pdrop": self.dropout,
+            "resid_pdrop": self.dropout,
+            "attn_pdrop": self.dropout,
+            "use_cache": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+
+    def model_keys(self) -> dict[str, object]:
+        """Our configuration's keys of the same model."""
+        return {
+            "model.vocab_size": self.vocab_size,
+            "model.d_model": self.d_model,
+            "model.n_heads": self.n_heads,
+            "model.n_layers": self.n_layers,
+            "model.d_ff": self.d_ff,
+            "model.max_seq_len": self.window,
+            "model.dropout": self.dropout,
+            "model.attention_dropout": self.dropout,
+            "model.activation": "gelu",
+            "data.vocab_size": self.vocab_size,
+            "training.batch_size": "auto",
+            "training.gradient_accumulation_steps": self.windows_a_step,
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a peer's process is asked to do."""
+
+    kind: str
+    size: Size
+    tokens: Path  # train.npy, and valid.npy beside it where it is measured
+    micro_batch: int
+    steps: int
+    output: Path
+    minutes: float = 0.0  # of training, instead of steps
+    valid_bytes: int = 0  # of the text of valid.npy
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step."""
+        return -(-self.size.windows_a_step // self.micro_batch)
+
+    def write(self, file: Path) -> Path:
+        """This job as a file; returns it."""
+        file.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
+        return file
+
+    @staticmethod
+    def read(file: Path) -> Job:
+        """The job in a file."""
+        values = json.loads(file.read_text(encoding="utf-8"))
+        size = {**values["size"], "micro_batches": tuple(values["size"]["micro_batches"])}
+        paths = {key: Path(values[key]) for key in ("tokens", "output")}
+        return Job(**{**values, **paths, "size": Size(**size)})
+
+
+SIZES = {
+    "tiny": Size(300, 32, 2, 2, 128, 32, 4, 0.0, (4,), compile=False),
+    "cpu_small": Size(32000, 256, 4, 4, 1024, 512, 16, 0.1, (2, 16)),  # configs/cpu_small.yaml
+    "m80": Size(8000, 768, 12, 12, 3072, 512, 4, 0.0, (4,), modern_d_ff=2048),
+}
+LEARNING_RATE = 0.0008  # of every contestant, constant
+WEIGHT_DECAY = 0.01

@@ -1,0 +1,49 @@
+"""The benchmarks run: toy sizes through their own command lines."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.processes import environment, write_corpus
+
+ROOT = Path(__file__).parent.parent
+
+
+def benchmark(name: str, *arguments: str, cache: Path, result: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json", str(result)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(cache), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results: dict[str, Any] = json.loads(result.read_text())
+    assert results["machine"]["packages"]["torch"]
+    return results
+
+
+def test_our_kernels_are_measured_beside_torchs(tmp_path: Path) -> None:
+    results = benchmark("kernels", "--quick", "--repeats", "3", cache=tmp_path, result=tmp_path / "kernels.json")
+    kinds = {row["name"].split()[0] for row in results["rows"]}
+    assert kinds == {"attention", "loss"}
+    for row in results["rows"]:
+        assert row["median_seconds"] > 0
+        assert row["peer_median_seconds"] > 0
+        assert row["ratio"] > 0
+
+
+def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
+    data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
+    arguments = f"--size tiny --peers plain,hf-fp32 --steps 2 --rounds 1 --data {data}".split()
+    results = benchmark("peers", *arguments, cache=tmp_path, result=tmp_path / "peers.json")
+    rows = {row["name"]: row for row in results["rows"]}
+    assert list(rows) == ["sansgpu", "plain", "hf-fp32"]
+    if not find_spec("accelerate"):
+        assert rows.pop("hf-fp32")["status"] == "not installed: accelerate"
+    for row in rows.values():
+        assert row["status"] == "measured"
+        assert len(row["runs"][0]["step_seconds"]) == 2
+        assert row["median_step_seconds"] > 0
+        assert row["peak_rss_bytes"] > 100e6
+        assert 3 < row["loss"] < 7  # ln 300 is 5.7
+    assert rows["sansgpu"]["ratio"] == 1
+    assert rows["plain"]["ratio"] > 0
