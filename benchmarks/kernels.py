@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.contest import Row, print_table, say, write_json
-from sansgpu.kernels.attention import attention, causal_document_mask
+from sansgpu.kernels import native
+from sansgpu.kernels.attention import attention, causal_ranges, visible_keys
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.machine.allocator import keep_freed_memory
-from sansgpu.machine.probe import available_cores
+from sansgpu.machine.probe import available_cores, cache_dir
 
 Call = Callable[[], torch.Tensor]  # forward; its result is summed and sent backward
 COLUMNS = {
@@ -31,16 +32,6 @@ COLUMNS = {
     "peer ms": ("peer_ms", ".2f"),
     "peer / ours": ("ratio", ".2f"),
 }
-
-
-def prepare_ours(document_ids: torch.Tensor | None) -> Any:
-    """What our attention wants to know of the documents (B, T), made once a batch and so not timed."""
-    return None if document_ids is None else causal_document_mask(document_ids)
-
-
-def our_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Any, dropout: float) -> torch.Tensor:
-    """Our attention. q (B, H, T, d), k and v (B, K, T, d)."""
-    return attention(q, k, v, visible, dropout)
 
 
 def torch_attention(
@@ -121,10 +112,10 @@ def attention_case(shape: AttentionShape, dtype: torch.dtype) -> Case:
         for heads in (shape.heads, kv_heads, kv_heads)
     )
     ids = torch.arange(shape.time).mul(shape.documents).div(shape.time, rounding_mode="floor")
-    documents = ids.expand(shape.batch, -1).contiguous() if shape.documents > 1 else None
-    mask = None if documents is None else causal_document_mask(documents)
+    ranges = causal_ranges(ids.expand(shape.batch, -1))  # made once a batch, so neither this nor the mask is timed
+    mask = visible_keys(ranges, shape.time) if shape.documents > 1 else None
     contenders: dict[str, Call] = {
-        "ours": partial(our_attention, q, k, v, prepare_ours(documents), shape.dropout),
+        "ours": partial(attention, q, k, v, ranges, shape.dropout),
         "scaled_dot_product_attention": partial(torch_attention, q, k, v, mask, shape.dropout),
     }
     return Case(f"attention {_short(dtype)} {shape.name}", contenders, (q, k, v))
@@ -194,6 +185,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(available_cores())
     keep_freed_memory()  # as in a run
+    if reason := native.load(cache_dir(None)):
+        say(f"plain torch does the work of our kernels: {reason}")
     torch.manual_seed(0)
     rows: list[Row] = []
     attentions, losses = (QUICK_ATTENTION, QUICK_LOSS) if given.quick else (ATTENTION, LOSS)
