@@ -31,6 +31,11 @@ class Snapshot:
 
     folder: Path
 
+    @classmethod
+    def of(cls, folder: Path, step: int) -> Snapshot:
+        """That of `step` among the snapshots in `folder`, whether or not it is there."""
+        return cls(folder / f"step-{step:06d}")
+
     @property
     def step(self) -> int:
         """The step it was taken after."""
@@ -107,7 +112,7 @@ def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snaps
         return newest_whole(folder, warn)
     chosen = Path(name)
     if name.isdigit():
-        chosen = folder / f"step-{int(name):06d}"
+        chosen = Snapshot.of(folder, int(name)).folder
     elif _NAME.fullmatch(name):
         chosen = folder / name
     if not chosen.is_dir() or not _NAME.fullmatch(chosen.name):
@@ -120,10 +125,18 @@ def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snaps
 
 
 def save_snapshot(
-    folder: Path, step: int, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], state: dict[str, Any]
+    folder: Path,
+    step: int,
+    weights: dict[str, torch.Tensor],
+    moments: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    record: Path,
 ) -> Snapshot:
-    """Write `folder`/step-N. Raises SansGPUError where the disk refuses; what was there before stays."""
-    final = folder / f"step-{step:06d}"
+    """Write `folder`/step-N. Raises SansGPUError where the disk refuses; what was there before stays.
+
+    The run's `record`, where it is there, is synced first: who finds the snapshot finds the lines up to its step.
+    """
+    final = Snapshot.of(folder, step).folder
     partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +147,7 @@ def save_snapshot(
         (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         files = {name: file_sha256(partial / name) for name in (WEIGHTS, MOMENTS, STATE)}
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
-        for path in [*partial.iterdir(), partial]:
+        for path in [*partial.iterdir(), partial, *([record] if record.exists() else [])]:
             sync_to_disk(path)
         if final.exists():  # the same step again, after a resume from an earlier one
             shutil.rmtree(replaced, ignore_errors=True)
