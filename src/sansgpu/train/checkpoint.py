@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.machine.disk import file_sha256, sync_to_disk
+from sansgpu.train.tensor_file import save_tensors
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -142,10 +142,9 @@ def save_snapshot(
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _save_tensors(weights, partial / WEIGHTS)
-        _save_tensors(moments, partial / MOMENTS)
+        files = {name: save_tensors(t, partial / name) for name, t in ((WEIGHTS, weights), (MOMENTS, moments))}
         (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        files = {name: file_sha256(partial / name) for name in (WEIGHTS, MOMENTS, STATE)}
+        files[STATE] = file_sha256(partial / STATE)
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
         for path in [*partial.iterdir(), partial, *([record] if record.exists() else [])]:
             sync_to_disk(path)
@@ -155,9 +154,9 @@ def save_snapshot(
         partial.rename(final)
         sync_to_disk(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = error.strerror or str(error)
         raise SansGPUError(
             f"the snapshot of step {step} cannot be written to {folder}: {reason}; earlier snapshots are untouched: "
             "free some space and resume."
@@ -183,7 +182,3 @@ def clear_leftovers(folder: Path) -> None:
             path.rename(place)
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_file({name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}, path)

@@ -19,7 +19,8 @@ from sansgpu.train.resume import restore
 from sansgpu.train.schedule import learning_rate, total_steps
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, StepResult, train_step
-from sansgpu.train.writer import SnapshotWriter, Tensors
+from sansgpu.train.tensor_file import Tensors
+from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.events import Sinks
 
 

@@ -14,8 +14,7 @@ import torch
 
 from sansgpu.machine.probe import available_memory
 from sansgpu.train.checkpoint import Snapshot, prune, save_snapshot
-
-Tensors = dict[str, torch.Tensor]
+from sansgpu.train.tensor_file import Tensors, bytes_of
 
 MEMORY_LEFT = 512 << 20  # that a copy leaves free for what else the run may come to need; an assumption
 _ALIGNMENT = 64  # of every tensor in a copy: a cache line
@@ -71,7 +70,7 @@ class SnapshotWriter:
         if self._copies is None:
             self._write(step, weights, moments, state, best_step)
         else:
-            weights, moments = self._copies[0].take(weights), self._copies[1].take(moments)
+            weights, moments = (c.take(t) for c, t in zip(self._copies, (weights, moments), strict=True))
             self._writing = self._thread.submit(self._write, step, weights, moments, state, best_step)
         return Snapshot.of(self._folder, step)
 
@@ -99,6 +98,7 @@ class _Copy:
         for name, tensor in tensors.items():
             offsets[name] = size
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="copy")
         memory = mmap.mmap(-1, max(size, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
@@ -116,22 +116,17 @@ class _Copy:
     def take(self, tensors: Tensors) -> Tensors:
         """A copy of `tensors`, which have the names, shapes and types of the first ones; valid until the next."""
         assert tensors.keys() == self._tensors.keys()
-        for name, tensor in tensors.items():
-            _copy_bits(self._tensors[name], tensor.detach())
+        for _ in self._threads.map(_copy_bits, self._tensors.values(), (tensors[name] for name in self._tensors)):
+            pass  # what one raised is raised here
         return self._tensors
 
 
 def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """numpy copies in this one thread; torch in all of its own, which wait for each other at every tensor.
+    """Each thread its own tensors: torch has all threads wait for each other at every tensor.
 
-    That is 12 times slower where another process has one of the cores, as the writing thread may have.
+    That is 12 times slower where another process has one of the cores.
     """
-    if source.device.type == "cpu" and source.is_contiguous():
-        np.copyto(_bytes(target), _bytes(source))
+    if source.device.type == "cpu":
+        np.copyto(bytes_of(target), bytes_of(source))
     else:
         target.copy_(source)
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.view(-1).view(torch.uint8).numpy()
-    return flat
