@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from sansgpu.config import Config, RunPaths, SansGPUError, fold_seed
+from sansgpu.config import Config, RunPaths, fold_seed
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.probe import Environment
 from sansgpu.machine.usage import Usage
@@ -229,7 +229,7 @@ class Trainer:
         """However training ends: a snapshot begun is made whole, and the events held back are handed on."""
         try:
             self._settle()
-        except SansGPUError as error:  # another one ended the training
+        except Exception as error:  # another one ended the training, and is what is to be heard of
             self.sinks.warn(str(error))
         finally:
             self.sinks.release()

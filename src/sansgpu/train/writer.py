@@ -45,16 +45,15 @@ class SnapshotWriter:
     def prepare(self, weights: Tensors, moments: Tensors) -> None:
         """Have memory for a copy of these ready: the first touch of it takes many times longer than the copying."""
         self.prepared = True
-        needed = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values())
-        if self._room() >= needed + MEMORY_LEFT:
+        needed, room = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values()), self._room()
+        if room >= needed + MEMORY_LEFT:
             with contextlib.suppress(OSError, MemoryError):
                 self._copies = _Copy(weights), _Copy(moments)
-                for copy in self._copies:
-                    self._thread.submit(copy.touch)
+                self._writing = self._thread.submit(self._touch)
                 return
         self._warn(
-            f"a copy of weights and moments needs {needed / 1e9:.1f} GB more than this machine has free: training "
-            "waits while a snapshot is written."
+            f"a copy of weights and moments needs {(needed + MEMORY_LEFT) / 1e9:.1f} GB of memory and {room / 1e9:.1f} "
+            "GB are available: training waits while each snapshot is written."
         )
 
     def begin(
@@ -64,9 +63,9 @@ class SnapshotWriter:
 
         What is returned is whole once `wait` has returned. Raises what writing an earlier one raised.
         """
-        self.wait()
         if not self.prepared:
             self.prepare(weights, moments)
+        self.wait()  # for the memory too, which is zeroed by touching it
         if self._copies is None:
             self._write(step, weights, moments, state, best_step)
         else:
@@ -76,7 +75,7 @@ class SnapshotWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is being written."""
+        """Whether a snapshot, or the memory for copies, is still in the making."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
@@ -84,6 +83,10 @@ class SnapshotWriter:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
+
+    def _touch(self) -> None:
+        for copy in self._copies or ():
+            copy.touch()
 
     def _write(self, step: int, weights: Tensors, moments: Tensors, state: dict[str, Any], best: int | None) -> None:
         save_snapshot(self._folder, step, weights, moments, state, self._record)
