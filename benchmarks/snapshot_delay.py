@@ -63,7 +63,8 @@ def measure(weights: Tensors, moments: Tensors, folder: Path, room: int | None) 
     writer = SnapshotWriter(folder / "snapshots", 1, folder / "metrics.jsonl", print if room is None else str, **more)
     way = "from a copy, behind training" if room is None else "before training goes on"
     prepare = seconds_of(lambda: writer.prepare(weights, moments))
-    alone = [seconds_of(matmuls) for _ in range(9)][1:]  # the copy's memory is touched behind these
+    writer.wait()  # for the memory of copies: in a run it is touched behind the steps before the first save
+    alone = [seconds_of(matmuls) for _ in range(9)][1:]
     rows: list[Row] = []
     for save in range(1, SAVES + 1):
         blocked = seconds_of(lambda step=save: writer.begin(step, weights, moments, {}, None))
