@@ -64,10 +64,16 @@ def test_sigkill_at_a_random_moment(home: Path, straight: Path, trial: int) -> N
     assert outcome(run) == outcome(straight)
 
 
-def test_sigkill_while_a_snapshot_is_written(home: Path, straight: Path) -> None:
-    run = home / "killed-saving"
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_sigkill_while_a_snapshot_is_written(home: Path, straight: Path, earlier: int) -> None:
+    run = home / f"killed-saving-{earlier}"
     process = start(arguments(home, run.name), home / "cache")
-    assert kill_when(process, lambda: bool(list((run / "snapshots").glob(".step-*.partial")))) == -9
+
+    def writing() -> bool:
+        names = [path.name for path in (run / "snapshots").glob("*step-*")]
+        return len([n for n in names if n[0] != "."]) >= earlier and any(n.endswith(".partial") for n in names)
+
+    assert kill_when(process, writing) == -9
     completed(home, run.name, "--resume", "latest")
     assert outcome(run) == outcome(straight)
     assert not list((run / "snapshots").glob(".step-*"))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.attention import attention, causal_ranges
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
+from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 
 RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of Qwen3 and GPT-2, written to the export's config
@@ -141,9 +142,9 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
         y = self.attention(self.attention_norm(x), rotary, ranges, cache)
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + dropout(y, self.dropout, self.training)
         y = self.feed_forward(self.feed_forward_norm(x))
-        return x + F.dropout(y, self.dropout, self.training)
+        return x + dropout(y, self.dropout, self.training)
 
 
 class TransformerLM(nn.Module):
@@ -225,7 +226,7 @@ class TransformerLM(nn.Module):
         x = embed(inputs, self.embedding.weight)
         if self.position is not None:
             x = x + embed(positions, self.position.weight)
-        x = F.dropout(x, self.config.dropout, self.training)
+        x = dropout(x, self.config.dropout, self.training)
         rotary = self._rotary(positions)
         for index, block in enumerate(self.blocks):
             if caches:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.machine.disk import file_sha256, sync_to_disk
+from sansgpu.train.tensor_file import save_tensors
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -30,6 +30,11 @@ class Snapshot:
     """One snapshot's folder."""
 
     folder: Path
+
+    @classmethod
+    def of(cls, folder: Path, step: int) -> Snapshot:
+        """That of `step` among the snapshots in `folder`, whether or not it is there."""
+        return cls(folder / f"step-{step:06d}")
 
     @property
     def step(self) -> int:
@@ -107,7 +112,7 @@ def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snaps
         return newest_whole(folder, warn)
     chosen = Path(name)
     if name.isdigit():
-        chosen = folder / f"step-{int(name):06d}"
+        chosen = Snapshot.of(folder, int(name)).folder
     elif _NAME.fullmatch(name):
         chosen = folder / name
     if not chosen.is_dir() or not _NAME.fullmatch(chosen.name):
@@ -120,21 +125,28 @@ def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snaps
 
 
 def save_snapshot(
-    folder: Path, step: int, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], state: dict[str, Any]
+    folder: Path,
+    step: int,
+    weights: dict[str, torch.Tensor],
+    moments: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    record: Path,
 ) -> Snapshot:
-    """Write `folder`/step-N. Raises SansGPUError where the disk refuses; what was there before stays."""
-    final = folder / f"step-{step:06d}"
+    """Write `folder`/step-N. Raises SansGPUError where the disk refuses; what was there before stays.
+
+    The run's `record`, where it is there, is synced first: who finds the snapshot finds the lines up to its step.
+    """
+    final = Snapshot.of(folder, step).folder
     partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _save_tensors(weights, partial / WEIGHTS)
-        _save_tensors(moments, partial / MOMENTS)
+        files = {name: save_tensors(t, partial / name) for name, t in ((WEIGHTS, weights), (MOMENTS, moments))}
         (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        files = {name: file_sha256(partial / name) for name in (WEIGHTS, MOMENTS, STATE)}
+        files[STATE] = file_sha256(partial / STATE)
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
-        for path in [*partial.iterdir(), partial]:
+        for path in [*partial.iterdir(), partial, *([record] if record.exists() else [])]:
             sync_to_disk(path)
         if final.exists():  # the same step again, after a resume from an earlier one
             shutil.rmtree(replaced, ignore_errors=True)
@@ -142,9 +154,9 @@ def save_snapshot(
         partial.rename(final)
         sync_to_disk(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = error.strerror or str(error)
         raise SansGPUError(
             f"the snapshot of step {step} cannot be written to {folder}: {reason}; earlier snapshots are untouched: "
             "free some space and resume."
@@ -170,7 +182,3 @@ def clear_leftovers(folder: Path) -> None:
             path.rename(place)
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_file({name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}, path)

@@ -11,7 +11,7 @@ from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.probe import Environment
 from sansgpu.machine.usage import Usage
 from sansgpu.tasks import Task
-from sansgpu.train.checkpoint import Snapshot, prune, save_snapshot
+from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.optim import Optimizer
@@ -19,6 +19,8 @@ from sansgpu.train.resume import restore
 from sansgpu.train.schedule import learning_rate, total_steps
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, StepResult, train_step
+from sansgpu.train.tensor_file import Tensors
+from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.events import Sinks
 
 
@@ -53,11 +55,13 @@ class Trainer:
         self.state = TrainState(task.model, optimizer, Progress())
         self.total_steps = total_steps(training, task.steps_per_epoch, task.tokens_per_epoch)
         self._usage = Usage()
-        self._snapshot: Snapshot | None = None
+        self._snapshot: Snapshot | None = None  # the newest, perhaps still being written
+        self._snapshot_said = True
+        self._unsettled: Snapshot | None = None  # what `_settle` has to say; all events wait for it
+        self._writer = SnapshotWriter(paths.snapshots, training.keep_last, paths.metrics, lambda m: self.sinks.warn(m))
         self._interval: list[tuple[float, int]] = []  # seconds and tokens of the steps since the last step event
         self._first_step = True  # of this process: it compiles and warms up, and says nothing about the next
         self._metrics: dict[str, float] | None = None  # of the evaluation after this very step
-        self._snapshot_said = True
 
     @property
     def progress(self) -> Progress:
@@ -84,19 +88,24 @@ class Trainer:
                     self._finish_step(interrupt)
                 while interrupt.signal is None and not self._finished() and not self._out_of_time():
                     self._one_step(prefetch)
+                    if not self._writer.busy:
+                        self._settle()
                     self._finish_step(interrupt)
                 if interrupt.signal is not None:
                     if self.progress.step:  # else there is nothing to lose, and no moments to save
                         self._save()
+                    self._settle()
                     return self._end("interrupted", interrupt.signal)
                 reason = "done" if self._finished() else "out_of_time"
                 self._evaluate()
                 self._save()
+                self._settle()
             self.state.optimizer.release()
             self.task.export(self.paths.final)
             return self._end(reason)
         finally:
             prefetch.close()
+            self._leave_nothing_unsaid()
 
     def _finished(self) -> bool:
         most_tokens = self.config.training.max_tokens
@@ -125,6 +134,8 @@ class Trainer:
         else:
             self._interval.append((seconds, result.tokens))
         self._metrics = None
+        if not self._writer.prepared:  # moments exist from the first step on
+            self._writer.prepare(*self._tensors())
         if progress.step % training.logging_steps == 0 or self._finished():
             self._say_step(result, lr, seconds)
 
@@ -187,21 +198,43 @@ class Trainer:
         self._snapshot = None  # one of this step would not know the evaluation
 
     def _save(self) -> None:
-        """Save this step, unless it is saved already, and say so once."""
+        """Save this step, unless it is saved already; `_settle` says so, once for every snapshot."""
         if self._snapshot is None or self._snapshot.step != self.progress.step:
+            self._settle()
             record = {
                 "progress": self.progress.to_json(),
                 "metrics": self._metrics,
                 "environment": asdict(self.environment),
                 "data": self.task.fingerprint,
             }
-            weights, moments = self.state.weights(), self.state.optimizer.state_tensors()
-            self._snapshot = save_snapshot(self.paths.snapshots, self.progress.step, weights, moments, record)
+            best = self.progress.best_step
+            self._snapshot = self._writer.begin(self.progress.step, *self._tensors(), record, best)
             self._snapshot_said = False
-            prune(self.paths.snapshots, self.config.training.keep_last, self.progress.best_step)
         if not self._snapshot_said:
             self._snapshot_said = True
-            self.sinks.emit({"event": "snapshot", "step": self._snapshot.step, "path": self._snapshot.folder.name})
+            self._unsettled = self._snapshot
+            self.sinks.hold()
+
+    def _tensors(self) -> tuple[Tensors, Tensors]:
+        return self.state.weights(), self.state.optimizer.state_tensors()
+
+    def _settle(self) -> None:
+        """Wait until what is saved is whole, and say so: before all that happened since, so that how long the
+        writing took makes no difference to the record. Raises SansGPUError where it could not be written.
+        """
+        if self._unsettled is not None:
+            snapshot, self._unsettled = self._unsettled, None
+            self._writer.wait()
+            self.sinks.release({"event": "snapshot", "step": snapshot.step, "path": snapshot.folder.name})
+
+    def _leave_nothing_unsaid(self) -> None:
+        """However training ends: a snapshot begun is made whole, and the events held back are handed on."""
+        try:
+            self._settle()
+        except Exception as error:  # another one ended the training, and is what is to be heard of
+            self.sinks.warn(str(error))
+        finally:
+            self.sinks.release()
 
     def _end(self, reason: str, signal: int | None = None) -> End:
         end = End(reason, self.progress.step, self._snapshot, signal)

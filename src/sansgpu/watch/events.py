@@ -29,9 +29,23 @@ class Sinks:
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
+        self._held: list[Event] | None = None
+
+    def hold(self) -> None:
+        """Keep the events that come until `release`."""
+        self._held = [] if self._held is None else self._held
+
+    def release(self, *first: Event) -> None:
+        """Hand on `first`, and then what was held."""
+        held, self._held = self._held or [], None
+        for event in (*first, *held):
+            self.emit(event)
 
     def emit(self, event: Event) -> None:
         """Take one event."""
+        if self._held is not None:
+            self._held.append(event)
+            return
         failed: list[Event] = []
         for sink in list(self._sinks):
             try:
@@ -53,6 +67,7 @@ class Sinks:
 
     def close(self) -> None:
         """Close every sink."""
+        self.release()
         for sink in self._sinks:
             with contextlib.suppress(Exception):
                 sink.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import IO
 
@@ -32,13 +31,11 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
 
     def emit(self, event: Event) -> None:
-        """Append one line; a snapshot's is on the disk before training goes on."""
+        """Append one line. The writer of snapshots has them synced to disk."""
         if event["event"] == "start" and self._has_start:
             return
         self._file.write(line(event))
         self._file.flush()
-        if event["event"] == "snapshot":
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -42,27 +42,6 @@ struct Shape {
         scale(1.0f / std::sqrt(static_cast<float>(q.size(3)))) {}
 };
 
-// Attention dropout, the same number for a (head, query, key) in both passes: a hash of its place and the seed.
-struct Dropout {
-  uint32_t seed, threshold;  // dropped where the hash is below
-  float scale;               // of what is kept
-  Dropout(double p, int64_t seed)
-      : seed(static_cast<uint32_t>(seed)),
-        threshold(static_cast<uint32_t>(p * 4294967296.0)),
-        scale(static_cast<float>(1.0 / (1.0 - p))) {}
-  static uint32_t mix(uint32_t x) {  // MurmurHash3's finaliser
-    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
-    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
-    return x ^ (x >> 16);
-  }
-  uint32_t row(int64_t batch_head, int64_t query) const {
-    return mix(mix(seed + static_cast<uint32_t>(batch_head)) + static_cast<uint32_t>(query));
-  }
-  float factor(uint32_t row, int64_t key) const {
-    return mix(row ^ static_cast<uint32_t>(key) * 0x9E3779B1u) < threshold ? 0.0f : scale;
-  }
-};
-
 // The keys [low, high) that some query of a block may see.
 std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
   int32_t low = std::numeric_limits<int32_t>::max(), high = 0;

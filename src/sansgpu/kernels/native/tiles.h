@@ -69,6 +69,27 @@ inline float exp2_nonpositive(float x) {
   return x <= -126.0f ? 0.0f : y * scale;
 }
 
+// Dropout of a number at a place of a row: a hash of both and the seed, so that both passes drop the same.
+struct Dropout {
+  uint32_t seed, threshold;  // dropped where the hash is below
+  float scale;               // of what is kept
+  Dropout(double p, int64_t seed)
+      : seed(static_cast<uint32_t>(seed)),
+        threshold(static_cast<uint32_t>(p * 4294967296.0)),
+        scale(static_cast<float>(1.0 / (1.0 - p))) {}
+  static uint32_t mix(uint32_t x) {  // MurmurHash3's finaliser
+    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+    return x ^ (x >> 16);
+  }
+  uint32_t row(int64_t head, int64_t query) const {
+    return mix(mix(seed + static_cast<uint32_t>(head)) + static_cast<uint32_t>(query));
+  }
+  float factor(uint32_t row, int64_t place) const {
+    return mix(row ^ static_cast<uint32_t>(place) * 0x9E3779B1u) < threshold ? 0.0f : scale;
+  }
+};
+
 // The right operand of `product`, from a row-major (rows, columns) matrix that is B itself. bf16 goes in pairs of rows,
 // [rows / 2][columns][2]; rows up to `padded` (even) are zero.
 inline void pack(const bf16* from, int64_t ld, int64_t rows, int64_t padded, int64_t columns, bf16* to) {

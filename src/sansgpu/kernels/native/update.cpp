@@ -1,7 +1,8 @@
-// What happens to gradients between backward and the next step, each in one pass over memory.
+// What is bound by memory: dropout, and what happens to gradients before the next step; each in one pass.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -12,6 +13,24 @@ namespace sansgpu {
 namespace {
 
 constexpr int64_t GRAIN = 1 << 15;
+
+// x with a share of its numbers zeroed and the rest scaled up. Linear, so it is its own backward pass.
+at::Tensor dropout(const at::Tensor& x, double p, const at::Tensor& seed) {
+  at::Tensor out = at::empty_like(x);
+  const Dropout drop(p, *seed.data_ptr<int64_t>());
+  const auto run = [&](const auto* from, auto* to) {
+    at::parallel_for(0, (x.numel() + GRAIN - 1) / GRAIN, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) {
+        const uint32_t row = drop.row(block, 0);
+        const int64_t start = block * GRAIN, count = std::min(GRAIN, x.numel() - start);
+        for (int64_t i = 0; i < count; ++i) store(to + start + i, load(from + start + i) * drop.factor(row, i));
+      }
+    });
+  };
+  x.scalar_type() == at::kBFloat16 ? run(x.data_ptr<bf16>(), out.data_ptr<bf16>())
+                                   : run(x.data_ptr<float>(), out.data_ptr<float>());
+  return out;
+}
 
 // sum += addend, of fp32 and bf16.
 void accumulate_(const at::Tensor& sum, const at::Tensor& addend) {
@@ -75,6 +94,7 @@ void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor&
 }  // namespace
 
 TORCH_LIBRARY_IMPL(sansgpu, CPU, library) {
+  library.impl("dropout", &dropout);
   library.impl("accumulate_", &accumulate_);
   library.impl("squared_norm", &squared_norm);
   library.impl("adamw_", &adamw_);

@@ -1,0 +1,41 @@
+"""safetensors files, written past the page cache and hashed on the way; byte for byte what safetensors writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sansgpu.machine.disk import Bytes, write_hashed
+
+Tensors = dict[str, torch.Tensor]
+
+# The names that the format has for them (github.com/huggingface/safetensors, "Format").
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_HEADER_ALIGNMENT = 8
+
+
+def save_tensors(tensors: Tensors, path: Path) -> str:
+    """Write tensors to a safetensors file and wait until it is on the disk; returns its SHA-256."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header, end = {}, 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    first = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+    return write_hashed(path, (first if name is None else bytes_of(tensors[name]) for name in (None, *names)))
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The memory of a tensor, or of a copy where it is scattered or on another device."""
+    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return flat
