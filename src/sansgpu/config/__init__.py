@@ -1,7 +1,7 @@
 """What was asked: the schema, its files and its errors. Nothing here loads torch."""
 
 from sansgpu.config.errors import ConfigError, SansGPUError
-from sansgpu.config.load import load_config, save_config
+from sansgpu.config.load import load_config, problems, save_config
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from sansgpu.config.seeds import fold_seed
@@ -16,5 +16,6 @@ __all__ = [
     "TrainingConfig",
     "fold_seed",
     "load_config",
+    "problems",
     "save_config",
 ]

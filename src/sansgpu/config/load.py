@@ -51,7 +51,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tupl
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {'; '.join(_problems(error))}.") from None
+        raise ConfigError(f"{where}: {'; '.join(problems(error))}.") from None
     return config, _notes(values)
 
 
@@ -127,7 +127,7 @@ def _notes(values: Values) -> list[str]:
     return []
 
 
-def _problems(error: ValidationError) -> list[str]:
+def problems(error: ValidationError) -> list[str]:
     """One clause per wrong key. A union reports every member that did not match; the first speaks for all."""
     clauses: dict[str, str] = {}
     for item in error.errors(include_url=False):

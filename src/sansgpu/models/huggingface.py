@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config import ConfigError, ModelConfig, SansGPUError, problems
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
@@ -47,20 +48,32 @@ def load_decoder(folder: Path) -> TransformerLM | None:
 
     Raises ConfigError where the folder is no model or its weights do not fit its config.
     """
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{folder} is no Hugging Face model folder: config.json cannot be read ({error}).") from None
-    config = model_config(settings)
+    config = _read_config(folder)
     if config is None:
         return None
     model = TransformerLM(config, seed=None)
     try:
         weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
         model.load_state_dict(from_hugging_face(config, {n: t.float() for n, t in weights.items()}), assign=True)
-    except (SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"{folder}: the weights do not fit config.json: {str(error).splitlines()[0]}") from None
+    except (SafetensorError, RuntimeError, ConfigError) as error:
+        reason = " ".join(str(error).split())[:300]  # torch names every weight that is missing
+        raise ConfigError(f"{folder}: the weights do not fit config.json: {reason}") from None
     return model
+
+
+def _read_config(folder: Path) -> ModelConfig | None:
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
+        raise ConfigError(f"{folder} is no Hugging Face model folder: config.json cannot be read ({error}).") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{folder}: config.json holds a {type(settings).__name__}, not keys and values.")
+    try:
+        return model_config(settings)
+    except KeyError as error:
+        raise ConfigError(f"{folder}: config.json has no {error.args[0]}; save the model anew.") from None
+    except ValidationError as error:
+        raise ConfigError(f"{folder}: config.json makes no model: {'; '.join(problems(error))}.") from None
 
 
 class HuggingFaceLM(torch.nn.Module):

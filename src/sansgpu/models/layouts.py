@@ -46,6 +46,7 @@ _CLASSIC = {
     "blocks.{}.feed_forward.down.bias": "transformer.h.{}.mlp.c_proj.bias",
 }
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D keeps (in, out)
+_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old files
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _OUR_ACTIVATION = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
@@ -74,9 +75,11 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
 def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     """The inverse of `to_hugging_face`."""
     names = {theirs: ours for ours, theirs in (_MODERN if config.modern else _CLASSIC).items()}
+    prefix = "model." if config.modern else "transformer."
     renamed: Weights = {}
-    for theirs, value in weights.items():
-        if theirs == "lm_head.weight" and config.tie_embeddings:
+    for name, value in weights.items():
+        theirs = name if name.startswith((prefix, "lm_head.")) else prefix + name  # no prefix: saved without the head
+        if _MASK.search(theirs) or (theirs == "lm_head.weight" and config.tie_embeddings):
             continue
         tensor = (value.T if _TRANSPOSED.search(theirs) and not config.modern else value).contiguous()
         if ".c_attn." in theirs:
@@ -149,6 +152,8 @@ def model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
     if settings.get("model_type") == "qwen3":
         if settings.get("attention_bias") or settings.get("use_sliding_window"):
             return None
+        if settings.get("rms_norm_eps", RMS_EPS) != RMS_EPS or settings.get("hidden_act", "silu") != "silu":
+            return None
         rope = settings.get("rope_parameters") or settings
         if settings.get("rope_scaling") or rope.get("rope_type", "default") != "default":
             return None
@@ -169,6 +174,8 @@ def model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
     if settings.get("model_type") == "gpt2":
         activation = _OUR_ACTIVATION.get(settings.get("activation_function", "gelu_new"))
         if activation is None or settings.get("scale_attn_by_inverse_layer_idx"):
+            return None
+        if settings.get("layer_norm_epsilon", LAYER_EPS) != LAYER_EPS or not settings.get("scale_attn_weights", True):
             return None
         return ModelConfig.model_validate(
             {

@@ -1,0 +1,40 @@
+"""Small decoders of every layout, and a tokenizer for them."""
+
+import torch
+
+from sansgpu.config import ModelConfig
+from sansgpu.data.tokenizer import BPETokenizer
+from sansgpu.models import TransformerLM
+from sansgpu.models.generate import Sampling, generate
+
+SHAPE = {"vocab_size": 320, "d_model": 32, "n_heads": 4, "n_layers": 2, "d_ff": 40, "max_seq_len": 24}
+LAYOUTS = {
+    "modern": {},
+    "grouped": {"n_kv_heads": 2, "tie_embeddings": False, "rope_theta": 500.0},
+    "classic": {"activation": "gelu", "dropout": 0.1},
+    "relu": {"activation": "relu", "tie_embeddings": False},
+}
+TEXT = ["The quick brown fox: naïve café, 12 or 345 things.\n"] * 20
+TOKENIZER = BPETokenizer.train(TEXT, 300)
+
+
+def config_of(layout: str, **changes: object) -> ModelConfig:
+    return ModelConfig.model_validate({**SHAPE, **LAYOUTS[layout], **changes})
+
+
+def model_of(layout: str, seed: int = 0, **changes: object) -> TransformerLM:
+    """In evaluation, with weights moved off their initial zeros."""
+    model = TransformerLM(config_of(layout, **changes), seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 320, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def text_of(model: TransformerLM, prompt: str, count: int, **sampling: object) -> str:
+    return "".join(generate(model, TOKENIZER, prompt, count, Sampling(**sampling)))  # type: ignore[arg-type]
