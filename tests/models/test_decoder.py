@@ -1,62 +1,16 @@
-"""The decoder: what it sees, what it costs, and that others compute the same from its export."""
+"""The decoder: what it sees, what it learns from, what it costs."""
 
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sansgpu.config import Config, ConfigError, ModelConfig, load_config
-from sansgpu.data.tokenizer import BPETokenizer
+from sansgpu.config import Config, ModelConfig, load_config
 from sansgpu.models import TransformerLM
-from sansgpu.models.generate import Sampling, generate
-from sansgpu.models.huggingface import export_model, load_decoder
-
-SHAPE = {"vocab_size": 320, "d_model": 32, "n_heads": 4, "n_layers": 2, "d_ff": 40, "max_seq_len": 24}
-LAYOUTS = {
-    "modern": {},
-    "grouped": {"n_kv_heads": 2, "tie_embeddings": False, "rope_theta": 500.0},
-    "classic": {"activation": "gelu", "dropout": 0.1},
-    "relu": {"activation": "relu", "tie_embeddings": False},
-}
-TEXT = ["The quick brown fox: naïve café, 12 or 345 things.\n"] * 20
-TOKENIZER = BPETokenizer.train(TEXT, 300)
-
-
-def model_of(layout: str, seed: int = 0, **changes: object) -> TransformerLM:
-    """In evaluation, with weights moved off their initial zeros."""
-    model = TransformerLM(ModelConfig.model_validate({**SHAPE, **LAYOUTS[layout], **changes}), seed).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
-
-
-def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, 320, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_transformers_computes_the_same_from_the_export(layout: str, tmp_path: Path) -> None:
-    model, inputs = model_of(layout), tokens(2, 24)
-    export_model(model, TOKENIZER, tmp_path / "final")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
-    torch.testing.assert_close(theirs(inputs).logits, model(inputs), atol=1e-4, rtol=0)
-    assert AutoTokenizer.from_pretrained(tmp_path / "final").encode("naïve 12") == TOKENIZER.encode("naïve 12")
-    ours = load_decoder(tmp_path / "final")
-    assert ours is not None
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, ours.state_dict()[name]), name
-
-
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    export_model(model_of("modern"), TOKENIZER, tmp_path / "final")
-    (tmp_path / "final/model.safetensors").write_bytes(b"rubbish")
-    with pytest.raises(ConfigError, match="do not fit"):
-        load_decoder(tmp_path / "final")
+from tests.models.small import LAYOUTS, config_of, model_of, tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -105,18 +59,71 @@ def test_recomputed_activations_give_the_same_gradients(layout: str) -> None:
         torch.testing.assert_close(plain, recomputed)
 
 
-def test_dropout_acts_in_training_alone() -> None:
-    model, inputs = model_of("classic"), tokens(1, 20)
-    assert torch.equal(model(inputs), model(inputs))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+def test_dropout_acts_in_training_alone(layout: str, kind: str) -> None:
+    none = {"dropout": 0.0, "attention_dropout": 0.0}
+    inputs = tokens(1, 20)
+    model, plain = model_of(layout, **{**none, kind: 0.2}), model_of(layout, **none)
+    expected = plain(inputs)
+    assert torch.equal(model(inputs), expected)
+    assert torch.equal(plain.train()(inputs), expected)
     model.train()
     assert not torch.equal(model(inputs), model(inputs))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 3), st.integers(1, 24), st.floats(0, 1), st.integers(0, 99))
+def test_the_loss_is_the_cross_entropy_of_the_logits_against_the_targets_as_given(
+    layout: str, rows: int, length: int, ignored: float, seed: int
+) -> None:
+    model, inputs, targets = model_of(layout), tokens(rows, length, seed), tokens(rows, length, seed + 1)
+    targets[torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < ignored] = -100
+    logits = model(inputs).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    torch.testing.assert_close(model.summed_loss(inputs, targets), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_is_made_without_reading_memory_nobody_wrote(layout: str) -> None:
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN
+    try:
+        assert torch.empty(1).isnan().all()
+        model = TransformerLM(config_of(layout), 3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+    values = [*model.named_parameters(), *model.named_buffers()]
+    assert [name for name, value in values if not value.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_without_a_seed_has_shapes_and_no_values_until_it_is_loaded(layout: str) -> None:
+    seeded, bare = TransformerLM(config_of(layout), 3).eval(), TransformerLM(config_of(layout), None).eval()
+    assert all(parameter.is_meta for parameter in bare.parameters())
+    assert bare.parameter_count == seeded.parameter_count
+    bare.load_state_dict(seeded.state_dict(), assign=True)
+    assert torch.equal(bare(tokens(1, 9)), seeded(tokens(1, 9)))
+
+
+def test_a_tied_head_is_the_embedding_and_is_counted_once() -> None:
+    tied, untied = (TransformerLM(config_of("modern", tie_embeddings=tie), None) for tie in (True, False))
+    assert tied.head_weight is tied.embedding.weight
+    assert untied.parameter_count - tied.parameter_count == 320 * 32
+
+
+def test_training_needs_a_vocabulary() -> None:
+    with pytest.raises(ValueError, match="vocab_size must be set"):
+        TransformerLM(ModelConfig())
 
 
 def test_the_seed_decides_the_weights_and_global_randomness_is_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first, again, other = (TransformerLM(ModelConfig.model_validate(SHAPE), seed) for seed in (1, 1, 2))
+    first, again, other = (TransformerLM(config_of("modern"), seed) for seed in (1, 1, 2))
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
@@ -125,7 +132,7 @@ def test_the_seed_decides_the_weights_and_global_randomness_is_left_alone() -> N
 
 def test_a_fresh_model_predicts_every_token_alike() -> None:
     for layout in LAYOUTS:
-        model = TransformerLM(ModelConfig.model_validate({**SHAPE, **LAYOUTS[layout]}), 3).eval()
+        model = TransformerLM(config_of(layout), 3).eval()
         loss = model.summed_loss(tokens(4, 24), tokens(4, 24, 2)) / 96
         assert loss.item() == pytest.approx(torch.tensor(320.0).log().item(), rel=0.02)
 
@@ -141,58 +148,9 @@ def test_flops_of_a_token_by_hand() -> None:
     matmul = 4 * 4 * 4 + 3 * 4 * 8 + 10 * 4  # q k v o, gate up down, head
     attention = 3 * 2 * 2 * 4 * (1 + 2 + 3) / 3  # two products a key, over an average of two keys
     assert model.flops_per_token(3) == 6 * matmul + attention
-
-
-def text_of(model: TransformerLM, prompt: str, count: int, **sampling: object) -> str:
-    return "".join(generate(model, TOKENIZER, prompt, count, Sampling(**sampling)))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("layout", ["modern", "classic"])
-def test_generation_is_greedy_at_temperature_zero_and_at_one_choice(layout: str) -> None:
-    model = model_of(layout, vocab_size=300)
-    ids = [TOKENIZER.end_id, *TOKENIZER.encode("The quick")]  # a prompt begins a document and does not end it
-    for _ in range(8):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    written = ids[len(ids) - 8 :]
-    stop = written.index(TOKENIZER.end_id) if TOKENIZER.end_id in written else len(written)
-    expected = TOKENIZER.decode(written[:stop])
-    assert text_of(model, "The quick", 8, temperature=0) == expected
-    assert text_of(model, "The quick", 8, top_k=1, seed=4) == expected
-    assert text_of(model, "The quick", 8, top_p=1e-6, seed=5) == expected
-
-
-@pytest.mark.parametrize("layout", ["modern", "classic"])
-def test_a_text_may_be_longer_than_the_context(layout: str) -> None:
-    model = model_of(layout, vocab_size=300)
-    with torch.no_grad():
-        model.embedding.weight[TOKENIZER.end_id] = 0  # an end would end it early
-    long_prompt = TEXT[0] * 4
-    written = text_of(model, long_prompt, 100, seed=1)
-    assert len(TOKENIZER.encode(written)) > model.config.max_seq_len
-    assert written == text_of(model, long_prompt, 100, seed=1) != text_of(model, long_prompt, 100, seed=2)
-
-
-def test_pieces_join_to_the_text_and_tear_no_character() -> None:
-    model = model_of("modern", vocab_size=300)
-    pieces = list(generate(model, TOKENIZER, "", 200, Sampling(temperature=3.0, seed=3)))
-    assert len(pieces) > 10
-    assert "".join(pieces) == text_of(model, "", 200, temperature=3.0, seed=3)
-    ids = TOKENIZER.encode("é世🎉")
-    assert len(ids) > 3
-
-    class Scripted(TransformerLM):
-        """Writes the given tokens, whatever it is asked."""
-
-        def hidden(self, inputs, positions=None, document_ids=None, caches=None):  # type: ignore[no-untyped-def]
-            caches[0].length += inputs.shape[1]
-            place = min(caches[0].length - 1, len(ids) - 1)
-            direction = self.embedding.weight[ids[place]] * 1e4
-            return direction.expand(1, inputs.shape[1], -1)
-
-    scripted = Scripted(ModelConfig.model_validate({**SHAPE, "vocab_size": 300}), 0).eval()
-    shown = list(generate(scripted, TOKENIZER, "", len(ids), Sampling(temperature=0)))
-    assert "".join(shown) == "é世🎉"
-    assert not any("\ufffd" in piece for piece in shown)
+    classic = TransformerLM(ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=2, d_ff=8, activation="gelu"))
+    matmul = 2 * (4 * 4 * 4 + 2 * 4 * 8) + 10 * 4  # neither biases nor positions are multiplied by
+    assert classic.flops_per_token(3) == 6 * matmul + 2 * attention
 
 
 def test_the_built_in_model_is_a_decoder_of_seven_million() -> None:
