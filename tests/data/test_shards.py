@@ -1,6 +1,7 @@
 """Tokens on disk: once, whole, whoever builds them."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 
 from sansgpu.config import Config, ConfigError, DataConfig
+from sansgpu.data import files, shards
+from sansgpu.data.batch import IGNORE
 from sansgpu.data.files import Piece
 from sansgpu.data.shards import build_store, build_tokenizer
 from sansgpu.data.sources import open_sources
+from sansgpu.data.split import all_documents
 from sansgpu.tasks import Pretrain
 from tests.processes import kill_when, write_corpus
 
@@ -58,6 +62,56 @@ def test_tokens_are_the_documents_each_behind_an_end_of_text(tmp_path: Path) -> 
     assert store.documents["end"].tolist()[-1] == len(store.tokens)
 
 
+def test_documents_in_pieces_and_batches_are_stored_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE_CHARS", 10)
+    monkeypatch.setattr(shards, "ENCODE_CHARS", 25)
+    texts = ["short", "a first line\nand é世 more of it\n" * 4, "", "x" * 33, "short", "last\n"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = open_sources(data_of(tmp_path / "a.jsonl")).train
+    tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
+    store = build_store(source, tokenizer, tmp_path / "cache", silent)
+    kept = [text for text in texts if text]
+    whole = all_documents(store)
+    ranges = list(zip(whole.starts.tolist(), whole.stops.tolist(), strict=True))
+    assert [store.tokens[a] for a, _ in ranges] == [tokenizer.end_id] * len(kept)
+    assert [tokenizer.decode(store.tokens[a + 1 : b].tolist()) for a, b in ranges] == kept
+    hashes = store.documents["content_hash"].tolist()
+    assert (hashes[0], len(set(hashes))) == (hashes[3], len(kept) - 1)  # of the content: the equal ones are equal
+
+
+def test_a_tokenizers_sample_is_spread_over_the_whole_text(tmp_path: Path) -> None:
+    line = {False: "plain words at first ", True: "zebrafish swim behind "}
+    rows = [{"text": line[number > 1800] * 50} for number in range(2000)]  # twice the sample, its last tenth new
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = data_of(tmp_path / "a.jsonl", tokenizer_sample_mb=1)
+    tokenizer = build_tokenizer(data, open_sources(data).train, tmp_path / "cache", silent)
+    assert len(tokenizer.encode(" zebrafish")) == 1
+
+
+def test_progress_is_said_up_to_all_of_the_text(tmp_path: Path) -> None:
+    source = open_sources(data_of(write_corpus(tmp_path / "a.jsonl"))).train
+    said: list[tuple[str, int, int]] = []
+    tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
+    build_store(source, tokenizer, tmp_path / "cache", lambda *event: said.append(event))
+    assert {doing for doing, _, _ in said} == {"tokenizing"}
+    assert [done for _, done, _ in said] == sorted(done for _, done, _ in said)
+    assert said[-1][1] == sum(len(piece.text) for piece in source.read())
+    assert all(done <= total for _, done, total in said)
+
+
+def test_a_validation_part_is_read_with_the_training_parts_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/train.txt").write_text("training words " * 60)
+    (tmp_path / "text/valid.txt").write_text("held out é")
+    config = Config.model_validate({"model": {"max_seq_len": 64}, "data": data_of(tmp_path / "text").model_dump()})
+    settled, corpus = Pretrain.prepare(config, tmp_path / "cache", silent)
+    assert settled.model.vocab_size == -(-corpus.tokenizer.vocab_size // 64) * 64
+    batch = corpus.validation.batch(np.arange(len(corpus.validation)))
+    learned = batch.targets[batch.targets != IGNORE].tolist()
+    assert learned == [*corpus.tokenizer.encode("held out é"), corpus.tokenizer.end_id]
+    assert corpus.train_tokens == 1 + len(corpus.tokenizer.encode("training words " * 60))
+
+
 def test_what_is_in_the_cache_is_not_read_again(tmp_path: Path) -> None:
     source = open_sources(data_of(write_corpus(tmp_path / "a.jsonl"))).train
     tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
@@ -71,6 +125,19 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path: Path) -> None:
     other = build_tokenizer(data_of(tmp_path / "a.jsonl", tokenizer="char"), source, tmp_path / "cache", silent)
     with pytest.raises(AssertionError, match="read again"):
         build_store(cached, other, tmp_path / "cache", silent)
+    for changed in ({"vocab_size": 301}, {"tokenizer_sample_mb": 1}):
+        with pytest.raises(AssertionError, match="read again"):
+            build_tokenizer(data_of(tmp_path / "a.jsonl", **changed), cached, tmp_path / "cache", silent)
+    build_tokenizer(data_of(tmp_path / "a.jsonl"), cached, tmp_path / "cache", silent)
+
+
+def test_a_source_that_fails_midway_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+    source = open_sources(data_of(write_corpus(tmp_path / "a.jsonl"))).train
+    tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{broken\n")
+    with pytest.raises(ConfigError, match="line 61 is no JSON"):
+        build_store(source, tokenizer, tmp_path / "cache", silent)
+    assert not [path for path in (tmp_path / "cache/tokens").iterdir() if path.is_dir()]
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
