@@ -28,6 +28,7 @@ TINY = {
     "training.batch_size": 2,
     "training.gradient_accumulation_steps": 2,
     "training.warmup_steps": 2,
+    "training.optimizer": "muon",
     "training.logging_steps": 2,
     "training.save_steps": 4,
     "training.eval_steps": 3,

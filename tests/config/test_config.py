@@ -83,7 +83,7 @@ def test_a_file_written_for_llm_trainer_loads_unchanged(values: dict[str, object
         ("training.batch_size=0", "or 'auto'"),
         ("training.batch_size=some", "'auto'"),
         ("training.learning_rate=.nan", "finite"),
-        ("training.optimizer=sgd", "'muon' or 'adamw'"),
+        ("training.optimizer=sgd", "'auto', 'muon' or 'adamw'"),
         ("training.report_to=tb", "'tensorboard' or 'wandb'"),
         ("data.max_length=100000", "longer than model.max_seq_len"),
         ("task=dance", "task"),

@@ -1,12 +1,16 @@
 """What the machine is asked, and what is concluded."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.machine import probe
-from sansgpu.machine.compilation import missing_for_compile, resolve_compile
-from sansgpu.machine.memory import memory_needed, plan_micro_batch
+from sansgpu.machine.compilation import is_long, missing_for_compile, resolve_compile
+from sansgpu.machine.memory import effective_batch, fitting_micro_batches, memory_needed, usual_micro_batch
+from sansgpu.machine.remembered import remembered
 
 PLENTY = 1 << 50
 
@@ -24,29 +28,41 @@ def test_more_examples_at_once_need_more_memory_and_checkpointing_less() -> None
 
 @pytest.mark.parametrize("effective", [1, 6, 7, 16, 48])
 def test_an_automatic_micro_batch_divides_the_effective_batch(effective: int) -> None:
-    micro_batch, kept = plan_micro_batch(config_of(gradient_accumulation_steps=effective), 1000, PLENTY)
-    assert kept == effective
-    assert effective % micro_batch == 0
-    assert micro_batch * 256 <= 4096
+    config = config_of(gradient_accumulation_steps=effective)
+    assert effective_batch(config.training) == effective
+    sizes = fitting_micro_batches(config, 1000, PLENTY)
+    assert sizes == [size for size in range(1, effective + 1) if effective % size == 0]
+    assert usual_micro_batch(config, sizes) * 256 <= 4096
 
 
 def test_less_memory_gives_a_smaller_micro_batch_and_in_the_end_a_refusal() -> None:
     config = config_of(gradient_accumulation_steps=16)
     tight = memory_needed(config, 1000, 4)
-    assert plan_micro_batch(config, 1000, tight)[0] == 4
+    assert fitting_micro_batches(config, 1000, tight) == [1, 2, 4]
     with pytest.raises(ConfigError, match="smaller model or shorter windows"):
-        plan_micro_batch(config, 1000, memory_needed(config, 1000, 1) - 1)
+        fitting_micro_batches(config, 1000, memory_needed(config, 1000, 1) - 1)
     with pytest.raises(ConfigError, match=r"set training\.batch_size to 4"):
-        plan_micro_batch(config_of(batch_size=8), 1000, tight)
+        fitting_micro_batches(config_of(batch_size=8), 1000, tight)
 
 
 def test_compiling_is_for_long_runs() -> None:
-    training = TrainingConfig()
     assert missing_for_compile() is None, "the tests want a C++ compiler"
-    assert resolve_compile(training, 1e10, "fp32", 2, "cpu") == "off"
-    assert resolve_compile(training, 1e18, "fp32", 2, "cpu") == "on"
-    assert resolve_compile(TrainingConfig(compile="on"), 1.0, "fp32", 2, "cpu") == "on"
-    assert resolve_compile(TrainingConfig(compile="off"), 1e18, "fp32", 2, "cpu") == "off"
+    assert not is_long(1e10, "fp32", 2)
+    assert is_long(1e18, "fp32", 2)
+    assert resolve_compile(TrainingConfig(), False, "cpu") == "off"
+    assert resolve_compile(TrainingConfig(), True, "cpu") == "measure"
+    assert resolve_compile(TrainingConfig(compile="on"), False, "cpu") == "on"
+    assert resolve_compile(TrainingConfig(compile="off"), True, "cpu") == "off"
+
+
+def test_a_measurement_is_made_once_a_question(tmp_path: Path) -> None:
+    answers = iter([{"size": 1}, {"size": 2}, {"size": 3}])
+    ask = partial(remembered, tmp_path, measure=lambda: next(answers))
+    assert ask({"threads": 2}) == ask({"threads": 2}) == {"size": 1}
+    assert ask({"threads": 4}) == {"size": 2}
+    for file in (tmp_path / "measured").iterdir():
+        file.write_text("{torn")
+    assert ask({"threads": 2}) == {"size": 3}
 
 
 def test_precision_is_what_was_asked_for_and_auto_is_the_faster() -> None:

@@ -27,7 +27,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Pretrain:
         values.setdefault(section or "training", {})[name] = value
     values["data"]["validation_split"] = 0.3
     config, corpus = Pretrain.prepare(Config.model_validate(values), folder / "cache", lambda *_: None)
-    return Pretrain(config, corpus, effective_batch=4, micro_batch=3)
+    return Pretrain(config, corpus, effective_batch=4)
 
 
 def test_the_metrics_are_those_of_the_whole_part_computed_plainly(task: Pretrain) -> None:

@@ -133,6 +133,42 @@ def test_batch_size_auto_keeps_the_effective_batch(home: Path, tmp_path: Path) -
     assert start["tokens_per_step"] == 6 * 32
 
 
+def test_a_long_run_measures_its_micro_batch_and_compiling_once(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"training__max_steps": 10**9, "training__gradient_accumulation_steps": 6, "training__compile": "auto"}
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", data__cache_dir=tmp_path / "cache", **long)
+    arguments = ["train", *chosen, "--batch-size", "auto", "--dry-run", "--output-dir", str(tmp_path / "r")]
+    assert cli(arguments) == 0
+    first = yaml.safe_load(capsys.readouterr().out)["run"]
+    assert 6 % first["micro_batch"] == 0
+    (answer,) = (tmp_path / "cache/measured").iterdir()
+    known = json.loads(answer.read_text())
+    assert known["answer"]["micro_batch"] == first["micro_batch"]
+    assert known["answer"]["compile"] in ("on", "off")
+    answer.write_text(json.dumps({**known, "answer": {"micro_batch": 3, "compile": "off"}}))
+    assert cli(arguments) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["run"]["micro_batch"] == 3
+
+
+def test_added_losses_train_but_are_not_reported_as_the_validation_loss(home: Path, tmp_path: Path) -> None:
+    plain = train(home, tmp_path / "plain", "--max-steps", "2", training__eval_steps=0)
+    added = train(
+        home, tmp_path / "added", "--max-steps", "2", training__eval_steps=0, training__label_smoothing=0.5,
+        training__z_loss=0.1,
+    )  # fmt: skip
+    assert of(added, "step")[0]["loss"] > of(plain, "step")[0]["loss"] + 1
+    assert of(added, "eval")[0]["loss"] == pytest.approx(of(plain, "eval")[0]["loss"], rel=0.05)
+
+
+def test_without_native_kernels_the_same_is_learned(home: Path, tmp_path: Path) -> None:
+    native = train(home, tmp_path / "native", "--max-steps", "6", training__kernels="native", model__dropout=0.0)
+    plain = train(home, tmp_path / "plain", "--max-steps", "6", training__kernels="torch", model__dropout=0.0)
+    assert [run[0]["kernels"] for run in (native, plain)] == ["native", "torch"]
+    for first, second in zip(of(native, "step"), of(plain, "step"), strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], rel=1e-3)
+
+
 def test_a_dry_run_shows_everything_and_writes_nothing(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

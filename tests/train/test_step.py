@@ -6,7 +6,7 @@ import torch
 from sansgpu.config import ModelConfig, SansGPUError, TrainingConfig
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.models import TransformerLM
-from sansgpu.train.optim import Optimizer, split_parameters
+from sansgpu.train.optim import Optimizer, choose_optimizer, split_parameters
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, train_step
 
@@ -128,6 +128,15 @@ def test_weight_decay_is_for_hidden_matrices_alone(settings: dict[str, object], 
         torch.testing.assert_close(parameter.detach(), expected, msg=name)
 
 
+def test_the_optimizer_is_chosen_by_what_muon_costs_of_a_step() -> None:
+    model = model_of(MODERN)
+    assert choose_optimizer("auto", model, step_flops=1e3) == "adamw"
+    assert choose_optimizer("auto", model, step_flops=1e15) == "muon"
+    assert choose_optimizer("muon", model, step_flops=1e3) == "muon"
+    with pytest.raises(ValueError, match="auto"):
+        Optimizer(model, TrainingConfig(), torch.float32)
+
+
 def test_a_tied_matrix_is_trained_once_and_as_an_embedding() -> None:
     hidden, rest = split_parameters(model_of(MODERN))
     assert [name for name, _ in rest if "embedding" in name or "head" in name] == ["embedding.weight"]
@@ -213,7 +222,7 @@ def test_bf16_copies_follow_fp32_masters(size: int) -> None:
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_changes_nothing() -> None:
-    training = TrainingConfig()
+    training = TrainingConfig(optimizer="muon")
     model = model_of(MODERN)
     state = state_of(model, training)
     state.progress.step = 6
@@ -237,7 +246,7 @@ def test_one_batch_is_memorised(settings: dict[str, object], optimizer: str) -> 
 
 
 def test_dropout_depends_on_step_micro_batch_and_rank_and_on_nothing_else() -> None:
-    training = TrainingConfig()
+    training = TrainingConfig(optimizer="muon")
 
     def loss(step: int, rank: int, disturb: int) -> float:
         torch.manual_seed(disturb)

@@ -112,10 +112,14 @@ class TrainingConfig(_Section):
     )
     decay_ratio: float = Field(0.5, gt=0, le=1, description="share of the steps in which wsd decays")
     warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up")
-    optimizer: Literal["muon", "adamw"] = Field(
-        "muon", description="muon: Muon on hidden matrices, AdamW on the rest; adamw: AdamW on all"
+    optimizer: Literal["auto", "muon", "adamw"] = Field(
+        "auto",
+        description="muon: Muon on hidden matrices, AdamW on the rest; adamw: AdamW on all; auto: muon where it costs "
+        "less than a tenth of the step",
     )
     max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm to this; 0: do not clip")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of each target spread over the vocabulary")
+    z_loss: float = Field(0.0, ge=0, description="times log(sum(exp(logits)))^2, which keeps logits from drifting")
     precision: Precision = Field("auto", description="auto: bf16 where this device computes it natively and faster")
     use_amp: bool | None = Field(None, description="true: precision auto; false: precision fp32")
     compile: Switch = Field("auto", description="torch.compile of the blocks; auto: where the run is long enough")

@@ -34,7 +34,7 @@ def evaluate_model(
     device = resolve_device(config.training)
     micro_batch = max(1, EVALUATION_TOKENS // config.window)
     if data is None:
-        measured = _own_validation(loaded, micro_batch, progress)
+        measured = _own_validation(loaded, progress)
     else:
         measured = _on_data(loaded, config, data, window, progress)
     precision = loaded.snapshot.state()["environment"]["precision"] if loaded.snapshot else "fp32"
@@ -46,12 +46,12 @@ def evaluate_model(
     return {"event": "eval", "step": loaded.snapshot.step if loaded.snapshot else None, **metrics}
 
 
-def _own_validation(loaded: LoadedModel, micro_batch: int, progress: Progress) -> LanguageModelling:
+def _own_validation(loaded: LoadedModel, progress: Progress) -> LanguageModelling:
     if loaded.config is None:
         raise ConfigError("a Hugging Face model has no validation part of its own; name the text with --data.")
     config = loaded.config
     _, corpus = Pretrain.prepare(config, cache_dir(config.data.cache_dir), progress)
-    return LanguageModelling(loaded.model, corpus.tokenizer, corpus.validation, micro_batch)
+    return LanguageModelling(loaded.model, corpus.tokenizer, corpus.validation)
 
 
 def _on_data(
@@ -64,4 +64,4 @@ def _on_data(
     store = build_store(open_single(name, settings), loaded.tokenizer, cache_dir(config.data.cache_dir), progress)
     packed = isinstance(loaded.model, TransformerLM)  # other models have no packed documents
     windows = make_windows(all_documents(store), window, loaded.tokenizer.end_id, packed)
-    return LanguageModelling(loaded.model, loaded.tokenizer, windows, max(1, EVALUATION_TOKENS // window))
+    return LanguageModelling(loaded.model, loaded.tokenizer, windows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from sansgpu.config import Config, ConfigError, RunPaths, load_config, save_conf
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.folders import held_run, open_output, run_paths, write_json
 from sansgpu.jobs.kernels import load_kernels
+from sansgpu.kernels import native
 from sansgpu.machine.allocator import keep_freed_memory
-from sansgpu.machine.compilation import keep_compiled, missing_for_compile, resolve_compile
+from sansgpu.machine.compilation import is_long, keep_compiled, missing_for_compile, resolve_compile
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.machine.memory import memory_needed, plan_micro_batch
+from sansgpu.machine.memory import effective_batch, fitting_micro_batches, memory_needed, usual_micro_batch
 from sansgpu.machine.probe import (
     Environment,
     available_memory,
@@ -31,11 +32,14 @@ from sansgpu.machine.probe import (
     resolve_precision,
     resolve_threads,
 )
+from sansgpu.machine.remembered import remembered
 from sansgpu.machine.world import require_single_process
 from sansgpu.tasks import TASKS, Task
 from sansgpu.train import Trainer
+from sansgpu.train.calibrate import compiling_helps, fastest_micro_batch
 from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot, snapshots
 from sansgpu.train.loop import End
+from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.resume import recorded_environment
 from sansgpu.train.schedule import total_steps
 from sansgpu.train.step import StepPlan
@@ -122,17 +126,24 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
     task_class = TASKS[config.task]
     config, corpus = task_class.prepare(config, cache, progress)
     parameters, available = task_class.parameter_count(config), available_memory(device)
+    effective = effective_batch(training)
+    sizes = fitting_micro_batches(config, parameters, available)
     if before and training.batch_size == "auto":
-        micro_batch, effective = before.micro_batch, training.gradient_accumulation_steps
-    else:
-        micro_batch, effective = plan_micro_batch(config, parameters, available)
+        sizes = [before.micro_batch]
     _require_disk(paths, parameters, training.keep_last)
-    task = task_class(config, corpus, effective, micro_batch)
+    task = task_class(config, corpus, effective)
+    step_flops = task.flops_per_token * effective * config.window
+    optimizer = choose_optimizer(training.optimizer, task.model, step_flops)
+    training = training.model_copy(update={"optimizer": optimizer})
+    config = config.model_copy(update={"training": training})
     steps = total_steps(training, task.steps_per_epoch, task.tokens_per_epoch)
-    compiled = before.compile if before and training.compile == "auto" else None
-    if compiled is None:
-        flops = task.flops_per_token * task.tokens_per_epoch * steps / task.steps_per_epoch
-        compiled = resolve_compile(training, flops, precision, torch.get_num_threads(), device.type)
+    flops = task.flops_per_token * task.tokens_per_epoch * steps / task.steps_per_epoch
+    long = is_long(flops, precision, torch.get_num_threads())
+    compiled = resolve_compile(training, long, device.type)
+    if before and training.compile == "auto":
+        compiled = before.compile
+    plan = StepPlan(sizes[-1], device, precision)
+    micro_batch, compiled = _measured(task, config, plan, sizes, compiled, cache if long else None)
     if device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
         early.warn(f"{missing} is missing, so nothing is compiled and steps take longer.")
     if training.warmup_steps >= steps:
@@ -150,6 +161,7 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
     )
     facts = {
         "parameters": parameters,
+        "optimizer": optimizer,
         "micro_batch": micro_batch,
         "gradient_accumulation_steps": -(-effective // micro_batch),
         "window": config.window,
@@ -165,6 +177,36 @@ def _prepare(config: Config, paths: RunPaths, snapshot: Snapshot | None, progres
     return Prepared(config, paths, environment, task, facts, snapshot)
 
 
+def _measured(
+    task: Task, config: Config, plan: StepPlan, sizes: list[int], compiled: str, cache: Path | None
+) -> tuple[int, str]:
+    """(micro-batch, compile on or off), measured once a `cache`; by rule where there is none, for short runs."""
+    if cache is None or (len(sizes) == 1 and compiled != "measure"):
+        return usual_micro_batch(config, sizes), "off" if compiled == "measure" else compiled
+
+    def measure() -> dict[str, Any]:
+        size = fastest_micro_batch(task, config.training, plan, sizes) if len(sizes) > 1 else sizes[0]
+        if compiled != "measure":
+            return {"micro_batch": size, "compile": compiled}
+        helps = compiling_helps(task, config.training, replace(plan, micro_batch=size))
+        return {"micro_batch": size, "compile": "on" if helps else "off"}
+
+    question = {
+        "model": config.model.model_dump(mode="json"),
+        "window": config.window,
+        "optimizer": config.training.optimizer,
+        "sizes": sizes,
+        "compile": compiled,
+        "precision": plan.precision,
+        "threads": torch.get_num_threads(),
+        "kernels": native.available(),
+        "isa": isa(),
+        "torch": str(torch.__version__),
+    }
+    answer = remembered(cache, question, measure)
+    return int(answer["micro_batch"]), str(answer["compile"])
+
+
 def _kept(recorded: int | None, resolved: int, asked: int | str) -> int:
     """On resume an automatic choice stays what it was, as bits depend on it, where the machine allows."""
     return recorded if recorded is not None and asked == "auto" and recorded <= resolved else resolved
@@ -174,7 +216,7 @@ def _run(prepared: Prepared, request: TrainRequest, sinks: list[Sink]) -> End:
     config, paths, environment, task = prepared.config, prepared.paths, prepared.environment, prepared.task
     device, snapshot = torch.device(environment.device), prepared.snapshot
     if environment.compile == "on":
-        task.compile()
+        task.compile(True)
     plan = StepPlan(environment.micro_batch, device, environment.precision)
     gemm = gemm_flops_per_second(environment.precision, device.type, environment.threads)
     trainer = Trainer(task, config, paths, plan, environment, Sinks(sinks), gemm)

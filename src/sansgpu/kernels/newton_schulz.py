@@ -17,13 +17,40 @@ def reference_orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
 def orthogonalise(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Newton-Schulz iteration on (N, rows, columns) in `dtype`, all matrices at once; returns the same shape.
 
-    Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+    Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. In fp32 and up, long
+    matrices are iterated through their Gram matrix, which is smaller; in bf16 that loses the small singular values.
     """
-    a, b, c = COEFFICIENTS
     wide = matrices.shape[1] <= matrices.shape[2]
     x = matrices if wide else matrices.mT
     x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
+    by_gram = dtype != torch.bfloat16 and x.shape[2] >= 2 * x.shape[1]
+    x = torch.bmm(_gram_polynomial(x), x) if by_gram else _iterate(x)
+    return (x if wide else x.mT).to(matrices.dtype)
+
+
+def _iterate(x: torch.Tensor) -> torch.Tensor:
+    a, b, c = COEFFICIENTS
     for _ in range(STEPS):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x if wide else x.mT).to(matrices.dtype)
+    return x
+
+
+def _gram_polynomial(x: torch.Tensor) -> torch.Tensor:
+    """The matrix that all steps together multiply x with: each is a polynomial in x x^T, and these commute."""
+    a, b, c = COEFFICIENTS
+    gram = torch.bmm(x, x.mT)
+    total: torch.Tensor | None = None
+    for _ in range(STEPS):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        total = factor if total is None else torch.bmm(factor, total)
+        gram = torch.bmm(factor, torch.bmm(gram, factor))
+    assert total is not None
+    return total
+
+
+def orthogonalise_flops(rows: int, columns: int) -> float:
+    """Of one matrix."""
+    short, long = min(rows, columns), max(rows, columns)
+    return STEPS * (4.0 * short**2 * long + 2.0 * short**3)

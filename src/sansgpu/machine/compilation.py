@@ -15,8 +15,13 @@ SAVED_SHARE = 0.25  # of an eager step, as measured for 10M-100M parameters
 EAGER_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
 
 
-def resolve_compile(training: TrainingConfig, total_flops: float, precision: str, threads: int, device: str) -> str:
-    """`on` or `off`: on where the time saved over the run exceeds the time compiling takes.
+def is_long(total_flops: float, precision: str, threads: int) -> bool:
+    """Whether a run is so long that what compiling may save exceeds what it takes."""
+    return total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads) * SAVED_SHARE > COMPILE_SECONDS
+
+
+def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:
+    """`on`, `off`, or `measure` where it is left to us and the run is long.
 
     Raises ConfigError where it was asked for and cannot be had.
     """
@@ -25,8 +30,7 @@ def resolve_compile(training: TrainingConfig, total_flops: float, precision: str
         raise ConfigError(f"training.compile is on, but {missing} is missing; install it or set compile to auto.")
     if training.compile != "auto":
         return training.compile
-    eager_seconds = total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads)
-    return "on" if not missing and eager_seconds * SAVED_SHARE > COMPILE_SECONDS else "off"
+    return "measure" if long and not missing else "off"
 
 
 def missing_for_compile() -> str | None:

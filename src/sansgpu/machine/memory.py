@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import bisect
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import Config, ConfigError, TrainingConfig
 
-MICRO_BATCH_TOKENS = 4096  # beyond this a CPU's matmuls gain nothing and activations leave the cache
+MICRO_BATCH_TOKENS = 4096  # unmeasured: beyond this matmuls gain little, and activations leave the cache
+MOST_TOKENS = 16384  # worth measuring
 OVERHEAD_BYTES = 600 << 20  # the process itself: torch, its kernels and the libraries around it
 STATE_BYTES = 16  # a parameter's weight, gradient and two moments, all fp32
 
@@ -23,23 +24,35 @@ def memory_needed(config: Config, parameters: int, micro_batch: int) -> int:
     return parameters * STATE_BYTES + kept + streams + head + OVERHEAD_BYTES
 
 
-def plan_micro_batch(config: Config, parameters: int, available: int, world_size: int = 1) -> tuple[int, int]:
-    """(examples of a micro-batch, examples of a step over all ranks). Raises ConfigError where nothing fits."""
-    training = config.training
-    if training.batch_size != "auto":
-        _require_memory(config, parameters, training.batch_size, available)
-        return training.batch_size, training.batch_size * training.gradient_accumulation_steps * world_size
-    effective = training.gradient_accumulation_steps
-    share = -(-effective // world_size)
-    largest = max(1, min(share, MICRO_BATCH_TOKENS // config.window))
+def effective_batch(training: TrainingConfig, world_size: int = 1) -> int:
+    """Examples of a step over all ranks; `batch_size: auto` keeps it whatever the micro-batch."""
+    accumulated = training.gradient_accumulation_steps
+    return accumulated if training.batch_size == "auto" else training.batch_size * accumulated * world_size
+
+
+def fitting_micro_batches(config: Config, parameters: int, available: int, world_size: int = 1) -> list[int]:
+    """The micro-batches to choose from, in examples, smallest first: as configured, or all that divide the step.
+
+    Raises ConfigError where nothing fits into memory.
+    """
+    if config.training.batch_size != "auto":
+        _require_memory(config, parameters, config.training.batch_size, available)
+        return [config.training.batch_size]
+    share = -(-effective_batch(config.training) // world_size)
+    largest = max(1, min(share, MOST_TOKENS // config.window))
     fitting = [
         size
-        for size in range(largest, 0, -1)
+        for size in range(1, largest + 1)
         if share % size == 0 and memory_needed(config, parameters, size) <= available
     ]
     if not fitting:
         _require_memory(config, parameters, 1, available)
-    return fitting[0], effective
+    return fitting
+
+
+def usual_micro_batch(config: Config, sizes: list[int]) -> int:
+    """Of `sizes`, what serves most models, for runs too short to measure."""
+    return max((size for size in sizes if size * config.window <= MICRO_BATCH_TOKENS), default=sizes[0])
 
 
 def _require_memory(config: Config, parameters: int, micro_batch: int, available: int) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
 
+LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # of a typical layer, timed to choose the precision
 GEMM_SIZE = 2048  # large enough for the peak rate, small enough for tenths of a second on one slow core
 # Flags that name hardware bf16 products; avx512 alone means emulation, several times slower than fp32.
 NATIVE_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
@@ -121,17 +122,30 @@ def gemm_flops_per_second(precision: str, device: str = "cpu", threads: int = 0)
 
 
 def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
-    """`fp32` or `bf16`: bf16 where the flags promise it and a timed product keeps the promise."""
+    """`fp32` or `bf16`: bf16 where the flags promise it and timed products keep the promise."""
     wanted = training.wanted_precision
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    threads = torch.get_num_threads()
-    faster = has_native_bf16() and gemm_flops_per_second("bf16", "cpu", threads) > gemm_flops_per_second(
-        "fp32", "cpu", threads
-    )
+    faster = has_native_bf16() and layer_seconds(torch.bfloat16) < layer_seconds(torch.float32)
     return "bf16" if faster else "fp32"
+
+
+def layer_seconds(dtype: torch.dtype) -> float:
+    """The three products of a linear layer's step: forward, and backward to its input and to its weight.
+
+    Flags alone promise bf16 where it is emulated, and an emulation can be slow in one layout only.
+    """
+    x, weight = torch.ones(LAYER_TOKENS, LAYER_WIDTH, dtype=dtype), torch.ones(LAYER_WIDTH, LAYER_WIDTH, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        torch.mm(x, weight.T)
+        torch.mm(x, weight)
+        torch.mm(x.T, x)
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 def describe_machine(environment: Environment) -> dict[str, object]:

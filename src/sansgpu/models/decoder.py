@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.attention import attention, causal_ranges
-from sansgpu.kernels.cross_entropy import linear_cross_entropy
+from sansgpu.kernels.cross_entropy import PLAIN, LossShape, linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 
@@ -189,15 +189,19 @@ class TransformerLM(nn.Module):
         targets: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        shape: LossShape = PLAIN,
     ) -> torch.Tensor:
         """Cross-entropy summed over the targets (B, T), -100 where nothing is predicted; never holds all logits."""
         hidden = self.hidden(inputs, positions, document_ids)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten())
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten(), shape)
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, on: bool = True) -> None:
         """torch.compile block by block, one graph for all; embedding and head stay eager (their sums use atomics)."""
         for block in self.blocks:
-            block.compile(dynamic=False)
+            if on:
+                block.compile(dynamic=False)
+            else:
+                block._compiled_call_impl = None
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -32,9 +32,9 @@ class CausalModel(Protocol):
 class LanguageModelling:
     """A causal model and the windows it is measured on."""
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, windows: Windows, micro_batch: int) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, windows: Windows) -> None:
         self.model = model
-        self._windows, self._micro_batch = windows, micro_batch
+        self._windows = windows
         self._token_bytes = tokenizer.token_bytes()
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -42,9 +42,9 @@ class LanguageModelling:
         model = cast(CausalModel, self.model)
         return model.summed_loss(batch.inputs, batch.targets, batch.positions, batch.document_ids)
 
-    def validation_batches(self) -> Iterator[Batch]:
-        """The windows in micro-batches, as the training step has them."""
-        windows, size = self._windows, self._micro_batch
+    def validation_batches(self, size: int) -> Iterator[Batch]:
+        """The windows in order, `size` at a time, the last ones filled up: a compiled graph knows one shape."""
+        windows = self._windows
         for start in range(0, len(windows), size):
             yield windows.batch(np.arange(start, min(start + size, len(windows)))).rows(0, size)
 

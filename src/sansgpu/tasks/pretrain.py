@@ -16,6 +16,7 @@ from sansgpu.data.shards import Progress, TokenStore, build_store, build_tokeniz
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.tokenizer import Tokenizer
+from sansgpu.kernels.cross_entropy import LossShape
 from sansgpu.models import TransformerLM
 from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.huggingface import export_model
@@ -39,11 +40,12 @@ class Corpus:
 class Pretrain:
     """`task: pretrain`."""
 
-    def __init__(self, config: Config, corpus: Corpus, effective_batch: int, micro_batch: int) -> None:
+    def __init__(self, config: Config, corpus: Corpus, effective_batch: int) -> None:
         self.corpus, self._config = corpus, config
+        self._loss_shape = LossShape(config.training.label_smoothing, config.training.z_loss)
         self._effective_batch = effective_batch
         self.model = TransformerLM(config.model, fold_seed(config.training.seed, "model"))
-        self._measured = LanguageModelling(self.model, corpus.tokenizer, corpus.validation, micro_batch)
+        self._measured = LanguageModelling(self.model, corpus.tokenizer, corpus.validation)
         self.fingerprint = corpus.fingerprint
         self.steps_per_epoch = steps_per_epoch(len(corpus.train), effective_batch)
         self.tokens_per_epoch = corpus.train_tokens
@@ -86,12 +88,14 @@ class Pretrain:
         return self.corpus.train.batch(indices)
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Cross-entropy summed over the targets."""
-        return self._measured.loss(batch)
+        """Cross-entropy summed over the targets, with what the configuration adds to it."""
+        return self.model.summed_loss(
+            batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_shape
+        )
 
-    def validation_batches(self) -> Iterator[Batch]:
-        """The validation part in micro-batches, as the training step has them."""
-        return self._measured.validation_batches()
+    def validation_batches(self, size: int) -> Iterator[Batch]:
+        """The validation part in order, `size` windows at a time."""
+        return self._measured.validation_batches(size)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Loss, targets and the bytes they stand for."""
@@ -105,9 +109,9 @@ class Pretrain:
         """What the model writes after `prompt`."""
         return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, Sampling(seed=seed)))
 
-    def compile(self) -> None:
-        """Compile block by block."""
-        self.model.compile_blocks()
+    def compile(self, on: bool) -> None:
+        """Compile block by block, or no longer."""
+        self.model.compile_blocks(on)
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write tokenizer.json."""

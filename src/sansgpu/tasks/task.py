@@ -21,8 +21,8 @@ class Evaluated(Protocol):
     def model(self) -> nn.Module:
         """What is measured."""
 
-    def validation_batches(self) -> Iterator[Batch]:
-        """The whole validation part, in order."""
+    def validation_batches(self, size: int) -> Iterator[Batch]:
+        """The whole validation part, in order, `size` examples at a time."""
 
     def evaluate(self, batch: Batch) -> Sums:
         """What one validation batch adds to each sum."""
@@ -48,8 +48,8 @@ class Task(Evaluated, Protocol):
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         """What the model writes after `prompt`."""
 
-    def compile(self) -> None:
-        """Have the model's repeated parts compiled when they first run."""
+    def compile(self, on: bool) -> None:
+        """Have the model's repeated parts compiled when they next run, or run as they are written."""
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write what turns text into this task's inputs."""

@@ -20,7 +20,7 @@ def evaluate(
     task.model.eval()
     try:
         with torch.no_grad(), plan.autocast():
-            for batch in islice(task.validation_batches(), batches):
+            for batch in islice(task.validation_batches(plan.micro_batch), batches):
                 if stop():
                     return None
                 for name, value in task.evaluate(batch.to(plan.device)).items():

@@ -134,8 +134,8 @@ class Trainer:
         else:
             self._interval.append((seconds, result.tokens))
         self._metrics = None
-        if not self._writer.prepared:  # moments exist from the first step on
-            self._writer.prepare(*self._tensors())
+        if not self._writer.prepared and (training.save_steps or training.eval_steps):
+            self._writer.prepare(*self._tensors())  # moments exist from the first step on
         if progress.step % training.logging_steps == 0 or self._finished():
             self._say_step(result, lr, seconds)
 
@@ -208,7 +208,9 @@ class Trainer:
                 "data": self.task.fingerprint,
             }
             best = self.progress.best_step
-            self._snapshot = self._writer.begin(self.progress.step, *self._tensors(), record, best)
+            self._snapshot = self._writer.begin(
+                self.progress.step, *self._tensors(), record, best, behind=not self._finished()
+            )
             self._snapshot_said = False
         if not self._snapshot_said:
             self._snapshot_said = True

@@ -7,14 +7,17 @@ from itertools import groupby
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from sansgpu.config import TrainingConfig
-from sansgpu.kernels.newton_schulz import orthogonalise
+from sansgpu.kernels.newton_schulz import orthogonalise, orthogonalise_flops
 from sansgpu.kernels.update import adamw, add_product, global_norm
 
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # AdamW's typical update size, so that both share one learning rate (arXiv 2502.16982)
 ADAM_EPS = 1e-8
+MUON_MOST = 0.1  # of a step may go into orthogonalising, where the choice is ours
+ORTHOGONALISE_PACE = 0.6  # time a FLOP of it takes over one of the step: it is all large products, as measured
 MUON, ADAMW = ("momentum",), ("exp_avg", "exp_avg_sq")
 
 
@@ -29,6 +32,7 @@ class Weight:
     decay: float
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
+    hook: RemovableHandle | None = None
 
     def gather(self, parameter: torch.Tensor) -> None:
         """Add what backward has left: the first micro-batch as it is, the sum of several in fp32."""
@@ -54,6 +58,8 @@ class Optimizer:
     def __init__(self, model: nn.Module, training: TrainingConfig, compute_dtype: torch.dtype) -> None:
         hidden, rest = split_parameters(model)
         self._training, self._compute_dtype = training, compute_dtype
+        if training.optimizer == "auto":
+            raise ValueError("choose_optimizer turns auto into muon or adamw")
         kinds = MUON if training.optimizer == "muon" else ADAMW
         self.weights = [self._hold(name, p, kinds, training.weight_decay) for name, p in hidden]
         self.weights += [self._hold(name, p, ADAMW, 0.0) for name, p in rest]
@@ -63,7 +69,7 @@ class Optimizer:
         if parameter.ndim > 1 and self._compute_dtype != parameter.dtype:
             parameter.data = parameter.data.to(self._compute_dtype)
             parameter.grad_dtype = None  # the loss and the embedding leave fp32 sums, products what they are
-        parameter.register_post_accumulate_grad_hook(weight.gather)
+        weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
         return weight
 
     def norm(self) -> float:
@@ -82,7 +88,11 @@ class Optimizer:
         orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.master.shape)
         for _, same in groupby(orthogonal, key=lambda w: w.master.shape):
             self._muon(list(same), lr, scale)
-        for weight in trained:
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget what backward has left."""
+        for weight in self.weights:
             weight.gradient = None
 
     def _adamw(self, weight: Weight, lr: float, step: int, scale: float) -> None:
@@ -132,6 +142,8 @@ class Optimizer:
         """Give the model its fp32 weights back; it is not trained any further."""
         for weight in self.weights:
             weight.parameter.data = weight.master
+            if weight.hook is not None:
+                weight.hook.remove()
 
     def state_names(self) -> set[str]:
         """The names `state_tensors` has once every parameter was updated."""
@@ -145,6 +157,18 @@ class Optimizer:
         """Take up the moments of a snapshot."""
         for weight in self.weights:
             weight.moments = {kind: tensors[f"{kind}.{weight.name}"].to(weight.master.device) for kind in weight.kinds}
+
+
+def choose_optimizer(wanted: str, model: nn.Module, step_flops: float) -> str:
+    """`muon` or `adamw`: of `auto` Muon, where it costs less than a tenth of a step.
+
+    By FLOPs and no measurement, so that equal runs decide alike.
+    """
+    if wanted != "auto":
+        return wanted
+    hidden, _ = split_parameters(model)
+    cost = sum(orthogonalise_flops(*parameter.shape) for _, parameter in hidden) * ORTHOGONALISE_PACE
+    return "muon" if cost < MUON_MOST * (step_flops + cost) else "adamw"
 
 
 def split_parameters(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:

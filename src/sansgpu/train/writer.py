@@ -57,16 +57,23 @@ class SnapshotWriter:
         )
 
     def begin(
-        self, step: int, weights: Tensors, moments: Tensors, state: dict[str, Any], best_step: int | None
+        self,
+        step: int,
+        weights: Tensors,
+        moments: Tensors,
+        state: dict[str, Any],
+        best_step: int | None,
+        behind: bool = True,
     ) -> Snapshot:
         """Write the snapshot of `step`, as weights and moments are now, and delete those that are too many.
 
-        What is returned is whole once `wait` has returned. Raises what writing an earlier one raised.
+        What is returned is whole once `wait` has returned; not `behind` training, which has ended, it takes no copy.
+        Raises what writing an earlier one raised.
         """
-        if not self.prepared:
+        if behind and not self.prepared:
             self.prepare(weights, moments)
         self.wait()  # for the memory too, which is zeroed by touching it
-        if self._copies is None:
+        if self._copies is None or not behind:
             self._write(step, weights, moments, state, best_step)
         else:
             weights, moments = (c.take(t) for c, t in zip(self._copies, (weights, moments), strict=True))
