@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from sansgpu import __version__
+from sansgpu.machine.launch import share_cores
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +33,7 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 def main() -> None:
     """Run the command line; errors are one sentence on stderr."""
+    share_cores()
     sys.exit(run(sys.argv[1:]))
 
 
