@@ -91,6 +91,19 @@ def test_a_query_that_sees_nothing_attends_to_nothing(kernels: str) -> None:
     assert all(bool(t.grad.isfinite().all()) for t in (q, k, v) if t.grad is not None)
 
 
+def test_what_lies_outside_is_refused_and_not_read() -> None:
+    if not native.available():
+        pytest.skip("no C++ compiler here")
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    for wrong in (torch.tensor([0, 10]), torch.tensor([-1, 3])):
+        with pytest.raises(IndexError, match="out of range"):
+            attention(q, k, v, wrong.int().expand(1, 9, 2))
+    with pytest.raises(RuntimeError, match="ranges"):
+        attention(q, k, v, torch.zeros(1, 5, 2, dtype=torch.int32))
+    with pytest.raises(IndexError, match="out of bounds"):
+        linear_cross_entropy(torch.randn(2, 4), torch.randn(5, 4), torch.tensor([1, 5]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_drops_the_same_weights_forward_and_backward(kernels: str, dtype: torch.dtype) -> None:
     time, rate = 128, 0.3

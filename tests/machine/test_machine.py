@@ -1,5 +1,6 @@
 """What the machine is asked, and what is concluded."""
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.machine import probe
 from sansgpu.machine.compilation import is_long, missing_for_compile, resolve_compile
+from sansgpu.machine.launch import SPINS, share_cores
 from sansgpu.machine.memory import effective_batch, fitting_micro_batches, memory_needed, usual_micro_batch
 from sansgpu.machine.remembered import remembered
 
@@ -81,3 +83,19 @@ def test_threads_and_memory_are_within_the_machine() -> None:
     assert 1 <= probe.available_cores() <= probe.psutil.cpu_count()
     assert 0 < probe.available_memory(torch.device("cpu")) <= probe.psutil.virtual_memory().total
     assert probe.resolve_threads(TrainingConfig(threads=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+)
+def test_threads_spin_briefly_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    share_cores()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is taken away again

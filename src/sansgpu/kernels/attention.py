@@ -86,7 +86,7 @@ def attention(
     seed = torch.randint(1 << 31, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
     if native.available() and q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] % 2 == 0:
         views = [_dense(t).transpose(1, 2) for t in (q, k, v)]
-        out, _ = torch.ops.sansgpu.attention_forward(*views, ranges, dropout, seed)
+        out, _ = torch.ops.sansgpu.attention_forward(*views, ranges.contiguous(), dropout, seed)
         return cast(torch.Tensor, out).transpose(1, 2)
     return cast(torch.Tensor, torch.compiler.disable(_blocked)(q, k, v, ranges, dropout, seed))
 

@@ -53,6 +53,14 @@ std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
   return {std::min<int64_t>(low, high), high};
 }
 
+// What is read without looking: keys in range, and one range for each query.
+void check(const Shape& s, const at::Tensor& ranges) {
+  TORCH_CHECK(ranges.is_contiguous() && ranges.sizes() == at::IntArrayRef({s.B, s.T, 2}), "ranges must be (B, T, 2)");
+  const int32_t* range = ranges.data_ptr<int32_t>();
+  for (int64_t i = 0; i < 2 * s.B * s.T; ++i)
+    TORCH_CHECK_INDEX(range[i] >= 0 && range[i] <= s.S, "key ", range[i], " is out of range");
+}
+
 template <typename T>
 void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const int32_t* ranges,
              const Dropout& dropout, const View<T>& out, float* lse) {
@@ -214,6 +222,7 @@ void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>&
 std::tuple<at::Tensor, at::Tensor> attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                      const at::Tensor& ranges, double dropout, const at::Tensor& seed) {
   const Shape s(q, k);
+  check(s, ranges);
   at::Tensor out = at::empty({s.B, s.T, s.H, s.d}, q.options());
   at::Tensor lse = at::empty({s.B, s.H, s.T}, q.options().dtype(at::kFloat));
   const auto run = [&](auto zero) {

@@ -56,6 +56,8 @@ at::Tensor cross_entropy_(const at::Tensor& logits, const at::Tensor& targets, d
   at::Tensor losses = at::empty({N}, logits.options().dtype(at::kFloat));
   const Loss loss{static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(softcap)};
   const int64_t* target = targets.data_ptr<int64_t>();
+  for (int64_t i = 0; i < N; ++i)
+    TORCH_CHECK_INDEX(target[i] >= 0 && target[i] < V, "Target ", target[i], " is out of bounds.");
   float* out = losses.data_ptr<float>();
   const auto run = [&](auto* data) {
     at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {

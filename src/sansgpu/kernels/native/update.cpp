@@ -48,8 +48,10 @@ double squared_norm(const at::Tensor& x) {
   const auto run = [&](const auto* from) {
     at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
+        const int64_t stop = std::min(size, (block + 1) * GRAIN);
         float sum = 0;
-        for (int64_t i = block * GRAIN; i < std::min(size, (block + 1) * GRAIN); ++i) sum += load(from + i) * load(from + i);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = block * GRAIN; i < stop; ++i) sum += load(from + i) * load(from + i);
         sums[block] = sum;
       }
     });
