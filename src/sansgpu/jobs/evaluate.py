@@ -12,6 +12,7 @@ from sansgpu.data.pack import make_windows
 from sansgpu.data.shards import Progress, build_store
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
+from sansgpu.jobs.kernels import load_kernels
 from sansgpu.jobs.loading import LoadedModel, load_model
 from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models import TransformerLM
@@ -32,6 +33,7 @@ def evaluate_model(
     torch.set_num_threads(resolve_threads(config.training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     device = resolve_device(config.training)
+    load_kernels(config.training.kernels, cache_dir(config.data.cache_dir), device, warn)
     micro_batch = max(1, EVALUATION_TOKENS // config.window)
     if data is None:
         measured = _own_validation(loaded, progress)

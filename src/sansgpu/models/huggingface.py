@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError, problems
+from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
@@ -88,6 +89,24 @@ class HuggingFaceLM(torch.nn.Module):
             self.model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         except Exception as error:
             raise ConfigError(f"{name} cannot be loaded as a causal model: {str(error).splitlines()[0]}") from None
+        from sansgpu.models.attention_interface import use_our_attention  # imports transformers' models
+
+        use_our_attention(self.model)
+        self.model.eval()
+        self._loss_shape = LossShape(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
+        self._fused = self._head_is_plain()
+
+    @torch.no_grad()
+    def _head_is_plain(self) -> bool:
+        """Whether logits are the last states times the output embedding, capped: some models scale or shift them."""
+        head: Any = self.model.get_output_embeddings()
+        if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+            return False
+        probe = torch.arange(4)[None] % head.out_features
+        logits = F.linear(self.model.base_model(probe).last_hidden_state, head.weight)
+        if cap := self._loss_shape.softcap:
+            logits = cap * torch.tanh(logits / cap)
+        return torch.allclose(logits, self.model(probe).logits, rtol=1e-4, atol=1e-5)
 
     @property
     def context(self) -> int | None:
@@ -105,6 +124,10 @@ class HuggingFaceLM(torch.nn.Module):
         """Cross-entropy summed over the targets (B, T); each row is one document."""
         if positions is not None or document_ids is not None:
             raise ValueError("packed documents are not supported; give windows of one document each")
+        if self._fused:
+            hidden = self.model.base_model(inputs).last_hidden_state.flatten(0, 1)
+            weight = self.model.get_output_embeddings().weight
+            return linear_cross_entropy(hidden, weight, targets.flatten(), self._loss_shape)
         logits = self.model(inputs).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
