@@ -100,7 +100,7 @@ class HuggingFaceLM(torch.nn.Module):
     def _head_is_plain(self) -> bool:
         """Whether logits are the last states times the output embedding, capped: some models scale or shift them."""
         head: Any = self.model.get_output_embeddings()
-        if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
             return False
         probe = torch.arange(4)[None] % head.out_features
         logits = F.linear(self.model.base_model(probe).last_hidden_state, head.weight)
