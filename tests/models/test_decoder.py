@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from sansgpu.config import Config, ModelConfig, load_config
+from sansgpu.kernels import native
 from sansgpu.models import TransformerLM
 from tests.models.small import LAYOUTS, config_of, model_of, tokens
 
@@ -157,3 +159,22 @@ def test_the_built_in_model_is_a_decoder_of_seven_million() -> None:
     config = Config()
     shape = config.model.model_copy(update={"vocab_size": 8192})
     assert TransformerLM(shape, seed=None).parameter_count / 1e6 == pytest.approx(7.2, abs=0.1)
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
+@pytest.mark.parametrize("layout", ["modern", "classic"])
+def test_compiled_blocks_are_one_graph_and_compute_the_same(layout: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model, inputs = model_of(layout, dropout=0.0), tokens(2, 21)
+    model.train()
+    losses, gradients = [], []
+    for compiled in (False, True):
+        model.compile_blocks(compiled)
+        loss = model.summed_loss(inputs[:, :-1], inputs[:, 1:])
+        losses.append(loss.detach())
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)

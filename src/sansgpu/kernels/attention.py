@@ -92,8 +92,8 @@ def attention(
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Heads that the kernel can step through: each row of d numbers in one piece, at an even place."""
-    aligned = x.stride(-1) == 1 and all(stride % 2 == 0 for stride in x.stride()[:-1]) and x.storage_offset() % 2 == 0
+    """Heads that the kernel can step through: each row of d numbers in one piece, an even number apart."""
+    aligned = x.stride(-1) == 1 and all(stride % 2 == 0 for stride in x.stride()[:-1])
     return x if aligned else x.contiguous()
 
 
@@ -107,7 +107,7 @@ def _forward_shapes(
 def _backward_shapes(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

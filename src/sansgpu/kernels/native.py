@@ -21,7 +21,7 @@ FLAGS = ["-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopen
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-mprefer-vector-width=512")
 
-_loaded = False
+_loaded = _amx = False
 
 
 def available() -> bool:
@@ -29,19 +29,24 @@ def available() -> bool:
     return _loaded
 
 
+def has_amx() -> bool:
+    """Whether it has them on a processor whose bf16 products are AMX's. A plain flag, so that it can be compiled in."""
+    return _loaded and _amx
+
+
 def load(cache: Path) -> str | None:
     """Load the kernels, compiling them where `cache` has none for this processor and torch.
 
     Returns None, or why plain torch has to do: no compiler, a processor without the products.
     """
-    global _loaded
+    global _loaded, _amx
     if _loaded:
         return None
     try:
         _load(cache / "kernels" / _key())
     except (OSError, RuntimeError, ImportError) as error:
         return next((line for line in str(error).splitlines() if "error:" in line), str(error).split("\n", 1)[0])
-    _loaded = True
+    _loaded, _amx = True, bool(torch.cpu.get_capabilities().get("amx_bf16"))
     return None
 
 

@@ -16,6 +16,7 @@ from sansgpu.kernels.attention import attention, causal_ranges
 from sansgpu.kernels.cross_entropy import PLAIN, LossShape, linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
+from sansgpu.kernels.linear import Linear
 
 RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of Qwen3 and GPT-2, written to the export's config
 INIT_STD = 0.02  # GPT-2's and Qwen's
@@ -68,10 +69,10 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
         self.dropout = config.attention_dropout
         bias = not config.modern
-        self.q = nn.Linear(config.d_model, self.heads * self.head_dim, bias=bias)
-        self.k = nn.Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
-        self.v = nn.Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
-        self.o = nn.Linear(self.heads * self.head_dim, config.d_model, bias=bias)
+        self.q = Linear(config.d_model, self.heads * self.head_dim, bias=bias)
+        self.k = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
+        self.v = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
+        self.o = Linear(self.heads * self.head_dim, config.d_model, bias=bias)
         self.q_norm = _norm(config, self.head_dim) if config.modern else None
         self.k_norm = _norm(config, self.head_dim) if config.modern else None
 
@@ -99,6 +100,17 @@ class Attention(nn.Module):
         return merged
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by tanh (arXiv 1606.08415), as GPT-2 has it.
+
+    (1 + tanh(u)) / 2 is sigmoid(2u), which compiles to a third of tanh's time.
+    """
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.sigmoid((8 / torch.pi) ** 0.5 * (wide + 0.044715 * wide * wide * wide))).to(x.dtype)
+
+
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202) in the modern layout, two layers with GELU or ReLU in the classic one."""
 
@@ -106,9 +118,9 @@ class FeedForward(nn.Module):
         super().__init__()
         bias = not config.modern
         self.activation = config.activation
-        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False) if config.modern else None
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=bias)
+        self.gate = Linear(config.d_model, config.d_ff, bias=False) if config.modern else None
+        self.up = Linear(config.d_model, config.d_ff, bias=bias)
+        self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
@@ -117,7 +129,7 @@ class FeedForward(nn.Module):
         elif self.activation == "relu":
             inner = F.relu(self.up(x))
         else:
-            inner = F.gelu(self.up(x), approximate="tanh")
+            inner = gelu(self.up(x))
         out: torch.Tensor = self.down(inner)
         return out
 

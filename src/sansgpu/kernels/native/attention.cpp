@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -22,7 +23,7 @@ constexpr int64_t QUERIES = 64;  // of a block; also what the keys of a block ar
 constexpr int64_t KEYS = 256;    // of a block of the backward pass
 constexpr float LOG2E = 1.4426950408889634f;
 
-int64_t round_up(int64_t x) { return (x + QUERIES - 1) / QUERIES * QUERIES; }
+int64_t round_up(int64_t x, int64_t unit = QUERIES) { return (x + unit - 1) / unit * unit; }
 
 // A (B, T, heads, d) tensor of any strides but a dense last dimension.
 template <typename T>
@@ -61,6 +62,27 @@ void check(const Shape& s, const at::Tensor& ranges) {
     TORCH_CHECK_INDEX(range[i] >= 0 && range[i] <= s.S, "key ", range[i], " is out of range");
 }
 
+// From scores to weights, still to be divided by their sum, of a query that sees the keys [first, last) of `width`.
+// Whole lanes are computed, in place of the scores; what they hold beyond counts as minus infinity. Returns the largest
+// score and the sum.
+template <typename T>
+std::pair<float, float> softmax(float* scores, T* weights, int64_t first, int64_t last, int64_t width, float factor) {
+  if (first >= last) {
+    std::fill_n(weights, width, T(0));
+    return {0.0f, 0.0f};
+  }
+  const int64_t begin = first / LANES * LANES, end = round_up(last, LANES);
+  std::fill(scores + begin, scores + first, -std::numeric_limits<float>::infinity());
+  std::fill(scores + last, scores + end, -std::numeric_limits<float>::infinity());
+  float* row = scores + begin;
+  const float most = max_of(end - begin, [&](int64_t j) { return row[j]; }), shift = most * factor;
+  const float sum = sum_of(end - begin, [&](int64_t j) { return row[j] = exp2_nonpositive(row[j] * factor - shift); });
+  std::fill(weights, weights + begin, T(0));
+  store_row(weights + begin, row, end - begin);
+  std::fill(weights + end, weights + width, T(0));
+  return {most, sum};
+}
+
 template <typename T>
 void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const int32_t* ranges,
              const Dropout& dropout, const View<T>& out, float* lse) {
@@ -86,32 +108,23 @@ void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& 
           const int64_t first = std::max<int64_t>(range[2 * i] - low, 0), last = range[2 * i + 1] - low;
           float* row = scores + i * width;
           T* weight = weights + i * width;
-          float most = -std::numeric_limits<float>::infinity(), total = 0;
-#pragma omp simd reduction(max : most)
-          for (int64_t j = first; j < last; ++j) most = row[j] > most ? row[j] : most;
-          const float factor = s.scale * LOG2E, shift = most * factor;
-          for (int64_t j = 0; j < std::min(first, width); ++j) store(weight + j, 0.0f);
-          for (int64_t j = first; j < last; ++j) {
-            const float p = exp2_nonpositive(row[j] * factor - shift);
-            total += p;
-            store(weight + j, p);
-            row[j] = p;
-          }
+          const auto [most, sum] = softmax<T>(row, weight, first, last, width, s.scale * LOG2E);
           if (dropout.threshold) {
             const uint32_t key = dropout.row(b * s.H + h, start + i);
-            for (int64_t j = first; j < last; ++j) store(weight + j, row[j] * dropout.factor(key, low + j));
+            for (int64_t j = first; j < last; ++j) row[j] *= dropout.factor(key, low + j);
+            store_row(weight + first, row + first, last - first);
           }
-          for (int64_t j = std::max(last, first); j < width; ++j) store(weight + j, 0.0f);
-          inverse[i] = last > first ? 1.0f / total : 0.0f;
-          lse[(b * s.H + h) * s.T + start + i] = last > first ? most * s.scale + std::log(total) : 0.0f;
+          inverse[i] = last > first ? 1.0f / sum : 0.0f;
+          lse[(b * s.H + h) * s.T + start + i] = last > first ? most * s.scale + std::log(sum) : 0.0f;
         }
         if (width > 0)
           product<T>(rows, s.d, width, weights, width, values + low * s.d, s.d, sums, s.d, false);
         else
           std::fill_n(static_cast<float*>(sums), rows * s.d, 0.0f);
         for (int64_t i = 0; i < rows; ++i) {
-          T* to = out.at(b, start + i, h);
-          for (int64_t c = 0; c < s.d; ++c) store(to + c, sums[i * s.d + c] * inverse[i]);
+          float* row = sums + i * s.d;
+          for (int64_t c = 0; c < s.d; ++c) row[c] *= inverse[i];
+          store_row(out.at(b, start + i, h), row, s.d);
         }
       }
     }
@@ -139,10 +152,11 @@ struct QueryBlock {
       last[i] = i < rows ? range[2 * i + 1] : 0;
       lse[i] = i < rows ? row_lse[i] * LOG2E : 0.0f;
       key[i] = dropout.row(b * s.H + h, start + i);
-      dot[i] = 0.0f;
       if (i < rows) {
         const T *o = out.at(b, start + i, h), *g = grad_out.at(b, start + i, h);
-        for (int64_t c = 0; c < s.d; ++c) dot[i] += load(o + c) * load(g + c);
+        dot[i] = sum_of(s.d, [&](int64_t c) { return load(o + c) * load(g + c); });
+      } else {
+        dot[i] = 0.0f;
       }
     }
   }
@@ -156,21 +170,21 @@ void weights_and_gradients(const QueryBlock<T>& block, const float* scores, cons
   const float factor = scale * LOG2E;
   for (int64_t j = 0; j < count; ++j) {
     const int32_t key = static_cast<int32_t>(low + j);
-    float p[QUERIES], kept[QUERIES];
-    for (int64_t i = 0; i < QUERIES; ++i) {
-      const float x = exp2_nonpositive(std::min(scores[j * QUERIES + i] * factor - block.lse[i], 0.0f));
-      p[i] = (block.first[i] <= key) & (key < block.last[i]) ? x : 0.0f;
-    }
-    if (dropout.threshold)
+    const float *score = scores + j * QUERIES, *weight_grad = weight_grads + j * QUERIES;
+    float p[QUERIES], kept[QUERIES], grad[QUERIES];
+    for (int64_t i = 0; i < QUERIES; ++i) p[i] = exp2_nonpositive(score[i] * factor - block.lse[i]);
+    for (int64_t i = 0; i < QUERIES; ++i) p[i] = (block.first[i] <= key) & (key < block.last[i]) ? p[i] : 0.0f;
+    if (dropout.threshold) {
       for (int64_t i = 0; i < QUERIES; ++i) kept[i] = dropout.factor(block.key[i], key);
-    else
-      for (int64_t i = 0; i < QUERIES; ++i) kept[i] = 1.0f;
-    for (int64_t i = 0; i < QUERIES; ++i) {
-      store(weights + j * QUERIES + i, p[i] * kept[i]);
-      store(score_grads + j * QUERIES + i, p[i] * (weight_grads[j * QUERIES + i] * kept[i] - block.dot[i]) * scale);
+      for (int64_t i = 0; i < QUERIES; ++i) grad[i] = p[i] * (weight_grad[i] * kept[i] - block.dot[i]) * scale;
+      for (int64_t i = 0; i < QUERIES; ++i) p[i] *= kept[i];
+    } else {
+      for (int64_t i = 0; i < QUERIES; ++i) grad[i] = p[i] * (weight_grad[i] - block.dot[i]) * scale;
     }
+    store_row(weights + j * QUERIES, p, QUERIES);
+    store_row(score_grads + j * QUERIES, grad, QUERIES);
   }
-  for (int64_t j = count * QUERIES; j < padded * QUERIES; ++j) store(score_grads + j, 0.0f);
+  std::fill(score_grads + count * QUERIES, score_grads + padded * QUERIES, T(0));
 }
 
 template <typename T>
@@ -180,7 +194,8 @@ void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>&
   const int64_t padded = round_up(s.S), group = s.H / s.K;
   at::parallel_for(0, s.B * s.K, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> keys_transposed(s.d * padded), weights(KEYS * QUERIES), score_grads(KEYS * QUERIES), packed(KEYS * QUERIES);
-    Buffer<float> scores(KEYS * QUERIES), weight_grads(KEYS * QUERIES), dq(s.d * QUERIES), dk(s.S * s.d), dv(s.S * s.d);
+    Buffer<float> scores(KEYS * QUERIES), weight_grads(KEYS * QUERIES), dq(s.d * QUERIES), dq_rows(s.d * QUERIES),
+        dk(s.S * s.d), dv(s.S * s.d);
     QueryBlock<T> block(s.d);
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t b = unit / s.K, kv = unit % s.K;
@@ -206,14 +221,13 @@ void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>&
           pack(score_grads, QUERIES, whole, whole, QUERIES, packed);
           product<T>(s.d, QUERIES, whole, keys_transposed + low, padded, packed, QUERIES, dq, QUERIES, true);
         }
-        for (int64_t i = 0; i < rows; ++i)
-          for (int64_t c = 0; c < s.d; ++c) store(q_grad.at(b, start + i, h) + c, dq[c * QUERIES + i]);
+        transpose<float>(dq, QUERIES, s.d, QUERIES, dq_rows, s.d);
+        for (int64_t i = 0; i < rows; ++i) store_row(q_grad.at(b, start + i, h), dq_rows + i * s.d, s.d);
       }
-      for (int64_t j = 0; j < s.S; ++j)
-        for (int64_t c = 0; c < s.d; ++c) {
-          store(k_grad.at(b, j, kv) + c, dk[j * s.d + c]);
-          store(v_grad.at(b, j, kv) + c, dv[j * s.d + c]);
-        }
+      for (int64_t j = 0; j < s.S; ++j) {
+        store_row(k_grad.at(b, j, kv), dk + j * s.d, s.d);
+        store_row(v_grad.at(b, j, kv), dv + j * s.d, s.d);
+      }
     }
     at::native::cpublas::brgemm_release(std::is_same_v<T, bf16>);
   });
@@ -240,9 +254,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tens
                                                                   const at::Tensor& ranges, double dropout,
                                                                   const at::Tensor& seed) {
   const Shape s(q, k);
-  at::Tensor q_grad = at::empty({s.B, s.T, s.H, s.d}, q.options());
-  at::Tensor k_grad = at::empty({s.B, s.S, s.K, s.d}, q.options());
-  at::Tensor v_grad = at::empty({s.B, s.S, s.K, s.d}, q.options());
+  // Laid out as what they belong to, so that nobody has to copy them.
+  at::Tensor q_grad = at::empty_like(q), k_grad = at::empty_like(k), v_grad = at::empty_like(v);
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     backward<T>(s, View<T>(q), View<T>(k), View<T>(v), View<T>(out), View<T>(grad_out), ranges.data_ptr<int32_t>(),

@@ -1,14 +1,11 @@
 // From logits to losses and, in their place, gradients: kernels/cross_entropy.py says what it computes.
 //
-// N tokens, V vocabulary. A row of logits is read three times while it is in L2: for its maximum, its sum of
-// exponentials, and its gradient.
+// N tokens, V vocabulary. A row of logits and its exponentials stay in L2 between maximum, sum and gradient.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
-
-#include <limits>
 
 #include "tiles.h"
 
@@ -27,24 +24,23 @@ inline float capped(float x, float softcap) {
   return std::copysign(softcap * (1.0f - e) / (1.0f + e), x);
 }
 
+// `powers` (V,) keeps the exponentials from the sum to the gradient.
 template <bool CAPPED, typename T>
-float row_loss(T* logits, int64_t V, int64_t target, const Loss& loss, bool gradient) {
+float row_loss(T* logits, float* powers, int64_t V, int64_t target, const Loss& loss, bool gradient) {
   const auto logit = [&](int64_t j) { return CAPPED ? capped(load(logits + j), loss.softcap) : load(logits + j); };
-  float most = -std::numeric_limits<float>::infinity(), sum = 0, total = 0;
-#pragma omp simd reduction(max : most)
-  for (int64_t j = 0; j < V; ++j) most = logit(j) > most ? logit(j) : most;
-  for (int64_t j = 0; j < V; ++j) sum += exp2_nonpositive((logit(j) - most) * LOG2E);
-  if (loss.smoothing != 0)
-    for (int64_t j = 0; j < V; ++j) total += logit(j);
+  const float most = max_of(V, logit);
+  const float sum = sum_of(V, [&](int64_t j) { return powers[j] = exp2_nonpositive((logit(j) - most) * LOG2E); });
+  const float total = loss.smoothing != 0 ? sum_of(V, logit) : 0.0f;
   const float lse = most + std::log(sum), uniform = loss.smoothing / V, of_target = logit(target);
   if (gradient) {
     const float share = (1.0f + 2.0f * loss.z_loss * lse) / sum, target_share = 1.0f - loss.smoothing;
     const float slope = CAPPED ? 1.0f - (of_target / loss.softcap) * (of_target / loss.softcap) : 1.0f;
-    const float at_target = (share * std::exp2((of_target - most) * LOG2E) - uniform - target_share) * slope;
+    const float at_target = (share * powers[target] - uniform - target_share) * slope;
     for (int64_t j = 0; j < V; ++j) {
-      const float z = logit(j), grad = share * exp2_nonpositive((z - most) * LOG2E) - uniform;
-      store(logits + j, CAPPED ? grad * (1.0f - (z / loss.softcap) * (z / loss.softcap)) : grad);
+      const float z = CAPPED ? logit(j) / loss.softcap : 0.0f;
+      powers[j] = (share * powers[j] - uniform) * (1.0f - z * z);
     }
+    store_row(logits, powers, V);
     store(logits + target, at_target);
   }
   return lse - (1.0f - loss.smoothing) * of_target - uniform * total + loss.z_loss * lse * lse;
@@ -61,9 +57,10 @@ at::Tensor cross_entropy_(const at::Tensor& logits, const at::Tensor& targets, d
   float* out = losses.data_ptr<float>();
   const auto run = [&](auto* data) {
     at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
+      Buffer<float> powers(V);
       for (int64_t i = begin; i < end; ++i)
-        out[i] = softcap > 0 ? row_loss<true>(data + i * V, V, target[i], loss, gradient)
-                             : row_loss<false>(data + i * V, V, target[i], loss, gradient);
+        out[i] = softcap > 0 ? row_loss<true>(data + i * V, powers, V, target[i], loss, gradient)
+                             : row_loss<false>(data + i * V, powers, V, target[i], loss, gradient);
     });
   };
   logits.scalar_type() == at::kBFloat16 ? run(logits.data_ptr<bf16>()) : run(logits.data_ptr<float>());

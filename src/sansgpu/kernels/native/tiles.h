@@ -8,7 +8,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace sansgpu {
 
@@ -52,10 +56,56 @@ inline void store(float* to, float x) { *to = x; }
 inline float load(const bf16* from) { return widen(reinterpret_cast<const uint16_t*>(from)[0]); }
 inline float load(const float* from) { return *from; }
 
-// 2^x to 2e-7 relative for x <= 0, and 0 below -126: Cephes' polynomial of the fraction, the rest into the exponent.
+inline void store_row(bf16* to, const float* from, int64_t count) {
+  int64_t i = 0;
+#ifdef __AVX512BF16__  // compilers do not find the instruction in the arithmetic of `round_bf16`
+  for (; i + 32 <= count; i += 32) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
+    std::memcpy(static_cast<void*>(to + i), &both, sizeof(both));
+  }
+#endif
+  for (; i < count; ++i) store(to + i, from[i]);
+}
+inline void store_row(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
+
+// Sum and maximum of term(0) ... term(count - 1). Lanes of their own, because compilers keep the accumulator of a
+// vectorised reduction in memory.
+constexpr int64_t LANES = 32;
+
+template <typename F>
+inline float sum_of(int64_t count, F term) {
+  float lanes[LANES] = {}, sum = 0;
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES)
+    for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] += term(i + lane);
+  for (; i < count; ++i) sum += term(i);
+  for (const float lane : lanes) sum += lane;
+  return sum;
+}
+
+template <typename F>
+inline float max_of(int64_t count, F term) {
+  float lanes[LANES], most = -std::numeric_limits<float>::infinity();
+  int64_t i = 0;
+  std::fill_n(lanes, LANES, most);
+  for (; i + LANES <= count; i += LANES)
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+      const float x = term(i + lane);
+      lanes[lane] = x > lanes[lane] ? x : lanes[lane];
+    }
+  for (; i < count; ++i) most = std::max(most, term(i));
+  for (int64_t half = LANES / 2; half > 0; half /= 2)
+    for (int64_t lane = 0; lane < half; ++lane)
+      lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
+  return std::max(most, lanes[0]);
+}
+
+// 2^x to 2e-7 relative for x <= 0 (and a rounding error above), and 0 below -126.5. Cephes' polynomial of the fraction,
+// the rest into the exponent.
 inline float exp2_nonpositive(float x) {
-  x = x < -126.0f ? -126.0f : x;
-  const float whole = std::floor(x + 0.5f), f = x - whole;
+  x = x < -127.0f ? -127.0f : x;
+  const int32_t whole = static_cast<int32_t>(x - 0.5f);  // to nearest: conversion cuts towards zero
+  const float f = x - static_cast<float>(whole);
   float y = 1.535336188319500e-4f;
   y = y * f + 1.339887440266574e-3f;
   y = y * f + 9.618437357674640e-3f;
@@ -63,10 +113,10 @@ inline float exp2_nonpositive(float x) {
   y = y * f + 2.402264791363012e-1f;
   y = y * f + 6.931472028550421e-1f;
   y = y * f + 1.0f;
-  const int32_t exponent = (static_cast<int32_t>(whole) + 127) << 23;
+  const uint32_t exponent = static_cast<uint32_t>(whole + 127) << 23;
   float scale;
   std::memcpy(&scale, &exponent, 4);
-  return x <= -126.0f ? 0.0f : y * scale;
+  return y * scale;
 }
 
 // Dropout of a number at a place of a row: a hash of both and the seed, so that both passes drop the same.
@@ -94,12 +144,12 @@ struct Dropout {
 // [rows / 2][columns][2]; rows up to `padded` (even) are zero.
 inline void pack(const bf16* from, int64_t ld, int64_t rows, int64_t padded, int64_t columns, bf16* to) {
   auto out = reinterpret_cast<uint32_t*>(to);
-  for (int64_t row = 0; row < padded; row += 2) {
+  for (int64_t row = 0; row < padded; row += 2, out += columns) {
     auto first = reinterpret_cast<const uint16_t*>(from + row * ld);
-    for (int64_t c = 0; c < columns; ++c) {
-      const uint32_t low = row < rows ? first[c] : 0, high = row + 1 < rows ? first[ld + c] : 0;
-      out[row / 2 * columns + c] = low | high << 16;
-    }
+    if (row + 1 < rows)
+      for (int64_t c = 0; c < columns; ++c) out[c] = first[c] | static_cast<uint32_t>(first[ld + c]) << 16;
+    else
+      for (int64_t c = 0; c < columns; ++c) out[c] = row < rows ? first[c] : 0;
   }
 }
 
@@ -114,20 +164,40 @@ inline const uint16_t* bits(const bf16* x) { return reinterpret_cast<const uint1
 inline float* bits(float* x) { return x; }
 inline const float* bits(const float* x) { return x; }
 
-// to (columns, ld_to) = the transpose of from (rows, columns), by squares that stay in registers and in L1.
+// to (columns, ld_to) = the transpose of from (rows, columns), by squares that stay in registers.
+constexpr int64_t SIDE = 16;
+
+template <typename Word>
+inline void transpose_square(const Word* from, int64_t ld_from, Word* to, int64_t ld_to) {
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+  // Four perfect shuffles of all 256 words: each turns the bits (row, column) of their places left by one.
+  typedef Word Row __attribute__((vector_size(SIDE * sizeof(Word))));
+  Row a[SIDE], b[SIDE];
+  for (int64_t r = 0; r < SIDE; ++r) std::memcpy(a + r, from + r * ld_from, sizeof(Row));
+  for (int64_t turn = 0; turn < 4; ++turn) {
+    for (int64_t r = 0; r < SIDE / 2; ++r) {
+      b[2 * r] = __builtin_shufflevector(a[r], a[r + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      b[2 * r + 1] = __builtin_shufflevector(a[r], a[r + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    std::swap(a, b);
+  }
+  for (int64_t c = 0; c < SIDE; ++c) std::memcpy(to + c * ld_to, a + c, sizeof(Row));
+#else
+  for (int64_t c = 0; c < SIDE; ++c)
+    for (int64_t r = 0; r < SIDE; ++r) to[c * ld_to + r] = from[r * ld_from + c];
+#endif
+}
+
 template <typename Word>
 inline void transpose(const Word* from, int64_t ld_from, int64_t rows, int64_t columns, Word* to, int64_t ld_to) {
-  constexpr int64_t SIDE = 16;
   for (int64_t row = 0; row < rows; row += SIDE)
     for (int64_t column = 0; column < columns; column += SIDE) {
       if (row + SIDE <= rows && column + SIDE <= columns) {
-        Word square[SIDE][SIDE];
-        for (int64_t r = 0; r < SIDE; ++r)
-          for (int64_t c = 0; c < SIDE; ++c) square[c][r] = from[(row + r) * ld_from + column + c];
-        for (int64_t c = 0; c < SIDE; ++c) std::memcpy(to + (column + c) * ld_to + row, square[c], sizeof(square[c]));
+        transpose_square(from + row * ld_from + column, ld_from, to + column * ld_to + row, ld_to);
       } else {
         for (int64_t r = row; r < std::min(row + SIDE, rows); ++r)
-          for (int64_t c = column; c < std::min(column + SIDE, columns); ++c) to[c * ld_to + r] = from[r * ld_from + c];
+          for (int64_t c = column; c < std::min(column + SIDE, columns); ++c)
+            std::memcpy(to + c * ld_to + r, from + r * ld_from + c, sizeof(Word));  // pairs may lie at odd places
       }
     }
 }

@@ -42,21 +42,18 @@ void accumulate_(const at::Tensor& sum, const at::Tensor& addend) {
 }
 
 // Sum of squares in blocks of fixed size, added in their order: the same bits whatever the threads.
-double squared_norm(const at::Tensor& x) {
-  const int64_t size = x.numel(), blocks = (size + GRAIN - 1) / GRAIN;
+double squared_norm(const at::Tensor& tensor) {
+  const int64_t size = tensor.numel(), blocks = (size + GRAIN - 1) / GRAIN;
   Buffer<double> sums(blocks);
   const auto run = [&](const auto* from) {
     at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
-        const int64_t stop = std::min(size, (block + 1) * GRAIN);
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = block * GRAIN; i < stop; ++i) sum += load(from + i) * load(from + i);
-        sums[block] = sum;
+        const auto* x = from + block * GRAIN;
+        sums[block] = sum_of(std::min(GRAIN, size - block * GRAIN), [&](int64_t i) { return load(x + i) * load(x + i); });
       }
     });
   };
-  x.scalar_type() == at::kBFloat16 ? run(x.data_ptr<bf16>()) : run(x.data_ptr<float>());
+  tensor.scalar_type() == at::kBFloat16 ? run(tensor.data_ptr<bf16>()) : run(tensor.data_ptr<float>());
   double total = 0;
   for (int64_t block = 0; block < blocks; ++block) total += sums[block];
   return total;

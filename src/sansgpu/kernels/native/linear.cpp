@@ -1,0 +1,82 @@
+// The gradients of a linear layer's weight and bias: kernels/linear.py says what it computes.
+//
+// N tokens, O outputs, I inputs. AMX multiplies rows by pairs of rows, so both sides have to be laid out anew, one of
+// them transposed; oneDNN's matmul spends as long on that as on the product. Here a strip of 256 outputs is transposed
+// and multiplied with panels of 64 inputs while both are in L2.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "tiles.h"
+
+namespace sansgpu {
+namespace {
+
+constexpr int64_t STRIP = 256, PANEL = 64, BLOCK = 64;  // outputs and inputs of a unit of work; outputs of a product
+constexpr int64_t TOKENS = 2048;                        // of a pass: more, and a strip leaves L2
+constexpr int64_t GAP = 32;                             // between a strip's rows, lest all of them share cache sets
+
+// The columns [start, start + count) of g, as rows of `length` (even) tokens.
+void gather_strip(const bf16* g, int64_t ld, int64_t tokens, int64_t length, int64_t count, bf16* strip, int64_t ld_strip) {
+  for (int64_t n = 0; n < tokens; n += BLOCK)
+    transpose(bits(g) + n * ld, ld, std::min(BLOCK, tokens - n), count, bits(strip) + n, ld_strip);
+  if (length > tokens)
+    for (int64_t row = 0; row < count; ++row) strip[row * ld_strip + tokens] = bf16(0);
+}
+
+// (N, O) and (N, I) -> (O, I), all bf16, and (O,) fp32; sums in fp32, in one order whatever the threads.
+std::tuple<at::Tensor, at::Tensor> linear_gradients(const at::Tensor& grad, const at::Tensor& input) {
+  const at::Tensor g = grad.contiguous(), x = input.contiguous();
+  const int64_t N = g.size(0), O = g.size(1), I = x.size(1);
+  at::Tensor out = at::empty({O, I}, g.options()), out_bias = at::empty({O}, g.options().dtype(at::kFloat));
+  const bf16 *from_g = g.data_ptr<bf16>(), *from_x = x.data_ptr<bf16>();
+  bf16* to = out.data_ptr<bf16>();
+  float* bias = out_bias.data_ptr<float>();
+  const int64_t most = std::min((N + 1) / 2 * 2, TOKENS), panels = (I + PANEL - 1) / PANEL, strips = (O + STRIP - 1) / STRIP;
+  const bool several = N > TOKENS;
+  Buffer<bf16> packed(panels * most * PANEL);
+  Buffer<float> sums(several ? O * I : 1);
+  for (int64_t start = 0; start < N; start += TOKENS) {
+    const int64_t tokens = std::min(TOKENS, N - start), length = (tokens + 1) / 2 * 2, ld_strip = length + GAP;
+    at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p)
+        pack(from_x + start * I + p * PANEL, I, tokens, length, std::min(PANEL, I - p * PANEL), packed + p * length * PANEL);
+    });
+    at::parallel_for(0, strips * panels, 1, [&](int64_t begin, int64_t end) {
+      Buffer<bf16> strip(STRIP * ld_strip);
+      Buffer<float> block(BLOCK * PANEL);
+      for (int64_t unit = begin, held = -1; unit < end; ++unit) {
+        const int64_t first = unit / panels * STRIP, p = unit % panels;
+        const int64_t rows = std::min(STRIP, O - first), columns = std::min(PANEL, I - p * PANEL);
+        if (held != first) gather_strip(from_g + start * O + first, O, tokens, length, rows, strip, ld_strip);
+        held = first;
+        if (p == 0)
+          for (int64_t row = 0; row < rows; ++row) {
+            const bf16* of_row = strip + row * ld_strip;
+            const float sum = sum_of(tokens, [&](int64_t n) { return load(of_row + n); });
+            bias[first + row] = start > 0 ? bias[first + row] + sum : sum;
+          }
+        for (int64_t row = 0; row < rows; row += BLOCK) {
+          const int64_t count = std::min(BLOCK, rows - row), at = (first + row) * I + p * PANEL, ld = several ? I : PANEL;
+          float* sum = several ? sums + at : block;
+          product<bf16>(count, columns, length, strip + row * ld_strip, ld_strip, packed + p * length * PANEL, columns, sum,
+                        ld, start > 0);
+          if (start + TOKENS >= N)
+            for (int64_t i = 0; i < count; ++i) store_row(to + at + i * I, sum + i * ld, columns);
+        }
+      }
+      at::native::cpublas::brgemm_release(true);
+    });
+  }
+  return {out, out_bias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(sansgpu, CPU, library) { library.impl("linear_gradients", &linear_gradients); }
+
+}  // namespace sansgpu
