@@ -19,6 +19,7 @@ MEASURED = {
     "training.report_to": "none",
     "training.lr_scheduler": "constant",
     "training.warmup_steps": 0,
+    "training.window_warmup_ratio": 0,
     "device": "cpu",
 }
 

@@ -219,6 +219,22 @@ def test_micro_batches_keep_positions_and_documents_beside_their_tokens(
     assert joined.rows(len(whole), len(joined)).target_count() == 0
 
 
+@settings(deadline=None)
+@given(DOCUMENTS, st.integers(2, 9), st.integers(1, 9), st.booleans())
+def test_pieces_end_where_a_document_or_their_length_does(
+    documents: list[list[int]], window: int, length: int, pack: bool
+) -> None:
+    store = all_documents(store_of([*documents, [7]]))
+    whole = make_windows(store, window, END, pack).batch(np.arange(1))
+    cut = whole.in_pieces(length)
+    assert_same(Batch(cut.inputs, cut.targets, cut.positions, whole.document_ids), whole)
+    ids = torch.zeros_like(whole.inputs) if whole.document_ids is None else whole.document_ids
+    assert cut.document_ids is not None
+    for before, after in pairwise(range(window)):
+        together = ids[0, before] == ids[0, after] and before // length == after // length
+        assert bool(cut.document_ids[0, before] == cut.document_ids[0, after]) == bool(together)
+
+
 @pytest.mark.parametrize(("workers", "depth"), [(0, 4), (1, 1), (2, 8)])
 def test_prefetching_gives_the_same_batches(workers: int, depth: int) -> None:
     part = all_documents(store_of([[n + 1] * 20 for n in range(40)]))

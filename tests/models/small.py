@@ -9,8 +9,9 @@ from sansgpu.models.generate import Sampling, generate
 
 SHAPE = {"vocab_size": 320, "d_model": 32, "n_heads": 4, "n_layers": 2, "d_ff": 40, "max_seq_len": 24}
 LAYOUTS = {
-    "modern": {},
-    "grouped": {"n_kv_heads": 2, "tie_embeddings": False, "rope_theta": 500.0},
+    "modern": {"activation": "swiglu"},
+    "squared": {"activation": "relu2"},
+    "grouped": {"activation": "swiglu", "n_kv_heads": 2, "tie_embeddings": False, "rope_theta": 500.0},
     "classic": {"activation": "gelu", "dropout": 0.1},
     "relu": {"activation": "relu", "tie_embeddings": False},
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen3Config
+from transformers import ApertusConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen3Config
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.models import TransformerLM
@@ -20,13 +20,19 @@ QWEN3 = {
     "num_hidden_layers": 2, "intermediate_size": 40, "max_position_embeddings": 24, "bos_token_id": 0,
     "eos_token_id": 0,
 }  # fmt: skip
+APERTUS = {
+    **{key: value for key, value in QWEN3.items() if key != "head_dim"}, "hidden_act": "relu2", "rms_norm_eps": 1e-6,
+    "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}
+}  # fmt: skip
 GPT2 = {
     "vocab_size": 320, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 24, "bos_token_id": 0, "eos_token_id": 0
 }  # fmt: skip
 
 
 def configuration_of(settings: dict[str, object]) -> transformers.PretrainedConfig:
-    return (Qwen3Config if "hidden_size" in settings else GPT2Config)(**settings)
+    if "hidden_size" not in settings:
+        return GPT2Config(**settings)
+    return (Qwen3Config if "head_dim" in settings else ApertusConfig)(**settings)
 
 
 def theirs_of(settings: dict[str, object]) -> transformers.PreTrainedModel:
@@ -81,6 +87,8 @@ def test_an_export_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         QWEN3,
         {**QWEN3, "tie_word_embeddings": True},
         {**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+        APERTUS,
+        {**APERTUS, "num_key_value_heads": 4, "tie_word_embeddings": True},
         GPT2,
         {**GPT2, "n_inner": 48, "activation_function": "relu"},
         {**GPT2, "tie_word_embeddings": False},
@@ -112,12 +120,14 @@ def test_weights_of_another_precision_are_read_in_fp32(tmp_path: Path) -> None:
         {**QWEN3, "head_dim": 16},
         {**QWEN3, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
         {**QWEN3, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
+        {**APERTUS, "hidden_act": "xielu"},
+        {**APERTUS, "rope_parameters": None},
         {**GPT2, "layer_norm_epsilon": 0.1},
         {**GPT2, "activation_function": "silu"},
         {**GPT2, "scale_attn_weights": False},
         {**GPT2, "scale_attn_by_inverse_layer_idx": True},
     ],
-    ids=lambda changes: "-".join(key for key in changes if changes[key] != {**QWEN3, **GPT2}.get(key)),
+    ids=lambda changes: "-".join(key for key in changes if changes[key] != {**QWEN3, **APERTUS, **GPT2}.get(key)),
 )
 def test_what_our_decoder_does_not_compute_is_left_to_transformers(tmp_path: Path, changes: dict[str, object]) -> None:
     configuration_of(changes).save_pretrained(tmp_path)

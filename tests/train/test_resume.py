@@ -149,7 +149,14 @@ def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
     assert set(outcome(other)[0].values()).isdisjoint(outcome(straight)[0].values())
 
 
-@pytest.mark.parametrize("changes", [{"training__optimizer": "adamw"}, {"data__pack_sequences": "false"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__optimizer": "adamw"},
+        {"data__pack_sequences": "false"},
+        {"training__window_warmup_ratio": 0.8, "model__max_seq_len": 128},
+    ],
+)
 def test_exact_with_other_choices(home: Path, changes: dict[str, object]) -> None:
     name = "-".join(map(str, changes.values()))
     whole = completed(home, f"whole-{name}", **changes)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.config import TrainingConfig
-from sansgpu.train.schedule import learning_rate, total_steps
+from sansgpu.train.schedule import learning_rate, piece_length, total_steps
 
 
 def rates(total: int, **settings: object) -> list[float]:
@@ -38,6 +38,15 @@ def test_wsd_is_flat_until_its_decay_begins() -> None:
 def test_constant_stays_and_the_floor_holds() -> None:
     assert rates(30, lr_scheduler="constant")[4:] == [1.0] * 26
     assert min(rates(30, lr_scheduler="cosine", min_lr_ratio=0.1, warmup_steps=0)) >= 0.1
+
+
+def test_pieces_double_in_equal_stages_until_they_are_the_window() -> None:
+    training = TrainingConfig(window_warmup_ratio=0.3)
+    pieces = [piece_length(training, 256, step, 100) for step in range(100)]
+    assert pieces == [32] * 10 + [64] * 10 + [128] * 10 + [256] * 70
+    assert piece_length(training, 300, 29, 100) == 256
+    assert piece_length(training, 32, 0, 100) == 32
+    assert piece_length(TrainingConfig(window_warmup_ratio=0), 256, 0, 100) == 256
 
 
 @given(st.integers(1, 500), st.integers(1, 400), st.integers(1, 5))

@@ -31,31 +31,35 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """The decoder's shape. `activation` chooses the layout: swiglu is Qwen3's, gelu and relu are GPT-2's."""
+    """The decoder's shape. `activation` chooses the layout: swiglu is Qwen3's, relu2 Apertus', the rest GPT-2's."""
 
     vocab_size: int | None = Field(
         None, ge=1, description="rows of the embedding; by default the tokenizer's size, padded to a multiple of 64"
     )
     d_model: int = Field(256, ge=1, description="width of the residual stream")
     n_heads: int = Field(4, ge=1, description="query heads; d_model must be divisible by it")
-    n_kv_heads: int | None = Field(None, ge=1, description="key-value heads (swiglu only); by default n_heads")
+    n_kv_heads: int | None = Field(None, ge=1, description="key-value heads (swiglu, relu2 only); by default n_heads")
     n_layers: int = Field(6, ge=1, description="transformer blocks")
     d_ff: int = Field(768, ge=1, description="width of the feed-forward layer")
     max_seq_len: int = Field(256, ge=2, description="longest context, in tokens")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on embeddings and residual branches")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention weights")
-    activation: Literal["gelu", "relu", "swiglu"] = Field(
-        "swiglu", description="swiglu: RMSNorm, RoPE, QK-norm (Qwen3 layout); gelu, relu: LayerNorm, learned positions"
+    activation: Literal["gelu", "relu", "swiglu", "relu2"] = Field(
+        "swiglu",
+        description="swiglu, relu2 (ReLU squared): RMSNorm, RoPE, QK-norm (Qwen3's and Apertus' layout); "
+        "gelu, relu: LayerNorm, learned positions (GPT-2's)",
     )
-    pre_norm: bool = Field(True, description="normalise before each branch; both layouts need true")
+    pre_norm: bool = Field(True, description="normalise before each branch; all layouts need true")
     tie_embeddings: bool = Field(True, description="one matrix for the embedding and the output head")
-    rope_theta: float = Field(10_000.0, gt=0, description="base wavelength of the rotary positions (swiglu only)")
+    rope_theta: float = Field(
+        10_000.0, gt=0, description="base wavelength of the rotary positions (swiglu, relu2 only)"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, slower")
 
     @property
     def modern(self) -> bool:
-        """Whether this is the Qwen3 layout."""
-        return self.activation == "swiglu"
+        """Whether it has RMSNorm, rotary positions and QK-norm: Qwen3's layout or Apertus'."""
+        return self.activation in ("swiglu", "relu2")
 
     @property
     def head_dim(self) -> int:
@@ -78,10 +82,10 @@ class ModelConfig(_Section):
             problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}")
         if not self.modern and self.kv_heads != self.n_heads:
             problems.append(
-                f"n_kv_heads {self.kv_heads} needs activation swiglu: GPT-2's layout has no grouped queries"
+                f"n_kv_heads {self.kv_heads} needs activation swiglu or relu2: GPT-2's layout has no grouped queries"
             )
         if not self.pre_norm:
-            problems.append("pre_norm false is not supported: neither export layout has a post-norm block; set it true")
+            problems.append("pre_norm false is not supported: no export layout has a post-norm block; set it true")
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -102,7 +106,7 @@ class TrainingConfig(_Section):
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate over the peak")
     weight_decay: float = Field(0.1, ge=0, description="decoupled; on hidden matrices only")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second-moment decay")
+    beta2: float = Field(0.98, ge=0, lt=1, description="AdamW's second-moment decay")
     num_epochs: float | None = Field(None, gt=0, description="passes over the training part (1 if no limit is given)")
     max_steps: int | None = Field(None, ge=1, description="optimizer updates; the first limit reached ends the run")
     max_tokens: int | None = Field(None, ge=1, description="target tokens")
@@ -112,6 +116,12 @@ class TrainingConfig(_Section):
     )
     decay_ratio: float = Field(0.5, gt=0, le=1, description="share of the steps in which wsd decays")
     warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up")
+    window_warmup_ratio: float = Field(
+        0.4,
+        ge=0,
+        lt=1,
+        description="share of the steps in which windows are cut into pieces of 32, then 64, 128, ... tokens",
+    )
     optimizer: Literal["auto", "muon", "adamw"] = Field(
         "auto",
         description="muon: Muon on hidden matrices, AdamW on the rest; adamw: AdamW on all; auto: muon where it costs "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,12 @@ class Batch:
         assert inputs is not None
         assert targets is not None
         return Batch(inputs, targets, cut(self.positions, 0), cut(self.document_ids, 0))
+
+    def in_pieces(self, length: int) -> Batch:
+        """The same tokens, cut every `length` places into pieces that do not see each other."""
+        time = self.inputs.shape[1]
+        documents = torch.zeros_like(self.inputs) if self.document_ids is None else self.document_ids
+        return replace(self, document_ids=documents * time + torch.arange(time) // length)
 
     def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """This rank's share in pieces of `size` rows; every rank gets equally many, the last may be without targets."""

@@ -31,7 +31,10 @@ class LoadedModel:
     def decoder(self) -> TransformerLM:
         """The model, where it is one of our layouts. Raises ConfigError where it is not."""
         if not isinstance(self.model, TransformerLM):
-            raise ConfigError("this model is of another architecture; text is generated with Qwen3 and GPT-2 layouts.")
+            raise ConfigError(
+                "this model is of another architecture; text is generated with the layouts of Qwen3, GPT-2 and, with "
+                "ReLU squared, Apertus."
+            )
         return self.model
 
     @property

@@ -1,7 +1,8 @@
-"""The decoder, in two layouts that `transformers` loads without custom code.
+"""The decoder, in layouts that `transformers` loads without custom code.
 
-Modern (Qwen3): RMSNorm, rotary positions, QK-norm, SwiGLU, no biases. Classic (GPT-2): LayerNorm, learned positions,
-GELU or ReLU, biases. B batch, T time, D width, H query heads, K key-value heads, d head dim, V vocabulary.
+Modern: RMSNorm, rotary positions, QK-norm, no biases, with SwiGLU (Qwen3) or ReLU squared (Apertus). Classic (GPT-2):
+LayerNorm, learned positions, GELU or ReLU, biases. B batch, T time, D width, H query heads, K key-value heads, d head
+dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 
-RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of Qwen3 and GPT-2, written to the export's config
+RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of the modern layouts and GPT-2, written to the export's config
 INIT_STD = 0.02  # GPT-2's and Qwen's
 
 
@@ -40,7 +41,7 @@ class KeyValueCache:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (arXiv 1910.07467), in fp32 whatever comes in, as Qwen3 computes it."""
+    """Root mean square normalisation (arXiv 1910.07467), in fp32 whatever comes in, as Qwen3 and Apertus compute it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -112,13 +113,13 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202) in the modern layout, two layers with GELU or ReLU in the classic one."""
+    """SwiGLU (arXiv 2002.05202), or two layers with ReLU squared (arXiv 2109.08668), GELU or ReLU between them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         bias = not config.modern
         self.activation = config.activation
-        self.gate = Linear(config.d_model, config.d_ff, bias=False) if config.modern else None
+        self.gate = Linear(config.d_model, config.d_ff, bias=False) if config.activation == "swiglu" else None
         self.up = Linear(config.d_model, config.d_ff, bias=bias)
         self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
@@ -128,6 +129,8 @@ class FeedForward(nn.Module):
             inner = F.silu(self.gate(x)) * self.up(x)
         elif self.activation == "relu":
             inner = F.relu(self.up(x))
+        elif self.activation == "relu2":
+            inner = F.relu(self.up(x)).square()
         else:
             inner = gelu(self.up(x))
         out: torch.Tensor = self.down(inner)

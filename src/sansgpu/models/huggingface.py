@@ -45,7 +45,7 @@ def _write_model(model: TransformerLM, tokenizer: TextCodec, partial: Path) -> N
 
 
 def load_decoder(folder: Path) -> TransformerLM | None:
-    """A local Qwen3 or GPT-2 folder as our decoder; None where it is another architecture.
+    """A local Qwen3, Apertus or GPT-2 folder as our decoder; None where it is another architecture.
 
     Raises ConfigError where the folder is no model or its weights do not fit its config.
     """

@@ -11,8 +11,8 @@ import torch
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.models.decoder import INIT_STD, LAYER_EPS, RMS_EPS
 
-# One line a parameter: ours, then Qwen3's and GPT-2's. `{}` is the layer.
-_MODERN = {
+# One line a parameter: ours, then theirs. `{}` is the layer.
+_QWEN3 = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
@@ -28,7 +28,11 @@ _MODERN = {
     "blocks.{}.feed_forward.up.weight": "model.layers.{}.mlp.up_proj.weight",
     "blocks.{}.feed_forward.down.weight": "model.layers.{}.mlp.down_proj.weight",
 }
-_CLASSIC = {
+_APERTUS = _QWEN3 | {
+    "blocks.{}.attention_norm.weight": "model.layers.{}.attention_layernorm.weight",
+    "blocks.{}.feed_forward_norm.weight": "model.layers.{}.feedforward_layernorm.weight",
+}
+_GPT2 = {
     "embedding.weight": "transformer.wte.weight",
     "position.weight": "transformer.wpe.weight",
     "norm.weight": "transformer.ln_f.weight",
@@ -48,6 +52,9 @@ _CLASSIC = {
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D keeps (in, out)
 _MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old files
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NAMES = {"swiglu": _QWEN3, "relu2": _APERTUS, "gelu": _GPT2, "relu": _GPT2}
+_MODERN = {"qwen3": "swiglu", "apertus": "relu2"}
+_HIDDEN_ACT = {"swiglu": "silu", "relu2": "relu2"}
 _OUR_ACTIVATION = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 Weights = dict[str, torch.Tensor]
@@ -55,7 +62,7 @@ Weights = dict[str, torch.Tensor]
 
 def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     """Weights under Hugging Face's names. Tied heads are left out, as its own files do."""
-    names = _MODERN if config.modern else _CLASSIC
+    names = _NAMES[config.activation]
     renamed: Weights = {}
     for ours, tensor in weights.items():
         if not config.modern and ".attention." in ours and ".o." not in ours:
@@ -74,7 +81,7 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
 
 def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     """The inverse of `to_hugging_face`."""
-    names = {theirs: ours for ours, theirs in (_MODERN if config.modern else _CLASSIC).items()}
+    names = {theirs: ours for ours, theirs in _NAMES[config.activation].items()}
     prefix = "model." if config.modern else "transformer."
     renamed: Weights = {}
     for name, value in weights.items():
@@ -111,9 +118,10 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
         "dtype": "float32",
     }
     if config.modern:
+        qwen3 = config.activation == "swiglu"
         return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM" if qwen3 else "ApertusForCausalLM"],
+            "model_type": "qwen3" if qwen3 else "apertus",
             "hidden_size": config.d_model,
             "num_attention_heads": config.n_heads,
             "num_key_value_heads": config.kv_heads,
@@ -124,10 +132,11 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
             "rms_norm_eps": RMS_EPS,
             "rope_theta": config.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "hidden_act": "silu",
+            "hidden_act": _HIDDEN_ACT[config.activation],
             "attention_bias": False,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
+            "pad_token_id": None,  # Apertus' own is 3, a row that would never be trained again
             **shared,
         }
     return {
@@ -148,28 +157,35 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
 
 
 def model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
-    """The shape a config.json of these two layouts describes; None for any other model."""
-    if settings.get("model_type") == "qwen3":
+    """The shape a config.json of these layouts describes; None for any other model."""
+    modern = _MODERN.get(settings.get("model_type", ""))
+    if modern is not None:
         if settings.get("attention_bias") or settings.get("use_sliding_window"):
             return None
-        if settings.get("rms_norm_eps", RMS_EPS) != RMS_EPS or settings.get("hidden_act", "silu") != "silu":
+        if (
+            settings.get("rms_norm_eps", RMS_EPS) != RMS_EPS
+            or settings.get("hidden_act", "silu") != _HIDDEN_ACT[modern]
+        ):
             return None
         rope = settings.get("rope_parameters") or settings
         if settings.get("rope_scaling") or rope.get("rope_type", "default") != "default":
             return None
-        if settings["hidden_size"] != settings["head_dim"] * settings["num_attention_heads"]:
+        heads = settings["num_attention_heads"]
+        if settings["hidden_size"] != settings.get("head_dim", settings["hidden_size"] // heads) * heads:
             return None
-        return ModelConfig(
-            vocab_size=settings["vocab_size"],
-            d_model=settings["hidden_size"],
-            n_heads=settings["num_attention_heads"],
-            n_kv_heads=settings["num_key_value_heads"],
-            n_layers=settings["num_hidden_layers"],
-            d_ff=settings["intermediate_size"],
-            max_seq_len=settings["max_position_embeddings"],
-            rope_theta=rope["rope_theta"],
-            activation="swiglu",
-            tie_embeddings=settings.get("tie_word_embeddings", False),
+        return ModelConfig.model_validate(
+            {
+                "vocab_size": settings["vocab_size"],
+                "d_model": settings["hidden_size"],
+                "n_heads": heads,
+                "n_kv_heads": settings["num_key_value_heads"],
+                "n_layers": settings["num_hidden_layers"],
+                "d_ff": settings["intermediate_size"],
+                "max_seq_len": settings["max_position_embeddings"],
+                "rope_theta": rope["rope_theta"],
+                "activation": modern,
+                "tie_embeddings": settings.get("tie_word_embeddings", False),
+            }
         )
     if settings.get("model_type") == "gpt2":
         activation = _OUR_ACTIVATION.get(settings.get("activation_function", "gelu_new"))

@@ -16,7 +16,7 @@ from sansgpu.train.evaluate import evaluate
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.resume import restore
-from sansgpu.train.schedule import learning_rate, total_steps
+from sansgpu.train.schedule import learning_rate, piece_length, total_steps
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, StepResult, train_step
 from sansgpu.train.tensor_file import Tensors
@@ -122,6 +122,9 @@ class Trainer:
         progress, training = self.progress, self.config.training
         lr = learning_rate(training, progress.step, self.total_steps)
         batch = prefetch(progress.step, self.total_steps)
+        piece = piece_length(training, self.config.window, progress.step, self.total_steps)
+        if piece < self.config.window:
+            batch = batch.in_pieces(piece)
         result = train_step(self.state, self.task, batch, self.plan, training, lr)
         seconds = time.perf_counter() - start
         progress.step += 1

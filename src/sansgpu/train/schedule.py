@@ -6,6 +6,8 @@ import math
 
 from sansgpu.config import TrainingConfig
 
+SHORTEST_PIECE = 32
+
 
 def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> float:
     """The learning rate of step 0 .. total_steps - 1: linear warm-up, then as `lr_scheduler` says."""
@@ -24,6 +26,17 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
             left = (total_steps - step) / max(1.0, training.decay_ratio * total_steps)
             height = min(1.0, left)
     return peak * (low + (1 - low) * max(0.0, height))
+
+
+def piece_length(training: TrainingConfig, window: int, step: int, total_steps: int) -> int:
+    """Tokens of the pieces that windows are cut into at step 0 .. total_steps - 1; the window's own when it is whole.
+
+    Stages of equally many steps, each with pieces twice as long as the one before. arXiv 2108.06084 grows the window
+    itself; here its shape stays, and with it the compiled graph.
+    """
+    stages = max(0, math.ceil(math.log2(window / SHORTEST_PIECE)))
+    steps = training.window_warmup_ratio * total_steps
+    return SHORTEST_PIECE << int(step / steps * stages) if step < steps and stages else window
 
 
 def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch: int) -> int:
