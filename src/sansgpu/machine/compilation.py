@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sansgpu.config import ConfigError, TrainingConfig
 
-COMPILE_SECONDS = 60.0  # of a 12-layer model on two cores, training and evaluation graphs
+COMPILE_SECONDS = 30.0  # of a 12-layer model on two cores, training and evaluation graphs, and timing it
 SAVED_SHARE = 0.25  # of an eager step, as measured for 10M-100M parameters
 # What an eager step reaches a core. An assumption and no measurement, so that equal runs decide alike.
 EAGER_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
