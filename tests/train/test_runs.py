@@ -176,7 +176,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert cli(["train", *chosen, "--dry-run", "--output-dir", str(tmp_path / "r")]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert not (tmp_path / "r").exists()
-    assert shown["config"]["training"]["beta2"] == 0.95
+    assert shown["config"]["training"]["beta2"] == 0.98
     assert shown["config"]["model"]["vocab_size"] == 320
     assert shown["run"]["total_steps"] == 4
     assert shown["run"]["memory_bytes"] > 0
