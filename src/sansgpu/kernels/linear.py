@@ -13,12 +13,12 @@ from sansgpu.kernels import native
 WORTH_IT = 512  # inputs and outputs from which on our product is faster, as measured on AMX: by 1.1 to 1.7 times
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define("linear_gradients(Tensor grad, Tensor input) -> (Tensor, Tensor)")
+_library.define("linear_gradients(Tensor grad, Tensor input, bool with_bias) -> (Tensor, Tensor)")
 
 
-def _shapes(grad: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(grad: torch.Tensor, given: torch.Tensor, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
     outputs = grad.shape[1]
-    return grad.new_empty(outputs, given.shape[1]), grad.new_empty(outputs, dtype=torch.float32)
+    return grad.new_empty(outputs, given.shape[1]), grad.new_empty(outputs if with_bias else 0, dtype=torch.float32)
 
 
 torch.library.register_fake("sansgpu::linear_gradients", _shapes)
@@ -38,7 +38,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grad_outputs[0]
-        weight_grad, bias_grad = torch.ops.sansgpu.linear_gradients(grad.flatten(0, -2), x.flatten(0, -2))
+        weight_grad, bias_grad = torch.ops.sansgpu.linear_gradients(
+            grad.flatten(0, -2), x.flatten(0, -2), ctx.with_bias
+        )
         return grad @ weight, weight_grad, bias_grad if ctx.with_bias else None
 
 

@@ -53,8 +53,10 @@ _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D k
 _MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old files
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _NAMES = {"swiglu": _QWEN3, "relu2": _APERTUS, "gelu": _GPT2, "relu": _GPT2}
-_MODERN = {"qwen3": "swiglu", "apertus": "relu2"}
-_HIDDEN_ACT = {"swiglu": "silu", "relu2": "relu2"}
+_MODERN = {  # our activation: architecture, model_type and hidden_act of its config.json
+    "swiglu": ("Qwen3ForCausalLM", "qwen3", "silu"),
+    "relu2": ("ApertusForCausalLM", "apertus", "relu2"),
+}
 _OUR_ACTIVATION = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 Weights = dict[str, torch.Tensor]
@@ -118,10 +120,10 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
         "dtype": "float32",
     }
     if config.modern:
-        qwen3 = config.activation == "swiglu"
+        architecture, model_type, hidden_act = _MODERN[config.activation]
         return {
-            "architectures": ["Qwen3ForCausalLM" if qwen3 else "ApertusForCausalLM"],
-            "model_type": "qwen3" if qwen3 else "apertus",
+            "architectures": [architecture],
+            "model_type": model_type,
             "hidden_size": config.d_model,
             "num_attention_heads": config.n_heads,
             "num_key_value_heads": config.kv_heads,
@@ -132,7 +134,7 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
             "rms_norm_eps": RMS_EPS,
             "rope_theta": config.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "hidden_act": _HIDDEN_ACT[config.activation],
+            "hidden_act": hidden_act,
             "attention_bias": False,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
@@ -158,14 +160,11 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
 
 def model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
     """The shape a config.json of these layouts describes; None for any other model."""
-    modern = _MODERN.get(settings.get("model_type", ""))
+    modern = next((ours for ours, (_, name, _) in _MODERN.items() if name == settings.get("model_type")), None)
     if modern is not None:
         if settings.get("attention_bias") or settings.get("use_sliding_window"):
             return None
-        if (
-            settings.get("rms_norm_eps", RMS_EPS) != RMS_EPS
-            or settings.get("hidden_act", "silu") != _HIDDEN_ACT[modern]
-        ):
+        if settings.get("rms_norm_eps", RMS_EPS) != RMS_EPS or settings.get("hidden_act", "silu") != _MODERN[modern][2]:
             return None
         rope = settings.get("rope_parameters") or settings
         if settings.get("rope_scaling") or rope.get("rope_type", "default") != "default":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from sansgpu.config import Config, RunPaths, fold_seed
+from sansgpu.data.batch import Batch
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.probe import Environment
 from sansgpu.machine.usage import Usage
@@ -78,9 +79,7 @@ class Trainer:
         the end. `final/` is written when the run is done or out of time.
         """
         training = self.config.training
-        pin = training.dataloader_pin_memory and self.plan.device.type == "cuda"
-        make = (lambda step: self.task.batch(step).pinned()) if pin else self.task.batch
-        prefetch = Prefetcher(make, training.dataloader_num_workers, training.prefetch)
+        prefetch = Prefetcher(self._batch, training.dataloader_num_workers, training.prefetch)
         self.task.model.train()
         try:
             with Interrupt() as interrupt:
@@ -107,6 +106,15 @@ class Trainer:
             prefetch.close()
             self._leave_nothing_unsaid()
 
+    def _batch(self, step: int) -> Batch:
+        """The global batch of a step, as it is learned from; made ahead of it."""
+        training, window = self.config.training, self.config.window
+        batch = self.task.batch(step)
+        piece = piece_length(training, window, step, self.total_steps)
+        if piece < window:
+            batch = batch.in_pieces(piece)
+        return batch.pinned() if training.dataloader_pin_memory and self.plan.device.type == "cuda" else batch
+
     def _finished(self) -> bool:
         most_tokens = self.config.training.max_tokens
         return self.progress.step >= self.total_steps or (
@@ -122,9 +130,6 @@ class Trainer:
         progress, training = self.progress, self.config.training
         lr = learning_rate(training, progress.step, self.total_steps)
         batch = prefetch(progress.step, self.total_steps)
-        piece = piece_length(training, self.config.window, progress.step, self.total_steps)
-        if piece < self.config.window:
-            batch = batch.in_pieces(piece)
         result = train_step(self.state, self.task, batch, self.plan, training, lr)
         seconds = time.perf_counter() - start
         progress.step += 1

@@ -23,8 +23,6 @@ constexpr int64_t QUERIES = 64;  // of a block; also what the keys of a block ar
 constexpr int64_t KEYS = 256;    // of a block of the backward pass
 constexpr float LOG2E = 1.4426950408889634f;
 
-int64_t round_up(int64_t x, int64_t unit = QUERIES) { return (x + unit - 1) / unit * unit; }
-
 // A (B, T, heads, d) tensor of any strides but a dense last dimension.
 template <typename T>
 struct View {
@@ -86,7 +84,7 @@ std::pair<float, float> softmax(float* scores, T* weights, int64_t first, int64_
 template <typename T>
 void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const int32_t* ranges,
              const Dropout& dropout, const View<T>& out, float* lse) {
-  const int64_t padded = round_up(s.S), group = s.H / s.K;
+  const int64_t padded = round_up(s.S, QUERIES), group = s.H / s.K;
   at::parallel_for(0, s.B * s.K, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> keys(s.d * padded), values(padded * s.d), weights(QUERIES * padded);
     Buffer<float> scores(QUERIES * padded), sums(QUERIES * s.d), inverse(QUERIES);
@@ -94,13 +92,13 @@ void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& 
       const int64_t b = unit / s.K, kv = unit % s.K;
       pack_transposed(k.at(b, 0, kv), k.time, s.S, padded, s.d, keys);
       pack(v.at(b, 0, kv), v.time, s.S, padded, s.d, values);
-      for (int64_t task = 0; task < group * ((s.T + QUERIES - 1) / QUERIES); ++task) {
+      for (int64_t task = 0; task < group * at::divup(s.T, QUERIES); ++task) {
         const int64_t h = kv * group + task % group, start = task / group * QUERIES;
         const int64_t rows = std::min(QUERIES, s.T - start);
         const int32_t* range = ranges + 2 * (b * s.T + start);
         auto [low, high] = seen(range, rows);
         low = low / QUERIES * QUERIES;
-        const int64_t width = round_up(high) - low;
+        const int64_t width = round_up(high, QUERIES) - low;
         if (width > 0)
           product<T>(rows, width, s.d, q.at(b, start, h), q.time, keys + low * (std::is_same_v<T, bf16> ? 2 : 1),
                      padded, scores, width, false);
@@ -191,7 +189,7 @@ template <typename T>
 void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const View<T>& out,
               const View<T>& grad_out, const int32_t* ranges, const float* lse, const Dropout& dropout,
               const View<T>& q_grad, const View<T>& k_grad, const View<T>& v_grad) {
-  const int64_t padded = round_up(s.S), group = s.H / s.K;
+  const int64_t padded = round_up(s.S, QUERIES), group = s.H / s.K;
   at::parallel_for(0, s.B * s.K, 1, [&](int64_t begin, int64_t end) {
     Buffer<T> keys_transposed(s.d * padded), weights(KEYS * QUERIES), score_grads(KEYS * QUERIES), packed(KEYS * QUERIES);
     Buffer<float> scores(KEYS * QUERIES), weight_grads(KEYS * QUERIES), dq(s.d * QUERIES), dq_rows(s.d * QUERIES),
@@ -203,7 +201,7 @@ void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>&
       for (int64_t c = 0; c < s.d; ++c) std::fill(keys_transposed + c * padded + s.S, keys_transposed + (c + 1) * padded, T(0));
       std::fill_n(static_cast<float*>(dk), s.S * s.d, 0.0f);
       std::fill_n(static_cast<float*>(dv), s.S * s.d, 0.0f);
-      for (int64_t task = 0; task < group * ((s.T + QUERIES - 1) / QUERIES); ++task) {
+      for (int64_t task = 0; task < group * at::divup(s.T, QUERIES); ++task) {
         const int64_t h = kv * group + task % group, start = task / group * QUERIES;
         const int64_t rows = std::min(QUERIES, s.T - start);
         const int32_t* range = ranges + 2 * (b * s.T + start);
@@ -211,7 +209,7 @@ void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>&
         std::fill_n(static_cast<float*>(dq), s.d * QUERIES, 0.0f);
         const auto [first, high] = seen(range, rows);
         for (int64_t low = first / QUERIES * QUERIES; low < high; low += KEYS) {
-          const int64_t whole = std::min(KEYS, round_up(high) - low), count = std::min(whole, s.S - low);
+          const int64_t whole = std::min(KEYS, round_up(high, QUERIES) - low), count = std::min(whole, s.S - low);
           product<T>(count, QUERIES, s.d, k.at(b, low, kv), k.time, block.q_transposed, QUERIES, scores, QUERIES, false);
           product<T>(count, QUERIES, s.d, v.at(b, low, kv), v.time, block.grad_transposed, QUERIES, weight_grads, QUERIES,
                      false);

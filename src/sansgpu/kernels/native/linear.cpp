@@ -28,20 +28,30 @@ void gather_strip(const bf16* g, int64_t ld, int64_t tokens, int64_t length, int
     for (int64_t row = 0; row < count; ++row) strip[row * ld_strip + tokens] = bf16(0);
 }
 
-// (N, O) and (N, I) -> (O, I), all bf16, and (O,) fp32; sums in fp32, in one order whatever the threads.
-std::tuple<at::Tensor, at::Tensor> linear_gradients(const at::Tensor& grad, const at::Tensor& input) {
+// The sums of a strip's rows, or more of them.
+void add_rows(const bf16* strip, int64_t ld, int64_t rows, int64_t tokens, float* sums, bool add) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const bf16* from = strip + row * ld;
+    const float sum = sum_of(tokens, [&](int64_t n) { return load(from + n); });
+    sums[row] = add ? sums[row] + sum : sum;
+  }
+}
+
+// (N, O) and (N, I) -> (O, I), all bf16, and (O,) fp32, or (0,) without a bias; sums in fp32, in one order whatever the
+// threads.
+std::tuple<at::Tensor, at::Tensor> linear_gradients(const at::Tensor& grad, const at::Tensor& input, bool with_bias) {
   const at::Tensor g = grad.contiguous(), x = input.contiguous();
   const int64_t N = g.size(0), O = g.size(1), I = x.size(1);
-  at::Tensor out = at::empty({O, I}, g.options()), out_bias = at::empty({O}, g.options().dtype(at::kFloat));
+  at::Tensor out = at::empty({O, I}, g.options()), out_bias = at::empty({with_bias ? O : 0}, g.options().dtype(at::kFloat));
   const bf16 *from_g = g.data_ptr<bf16>(), *from_x = x.data_ptr<bf16>();
   bf16* to = out.data_ptr<bf16>();
   float* bias = out_bias.data_ptr<float>();
-  const int64_t most = std::min((N + 1) / 2 * 2, TOKENS), panels = (I + PANEL - 1) / PANEL, strips = (O + STRIP - 1) / STRIP;
+  const int64_t most = std::min(round_up(N, 2), TOKENS), panels = at::divup(I, PANEL), strips = at::divup(O, STRIP);
   const bool several = N > TOKENS;
   Buffer<bf16> packed(panels * most * PANEL);
   Buffer<float> sums(several ? O * I : 1);
   for (int64_t start = 0; start < N; start += TOKENS) {
-    const int64_t tokens = std::min(TOKENS, N - start), length = (tokens + 1) / 2 * 2, ld_strip = length + GAP;
+    const int64_t tokens = std::min(TOKENS, N - start), length = round_up(tokens, 2), ld_strip = length + GAP;
     at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; ++p)
         pack(from_x + start * I + p * PANEL, I, tokens, length, std::min(PANEL, I - p * PANEL), packed + p * length * PANEL);
@@ -54,12 +64,7 @@ std::tuple<at::Tensor, at::Tensor> linear_gradients(const at::Tensor& grad, cons
         const int64_t rows = std::min(STRIP, O - first), columns = std::min(PANEL, I - p * PANEL);
         if (held != first) gather_strip(from_g + start * O + first, O, tokens, length, rows, strip, ld_strip);
         held = first;
-        if (p == 0)
-          for (int64_t row = 0; row < rows; ++row) {
-            const bf16* of_row = strip + row * ld_strip;
-            const float sum = sum_of(tokens, [&](int64_t n) { return load(of_row + n); });
-            bias[first + row] = start > 0 ? bias[first + row] + sum : sum;
-          }
+        if (with_bias && p == 0) add_rows(strip, ld_strip, rows, tokens, bias + first, start > 0);
         for (int64_t row = 0; row < rows; row += BLOCK) {
           const int64_t count = std::min(BLOCK, rows - row), at = (first + row) * I + p * PANEL, ld = several ? I : PANEL;
           float* sum = several ? sums + at : block;

@@ -18,6 +18,8 @@ namespace sansgpu {
 
 using bf16 = c10::BFloat16;
 
+inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
 // Uninitialised memory on a cache line's boundary. Not a std::vector: zeroing it would cost as much as using it.
 template <typename T>
 class Buffer {

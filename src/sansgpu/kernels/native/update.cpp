@@ -19,7 +19,7 @@ at::Tensor dropout(const at::Tensor& x, double p, const at::Tensor& seed) {
   at::Tensor out = at::empty_like(x);
   const Dropout drop(p, *seed.data_ptr<int64_t>());
   const auto run = [&](const auto* from, auto* to) {
-    at::parallel_for(0, (x.numel() + GRAIN - 1) / GRAIN, 1, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, at::divup(x.numel(), GRAIN), 1, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
         const uint32_t row = drop.row(block, 0);
         const int64_t start = block * GRAIN, count = std::min(GRAIN, x.numel() - start);
@@ -43,7 +43,7 @@ void accumulate_(const at::Tensor& sum, const at::Tensor& addend) {
 
 // Sum of squares in blocks of fixed size, added in their order: the same bits whatever the threads.
 double squared_norm(const at::Tensor& tensor) {
-  const int64_t size = tensor.numel(), blocks = (size + GRAIN - 1) / GRAIN;
+  const int64_t size = tensor.numel(), blocks = at::divup(size, GRAIN);
   Buffer<double> sums(blocks);
   const auto run = [&](const auto* from) {
     at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
