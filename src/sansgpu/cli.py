@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,11 +122,16 @@ def train(
     headless: Annotated[bool, typer.Option("--headless", help="JSON lines on stdout, nothing else there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything up to the first step.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a resume that cannot be exact.")] = False,
+    until: Annotated[
+        str | None, typer.Option(metavar="HH:MM", help="Be over, with the model saved, by this time.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Begin though memory does not suffice.")] = False,
 ) -> int:
     """Train as CONFIG says.
 
     Example: sansgpu train configs/cpu_small.yaml --set data.dataset_name=notes/ --max-steps 200
     """
+    started = time.monotonic()
     if config and config_option:
         raise typer.BadParameter("CONFIG is given twice")
     devices = {"cpu": "cpu", "gpu": "cuda", "auto": "auto", None: None}
@@ -140,6 +146,7 @@ def train(
         "training.dataloader_num_workers": None if prefetch is None else min(prefetch, 1),
         "training.dataloader_prefetch_factor": prefetch or None,
         "training.seed": seed,
+        "training.until": until,
     }
     overrides = [*(override or []), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
 
@@ -154,7 +161,9 @@ def train(
 
     errors = Console(stderr=True)
     sink: Sink = JsonLines(sys.stdout) if headless else Terminal(errors if dry_run else Console())
-    request = TrainRequest(config or config_option, tuple(overrides), output_dir, resume, strict, dry_run)
+    request = TrainRequest(
+        config or config_option, tuple(overrides), output_dir, resume, strict, dry_run, force, started
+    )
     bar = PreparationBar(errors)
     try:
         outcome = job(request, [bar, sink], bar)
@@ -167,16 +176,57 @@ def train(
     return 0
 
 
-def _print_dry_run(prepared: Any) -> None:
+def _print_dry_run(begun: Any) -> None:
     """The resolved configuration and what the run would do, as YAML."""
     import dataclasses
 
     import yaml
 
+    prepared = begun.prepared
     environment = dataclasses.asdict(prepared.environment)
-    sections = {"output_dir": str(prepared.paths.root), "environment": environment, "run": prepared.facts}
+    sections = {"output_dir": str(begun.paths.root), "environment": environment, "run": prepared.facts()}
     config = prepared.config.model_dump(mode="json")
     print(yaml.safe_dump({"config": config, **sections}, sort_keys=False), end="")
+
+
+ConfigArgument = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG]", help="A file, or small, medium, large; none: the built-in default.")
+]
+OverrideOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")
+]
+
+
+@app.command()
+def plan(
+    config: ConfigArgument = None,
+    override: OverrideOption = None,
+    presets: Annotated[bool, typer.Option("--presets", help="A table of small, medium and large.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a run costs in memory and hours, before any work.
+
+    Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/
+    """
+    from rich.console import Console
+
+    from sansgpu.jobs.plan import plan as job
+    from sansgpu.jobs.plan import plan_presets
+    from sansgpu.watch.tables import print_plan, print_presets
+    from sansgpu.watch.terminal import PreparationBar
+
+    bar = PreparationBar(Console(stderr=True))
+    try:
+        rows = plan_presets(override or [], _warn) if presets else []
+        result = {"presets": rows} if presets else job(config, override or [], bar, _warn)
+    finally:
+        bar.close()
+    if as_json:
+        _print_json(result)
+    elif presets:
+        print_presets(Console(), rows)
+    else:
+        print_plan(Console(), result)
 
 
 def _warn(message: str) -> None:

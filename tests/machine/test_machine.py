@@ -7,44 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from sansgpu.config import Config, ConfigError, TrainingConfig
+from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
 from sansgpu.machine.compilation import is_long, missing_for_compile, resolve_compile
 from sansgpu.machine.launch import SPINS, share_cores
-from sansgpu.machine.memory import effective_batch, fitting_micro_batches, memory_needed, usual_micro_batch
+from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.remembered import remembered
-
-PLENTY = 1 << 50
-
-
-def config_of(**training: object) -> Config:
-    return Config.model_validate({"training": training, "model": {"vocab_size": 1000}})
-
-
-def test_more_examples_at_once_need_more_memory_and_checkpointing_less() -> None:
-    needs = [memory_needed(config_of(), 10_000_000, size) for size in (1, 2, 4, 8)]
-    assert needs == sorted(set(needs))
-    frugal = Config.model_validate({"model": {"vocab_size": 1000, "gradient_checkpointing": True}})
-    assert memory_needed(frugal, 10_000_000, 8) < needs[-1]
 
 
 @pytest.mark.parametrize("effective", [1, 6, 7, 16, 48])
 def test_an_automatic_micro_batch_divides_the_effective_batch(effective: int) -> None:
-    config = config_of(gradient_accumulation_steps=effective)
-    assert effective_batch(config.training) == effective
-    sizes = fitting_micro_batches(config, 1000, PLENTY)
+    training = TrainingConfig(gradient_accumulation_steps=effective)
+    assert effective_batch(training) == effective
+    sizes = micro_batch_choices(training, 256)
     assert sizes == [size for size in range(1, effective + 1) if effective % size == 0]
-    assert usual_micro_batch(config, sizes) * 256 <= 4096
-
-
-def test_less_memory_gives_a_smaller_micro_batch_and_in_the_end_a_refusal() -> None:
-    config = config_of(gradient_accumulation_steps=16)
-    tight = memory_needed(config, 1000, 4)
-    assert fitting_micro_batches(config, 1000, tight) == [1, 2, 4]
-    with pytest.raises(ConfigError, match="smaller model or shorter windows"):
-        fitting_micro_batches(config, 1000, memory_needed(config, 1000, 1) - 1)
-    with pytest.raises(ConfigError, match=r"set training\.batch_size to 4"):
-        fitting_micro_batches(config_of(batch_size=8), 1000, tight)
+    assert usual_micro_batch(256, sizes) * 256 <= 4096
+    assert micro_batch_choices(TrainingConfig(batch_size=5), 256) == [5]
 
 
 def test_compiling_is_for_long_runs() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.processes import digests, environment, finish, record, settings, writ
 # What the documentation promises other programs.
 STEP_KEYS = {
     "event", "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "rss_bytes",
-    "cpu_percent", "eta_seconds",
+    "cpu_percent", "eta_seconds", "elapsed_seconds", "total_steps",
 }  # fmt: skip
 EVAL_KEYS = {"event", "step", "loss", "perplexity", "bits_per_byte"}
 END_KEYS = {"event", "step", "reason", "seconds", "snapshot"}
@@ -79,13 +80,34 @@ def test_an_epoch_is_every_token_once(home: Path, tmp_path: Path, pack: str) -> 
     assert of(events, "step")[-1]["tokens"] == 2 * events[0]["train_tokens"]
 
 
-def test_max_hours_ends_the_run_and_saves_it(home: Path, tmp_path: Path) -> None:
-    events = train(home, tmp_path / "r", training__max_hours=0.0001, training__max_steps=100_000)
-    end = of(events, "end")[0]
+def test_max_hours_ends_the_run_in_time_with_its_decay_behind_it(home: Path, tmp_path: Path) -> None:
+    started = time.monotonic()
+    hours = {"training__max_hours": 0.003, "training__max_steps": "null", "training__logging_steps": 1}
+    events = train(home, tmp_path / "r", training__lr_scheduler="wsd", training__warmup_steps=1000, **hours)
+    assert time.monotonic() - started < 0.003 * 3600 + 1  # this process was there before it
+    end, steps = of(events, "end")[0], of(events, "step")
     assert end["reason"] == "out_of_time"
-    assert end["seconds"] >= 0.36
+    assert 0.5 * 0.003 * 3600 < end["seconds"] < 0.003 * 3600
+    rates = [event["lr"] for event in steps]
+    peak = rates.index(max(rates))
+    assert 0 < peak < 0.2 * len(rates), "a warm-up too long for the time is cut"
+    assert rates[-1] < 0.05 * max(rates)
+    assert of(events, "eval")[-1]["step"] == end["step"] == snapshots(tmp_path / "r/snapshots")[-1].step
     assert (tmp_path / "r/final/model.safetensors").exists()
-    assert end["step"] == snapshots(tmp_path / "r/snapshots")[-1].step < 100_000
+
+
+def test_a_limit_that_ends_the_run_long_before_its_time_is_said(home: Path, tmp_path: Path) -> None:
+    events = train(home, tmp_path / "r", training__max_hours=100, training__max_steps=40)
+    assert of(events, "end")[0]["reason"] == "done"
+    assert [e["message"] for e in of(events, "warning") if "long before its time is up" in e["message"]]
+
+
+def test_no_time_is_left(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = settings(data__dataset_name=home / "corpus.jsonl")
+    assert cli(["train", *chosen, "--until", "2020-01-01T07:00", "--output-dir", str(tmp_path / "r")]) == 2
+    assert "is over; give a later one" in capsys.readouterr().err
+    assert cli(["train", *chosen, "--until", "tomorrow", "--output-dir", str(tmp_path / "r")]) == 2
+    assert "write 07:00" in capsys.readouterr().err
 
 
 def test_headless_prints_the_same_lines_and_nothing_else(home: Path, tmp_path: Path) -> None:
@@ -146,7 +168,7 @@ def test_a_long_run_measures_its_micro_batch_and_compiling_once(
     known = json.loads(answer.read_text())
     assert known["answer"]["micro_batch"] == first["micro_batch"]
     assert known["answer"]["compile"] in ("on", "off")
-    answer.write_text(json.dumps({**known, "answer": {"micro_batch": 3, "compile": "off"}}))
+    answer.write_text(json.dumps({**known, "answer": {**known["answer"], "micro_batch": 3, "compile": "off"}}))
     assert cli(arguments) == 0
     assert yaml.safe_load(capsys.readouterr().out)["run"]["micro_batch"] == 3
 
@@ -179,7 +201,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert shown["config"]["training"]["beta2"] == 0.98
     assert shown["config"]["model"]["vocab_size"] == 320
     assert shown["run"]["total_steps"] == 4
-    assert shown["run"]["memory_bytes"] > 0
+    assert shown["run"]["memory_bytes"]["total"] > 0
 
 
 def test_tensorboard_holds_the_same_losses(home: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What was asked: the schema, its files and its errors. Nothing here loads torch."""
 
 from sansgpu.config.errors import ConfigError, SansGPUError
-from sansgpu.config.load import load_config, problems, save_config
+from sansgpu.config.load import change_config, load_config, preset_names, problems, save_config
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from sansgpu.config.seeds import fold_seed
@@ -14,8 +14,10 @@ __all__ = [
     "RunPaths",
     "SansGPUError",
     "TrainingConfig",
+    "change_config",
     "fold_seed",
     "load_config",
+    "preset_names",
     "problems",
     "save_config",
 ]

@@ -38,21 +38,41 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+PRESETS = Path(__file__).parent / "presets"
+
+
+def preset_names() -> list[str]:
+    """What may stand in place of a file: models of a known size, smallest first."""
+    return sorted((file.stem for file in PRESETS.glob("*.yaml")), key=["small", "medium", "large"].index)
+
+
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """The configuration of a YAML, TOML or JSON file (none: the built-in default) with `key.path=value` overrides.
+    """The configuration of a file or a preset (none: the built-in default), with `key.path=value` overrides.
 
     Returns it with notes for the user, each said once: what was dropped and why.
     Raises ConfigError naming the file and every problem in it.
     """
+    if path and str(path) in preset_names() and not path.exists():
+        path = PRESETS / f"{path}.yaml"
     values = _read(path) if path else copy.deepcopy(BUILT_IN)
     for override in overrides:
         _override(values, override)
-    where = str(path) if path else "the configuration"
+    return _validated(values, str(path) if path else "the configuration"), _notes(values)
+
+
+def change_config(config: Config, overrides: Sequence[str]) -> Config:
+    """`config` with `key.path=value` overrides. Raises ConfigError where they do not fit together."""
+    values = config.model_dump()
+    for override in overrides:
+        _override(values, override)
+    return _validated(values, "the configuration")
+
+
+def _validated(values: Values, where: str) -> Config:
     try:
-        config = Config.model_validate(values)
+        return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{where}: {'; '.join(problems(error))}.") from None
-    return config, _notes(values)
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -20,6 +21,24 @@ def _switch(value: object) -> object:
 
 def _listed(value: object) -> object:
     return ([] if value in ("none", "") else [value]) if isinstance(value, str) else value
+
+
+def _clock(value: object) -> object:
+    """A time of day or a date with one. YAML 1.1 reads a bare 17:30 as a number of base 60, and dates as dates."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 24 * 60:
+        value = f"{value // 60:02d}:{value % 60:02d}"
+    if isinstance(value, datetime):
+        value = value.isoformat()
+    if isinstance(value, str):
+        try:
+            return datetime.strptime(value, "%H:%M").strftime("%H:%M")
+        except ValueError:
+            pass
+        try:
+            return datetime.fromisoformat(value).replace(tzinfo=None).isoformat()
+        except ValueError:
+            raise ValueError(f"{value} is no time; write 07:00 or 2030-01-31T07:00") from None
+    return value
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -110,7 +129,14 @@ class TrainingConfig(_Section):
     num_epochs: float | None = Field(None, gt=0, description="passes over the training part (1 if no limit is given)")
     max_steps: int | None = Field(None, ge=1, description="optimizer updates; the first limit reached ends the run")
     max_tokens: int | None = Field(None, ge=1, description="target tokens")
-    max_hours: float | None = Field(None, gt=0, description="hours of training, interruptions not counted")
+    max_hours: float | None = Field(
+        None,
+        gt=0,
+        description="hours from start to saved model, interruptions not counted; the schedule is laid over them",
+    )
+    until: Annotated[str | None, BeforeValidator(_clock)] = Field(
+        None, description="when the run is to be over: 07:00, or 2030-01-31T07:00; the schedule is laid to end there"
+    )
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "wsd", description="wsd: warm-up, stable, then a linear decay over the last `decay_ratio` of the steps"
     )
@@ -176,6 +202,11 @@ class TrainingConfig(_Section):
     def wanted_precision(self) -> Precision:
         """`precision` with `use_amp` taken into account."""
         return "fp32" if self.use_amp is False else self.precision
+
+    @property
+    def time_limited(self) -> bool:
+        """Whether an amount of time or a time of day ends the run."""
+        return self.max_hours is not None or self.until is not None
 
     @property
     def prefetch(self) -> int:

@@ -30,6 +30,10 @@ class Prefetcher:
                 self._ready[ahead] = self._pool.submit(self._make, ahead)
         return self._ready.pop(step).result()
 
+    def forget(self) -> None:
+        """What was prepared is no longer what is wanted."""
+        self._ready.clear()
+
     def close(self) -> None:
         """Stop preparing."""
         if self._pool is not None:

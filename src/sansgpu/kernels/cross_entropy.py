@@ -86,14 +86,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if with_gradients else None
         weight_grad: torch.Tensor | None = None
         total = torch.zeros((), dtype=accurate, device=hidden.device)
+        # One buffer for all chunks: large blocks that come and go leave holes in the heap.
+        buffer = hidden.new_empty(min(CHUNK_ROWS, len(hidden)), len(head))
+        product = torch.empty_like(head) if with_gradients and len(hidden) > CHUNK_ROWS else None
         for start in range(0, len(hidden), CHUNK_ROWS):
             here = hidden[start : start + CHUNK_ROWS]
-            logits = here @ head.T
+            logits = torch.mm(here, head.T, out=buffer[: len(here)])
             losses, logits_grad = _losses(logits, targets[start : start + CHUNK_ROWS], shape, with_gradients)
             total += losses.sum()
             if hidden_grad is not None:
                 torch.mm(logits_grad, head, out=hidden_grad[start : start + CHUNK_ROWS])
-                weight_grad = _add(weight_grad, logits_grad.T @ here)
+                if weight_grad is None:
+                    weight_grad = (logits_grad.T @ here).to(accurate)
+                else:
+                    add_product(weight_grad, torch.mm(logits_grad.T, here, out=product))
         if with_gradients:
             ctx.save_for_backward(hidden_grad, torch.zeros_like(weight) if weight_grad is None else weight_grad)
         return total
@@ -103,13 +109,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad_outputs[0]
         return hidden_grad.mul_(scale), weight_grad.mul_(scale), None, None
-
-
-def _add(total: torch.Tensor | None, product: torch.Tensor) -> torch.Tensor:
-    """The sum in fp32, or fp64, of what the chunks add."""
-    if total is None:
-        return product.to(torch.promote_types(product.dtype, torch.float32))
-    return add_product(total, product)
 
 
 def _losses(

@@ -17,7 +17,12 @@ EAGER_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
 
 def is_long(total_flops: float, precision: str, threads: int) -> bool:
     """Whether a run is so long that what compiling may save exceeds what it takes."""
-    return total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads) * SAVED_SHARE > COMPILE_SECONDS
+    return is_long_time(total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads))
+
+
+def is_long_time(seconds: float) -> bool:
+    """The same, where the time is known."""
+    return seconds * SAVED_SHARE > COMPILE_SECONDS
 
 
 def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:

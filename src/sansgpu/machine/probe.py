@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.machine import cgroup
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # of a typical layer, timed to choose the precision
 GEMM_SIZE = 2048  # large enough for the peak rate, small enough for tenths of a second on one slow core
@@ -58,7 +59,7 @@ def available_cores() -> int:
     """Physical cores this process may use, by affinity and container quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = min(allowed, psutil.cpu_count(logical=False) or allowed)
-    quota = _cgroup_number("cpu.max")
+    quota = cgroup.cpu_quota()
     return max(1, min(physical, int(quota) if quota else physical))
 
 
@@ -67,19 +68,21 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free: int = psutil.virtual_memory().available
-    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
-    return free if limit is None else min(free, int(limit - (used or 0)))
+    left = cgroup.memory_left()
+    return free if left is None else min(free, left)
 
 
-def _cgroup_number(name: str) -> float | None:
-    """A cgroup v2 value, cpu.max as cores; None where there is no limit."""
-    try:
-        text = (Path("/sys/fs/cgroup") / name).read_text().split()
-    except OSError:
-        return None
-    if not text or text[0] == "max":
-        return None
-    return float(text[0]) / (float(text[1]) if len(text) > 1 else 1.0)
+def total_memory() -> int:
+    """Bytes of the machine, or of the container's limit where that is less."""
+    whole: int = psutil.virtual_memory().total
+    limit = cgroup.memory_limit()
+    return whole if limit is None else min(whole, limit)
+
+
+def memory_for_run(device: torch.device) -> int:
+    """Bytes a run in this process may come to: what can still be had, and what the process has already."""
+    held: int = psutil.Process().memory_info().rss if device.type == "cpu" else 0
+    return available_memory(device) + held
 
 
 def resolve_threads(training: TrainingConfig) -> int:

@@ -285,9 +285,3 @@ class TransformerLM(nn.Module):
         c = self.config
         weight = self.embedding.weight
         return [KeyValueCache(batch, c.kv_heads, c.max_seq_len, c.head_dim, weight) for _ in range(c.n_layers)]
-
-    def flops_per_token(self, window: int) -> float:
-        """FLOPs a training step needs per token: 6 a matmul parameter, and causal attention."""
-        matmul = sum(p.numel() for b in self.blocks for p in b.parameters() if p.ndim == 2) + self.head_weight.numel()
-        attended = (window + 1) / 2  # keys a query sees on average
-        return 6 * matmul + 12 * self.config.n_layers * self.config.d_model * attended

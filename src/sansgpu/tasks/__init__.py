@@ -1,8 +1,8 @@
 """What is learned. A task is a model, its batches, its loss and its metrics: one file, and one line here."""
 
 from sansgpu.tasks.pretrain import Pretrain
-from sansgpu.tasks.task import Evaluated, Task
+from sansgpu.tasks.task import Corpus, Evaluated, Objective, Task, TaskKind
 
-TASKS = {"pretrain": Pretrain}
+TASKS: dict[str, TaskKind] = {"pretrain": Pretrain}
 
-__all__ = ["TASKS", "Evaluated", "Pretrain", "Task"]
+__all__ = ["TASKS", "Corpus", "Evaluated", "Objective", "Pretrain", "Task", "TaskKind"]

@@ -10,14 +10,16 @@ import torch
 
 from sansgpu.config import Config, ConfigError, fold_seed
 from sansgpu.data.batch import Batch
-from sansgpu.data.order import batch_indices, steps_per_epoch
+from sansgpu.data.order import batch_indices
 from sansgpu.data.pack import Windows, make_windows
 from sansgpu.data.shards import Progress, TokenStore, build_store, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.kernels.cross_entropy import LossShape
+from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import TransformerLM
+from sansgpu.models.costs import StepWork, decoder_memory, parameters_by_part, step_work
 from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.huggingface import export_model
 from sansgpu.tasks.language_modelling import LanguageModelling
@@ -27,32 +29,53 @@ VOCABULARY_MULTIPLE = 64  # rows of the embedding are padded to this, which matm
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TextCorpus:
     """Tokenised text, cut into windows."""
 
     tokenizer: Tokenizer
     train: Windows
     validation: Windows
     train_tokens: int
+    validation_tokens: int
     fingerprint: str
 
+    @property
+    def train_examples(self) -> int:
+        """Windows of the training part."""
+        return len(self.train)
 
-class Pretrain:
+
+class PretrainObjective:
+    """A decoder and its loss."""
+
+    def __init__(self, config: Config) -> None:
+        self._loss_shape = LossShape(config.training.label_smoothing, config.training.z_loss)
+        self.model = TransformerLM(config.model, fold_seed(config.training.seed, "model"))
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Cross-entropy summed over the targets, with what the configuration adds to it."""
+        return self.model.summed_loss(
+            batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_shape
+        )
+
+    def compile(self, on: bool) -> None:
+        """Compile block by block, or no longer."""
+        self.model.compile_blocks(on)
+
+
+class Pretrain(PretrainObjective):
     """`task: pretrain`."""
 
-    def __init__(self, config: Config, corpus: Corpus, effective_batch: int) -> None:
+    def __init__(self, config: Config, corpus: TextCorpus, effective_batch: int) -> None:
+        super().__init__(config)
         self.corpus, self._config = corpus, config
-        self._loss_shape = LossShape(config.training.label_smoothing, config.training.z_loss)
         self._effective_batch = effective_batch
-        self.model = TransformerLM(config.model, fold_seed(config.training.seed, "model"))
         self._measured = LanguageModelling(self.model, corpus.tokenizer, corpus.validation)
         self.fingerprint = corpus.fingerprint
-        self.steps_per_epoch = steps_per_epoch(len(corpus.train), effective_batch)
-        self.tokens_per_epoch = corpus.train_tokens
-        self.flops_per_token = self.model.flops_per_token(config.window)
+        self.flops_per_token = self.work(config, 1).needed
 
     @staticmethod
-    def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, Corpus]:
+    def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, TextCorpus]:
         """Tokenize the data, and settle what of the configuration depends on it: the vocabulary.
 
         Raises ConfigError where there is not enough data, or the vocabulary does not hold its tokens.
@@ -69,29 +92,59 @@ class Pretrain:
         _require_tokens(config, train, validation, store)
         pack, window = config.data.pack_sequences, config.window
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(store.tokens)}-{train.token_count}-{window}-{pack}"
-        return config, Corpus(
+        return config, TextCorpus(
             tokenizer,
             make_windows(train, window, tokenizer.end_id, pack),
             make_windows(validation, window, tokenizer.end_id, pack),
             train.token_count,
+            validation.token_count,
             fingerprint,
         )
 
     @staticmethod
-    def parameter_count(config: Config) -> int:
-        """Parameters of the model, without making it."""
-        return TransformerLM(config.model, seed=None).parameter_count
+    def objective(config: Config) -> PretrainObjective:
+        """A model and its loss, without data."""
+        return PretrainObjective(config)
+
+    @staticmethod
+    def random_batch(config: Config, size: int) -> Batch:
+        """`size` windows of tokens drawn at random, each one document: what a step takes, without any data."""
+        assert config.model.vocab_size is not None
+        draws = torch.Generator().manual_seed(fold_seed(config.training.seed, "trial"))
+        shape = (size, config.window + 1)
+        tokens = torch.randint(0, config.model.vocab_size, shape, generator=draws)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        positions = torch.arange(config.window).expand_as(inputs).contiguous()
+        return Batch(inputs, targets, positions, torch.zeros_like(inputs))
+
+    @staticmethod
+    def with_vocabulary(config: Config) -> Config:
+        """The configuration as `prepare` would settle it, of data that was not looked at yet."""
+        if config.model.vocab_size is None and config.data.tokenizer != "bpe":
+            raise ConfigError(
+                f"how many tokens {config.data.tokenizer} has is known when the data is read; set model.vocab_size."
+            )
+        return config if config.model.vocab_size else _sized(config, config.data.vocab_size)
+
+    @staticmethod
+    def parameters(config: Config) -> dict[str, int]:
+        """Parameters by part, without making the model."""
+        return parameters_by_part(config.model)
+
+    @staticmethod
+    def memory(config: Config, how: Execution) -> Memory:
+        """What a step takes."""
+        return decoder_memory(config.model, config.window, how)
+
+    @staticmethod
+    def work(config: Config, tokens: int) -> StepWork:
+        """FLOPs of a step."""
+        return step_work(config.model, config.window, tokens)
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step."""
         indices = batch_indices(self._config.training.seed, step, len(self.corpus.train), self._effective_batch)
         return self.corpus.train.batch(indices)
-
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Cross-entropy summed over the targets, with what the configuration adds to it."""
-        return self.model.summed_loss(
-            batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_shape
-        )
 
     def validation_batches(self, size: int) -> Iterator[Batch]:
         """The validation part in order, `size` windows at a time."""
@@ -109,10 +162,6 @@ class Pretrain:
         """What the model writes after `prompt`."""
         return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, Sampling(seed=seed)))
 
-    def compile(self, on: bool) -> None:
-        """Compile block by block, or no longer."""
-        self.model.compile_blocks(on)
-
     def save_tokenizer(self, folder: Path) -> None:
         """Write tokenizer.json."""
         self.corpus.tokenizer.save(folder)
@@ -125,13 +174,17 @@ class Pretrain:
 def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     size = config.model.vocab_size
     if size is None:
-        size = -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+        return _sized(config, tokenizer.vocab_size)
     if size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size {size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise it or leave it out."
         )
     return config
+
+
+def _sized(config: Config, vocabulary: int) -> Config:
+    size = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
 
 
 def _require_tokens(config: Config, train: TokenRanges, validation: TokenRanges, store: TokenStore) -> None:

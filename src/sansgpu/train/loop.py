@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from sansgpu.config import Config, RunPaths, fold_seed
 from sansgpu.data.batch import Batch
 from sansgpu.data.prefetch import Prefetcher
-from sansgpu.machine.probe import Environment
+from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.pressure import MemoryGuard
+from sansgpu.machine.probe import Environment, available_memory
 from sansgpu.machine.usage import Usage
 from sansgpu.tasks import Task
+from sansgpu.train.budget import Budget
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.resume import restore
-from sansgpu.train.schedule import learning_rate, piece_length, total_steps
+from sansgpu.train.schedule import UNKNOWN, learning_rate, piece_length
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, StepResult, train_step
 from sansgpu.train.tensor_file import Tensors
 from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.events import Sinks
+from sansgpu.watch.jsonl import read_events
+
+LONG_BEFORE = 1.2  # times the steps that are left would fit into the time that is
 
 
 @dataclass(frozen=True)
@@ -47,14 +53,35 @@ class Trainer:
         environment: Environment,
         sinks: Sinks,
         gemm_flops_per_second: float,
+        steps: int,
+        started: float | None = None,
+        validation_tokens: int = 0,
     ) -> None:
+        """`steps` are all of the run's, or `schedule.UNKNOWN`; it counts its time from `started` (time.monotonic)."""
         self.task, self.config, self.paths, self.plan = task, config, paths, plan
         self.environment, self.sinks, self.gemm_flops_per_second = environment, sinks, gemm_flops_per_second
         training = config.training
         task.model.to(plan.device)
         optimizer = Optimizer(task.model, training, plan.compute_dtype)
+        optimizer.make_moments()
         self.state = TrainState(task.model, optimizer, Progress())
-        self.total_steps = total_steps(training, task.steps_per_epoch, task.tokens_per_epoch)
+        self.total_steps = self._most_steps = steps
+        self._told = False  # that another limit ends the run long before its time is up
+        self._started = time.monotonic() if started is None else started
+        self._before = 0.0  # seconds of the run's earlier processes
+        self._budget = Budget(
+            training,
+            self._elapsed,
+            validation_tokens / (effective_batch(training) * config.window),
+            sum(tensor.nbytes for tensors in (*self._tensors(), self.state.weights()) for tensor in tensors.values()),
+        )
+        self._guard = MemoryGuard(
+            plan.micro_batch,
+            environment.compile == "on",
+            lambda: available_memory(plan.device),
+            lambda message: self.sinks.warn(message),
+            self._shed,
+        )
         self._usage = Usage()
         self._snapshot: Snapshot | None = None  # the newest, perhaps still being written
         self._snapshot_said = True
@@ -73,6 +100,11 @@ class Trainer:
         """Take up a snapshot. Raises ConfigError where it does not fit the model, or with `strict` the environment."""
         self._metrics = restore(self.state, snapshot, self.environment, self.task.fingerprint, strict, self.sinks.warn)
         self._snapshot, self._snapshot_said = snapshot, False
+        events = read_events(self.paths.metrics)  # a process that was killed took time that no snapshot knows of
+        self._before = max([self.progress.seconds, *(event.get("elapsed_seconds", 0.0) for event in events)])
+        laid = self.progress.total_steps
+        if self.config.training.time_limited and laid and (self.progress.step < laid or not self._budget.worth_more()):
+            self.total_steps = min(self._most_steps, laid)
 
     def train(self) -> End:
         """Run to the first limit, an interrupt or the end of the time allowed; snapshots as configured, and one at
@@ -85,23 +117,23 @@ class Trainer:
             with Interrupt() as interrupt:
                 if self.progress.step:
                     self._finish_step(interrupt)
-                while interrupt.signal is None and not self._finished() and not self._out_of_time():
+                while interrupt.signal is None and not self._finished():
                     self._one_step(prefetch)
                     if not self._writer.busy:
                         self._settle()
+                    self._lay_steps(prefetch)
                     self._finish_step(interrupt)
                 if interrupt.signal is not None:
                     if self.progress.step:  # else there is nothing to lose, and no moments to save
                         self._save()
                     self._settle()
                     return self._end("interrupted", interrupt.signal)
-                reason = "done" if self._finished() else "out_of_time"
                 self._evaluate()
                 self._save()
                 self._settle()
             self.state.optimizer.release()
             self.task.export(self.paths.final)
-            return self._end(reason)
+            return self._end("out_of_time" if self.progress.step >= self.total_steps < self._most_steps else "done")
         finally:
             prefetch.close()
             self._leave_nothing_unsaid()
@@ -121,26 +153,49 @@ class Trainer:
             most_tokens is not None and self.progress.tokens >= most_tokens
         )
 
-    def _out_of_time(self) -> bool:
-        hours = self.config.training.max_hours
-        return hours is not None and self.progress.seconds >= hours * 3600
+    def _elapsed(self) -> float:
+        """Seconds the run has taken, over all its processes."""
+        return self._before + time.monotonic() - self._started
+
+    def _lay_steps(self, prefetch: Prefetcher) -> None:
+        """Where time limits the run: lay its steps over what is left of it."""
+        if self._finished() or not self._budget.due() or (fitting := self._budget.steps_left()) is None:
+            return
+        total = min(self._most_steps, self.progress.step + fitting)
+        if fitting > LONG_BEFORE * (self._most_steps - self.progress.step) and not self._told:
+            self._told = True
+            self.sinks.warn(
+                f"num_epochs, max_steps or max_tokens end the run after {total:,} steps, long before its time is up; "
+                "set them to null to use all of it."
+            )
+        if total != self.total_steps:
+            self.total_steps = self.progress.total_steps = total
+            prefetch.forget()  # how windows are cut depends on how many steps there are
+
+    def _shed(self) -> str | None:
+        """Give up the memory that training can do without."""
+        return "snapshots are written before training goes on" if self._writer.drop_copies() else None
 
     def _one_step(self, prefetch: Prefetcher) -> None:
         start = time.perf_counter()
         progress, training = self.progress, self.config.training
         lr = learning_rate(training, progress.step, self.total_steps)
         batch = prefetch(progress.step, self.total_steps)
-        result = train_step(self.state, self.task, batch, self.plan, training, lr)
+        result = train_step(self.state, self.task, batch, self.plan, training, lr, self._guard.allowed)
+        if self._guard.micro_batch != self.plan.micro_batch:
+            self.plan = replace(self.plan, micro_batch=self._guard.micro_batch)
+            self.environment = replace(self.environment, micro_batch=self._guard.micro_batch)
         seconds = time.perf_counter() - start
         progress.step += 1
         progress.tokens += result.tokens
-        progress.seconds += seconds
+        progress.seconds = self._elapsed()
         progress.logged_loss += result.loss_sum
         progress.logged_tokens += result.tokens
-        if self._first_step and training.logging_steps > 1:
-            self._first_step = False
-        else:
+        if not self._first_step:
+            self._budget.stepped(seconds)
+        if not self._first_step or training.logging_steps == 1:
             self._interval.append((seconds, result.tokens))
+        self._first_step = False
         self._metrics = None
         if not self._writer.prepared and (training.save_steps or training.eval_steps):
             self._writer.prepare(*self._tensors())  # moments exist from the first step on
@@ -166,15 +221,16 @@ class Trainer:
                 "rss_bytes": self._usage.rss_bytes(),
                 "cpu_percent": self._usage.cpu_percent(),
                 "eta_seconds": self._eta_seconds(step_seconds),
+                "elapsed_seconds": self._elapsed(),
+                "total_steps": None if self.total_steps == UNKNOWN else self.total_steps,
             }
         )
         progress.logged_loss, progress.logged_tokens = 0.0, 0
         self._interval = []
 
     def _eta_seconds(self, step_seconds: float) -> float:
-        remaining = (self.total_steps - self.progress.step) * step_seconds
-        hours = self.config.training.max_hours
-        return remaining if hours is None else max(0.0, min(remaining, hours * 3600 - self.progress.seconds))
+        left = max(0.0, self._budget.seconds_left())
+        return min(left, (self.total_steps - self.progress.step) * step_seconds)
 
     def _finish_step(self, interrupt: Interrupt) -> None:
         """Evaluate and save where this step is due; what an interrupt cuts short is made up for on resume."""
@@ -192,9 +248,11 @@ class Trainer:
         progress, training = self.progress, self.config.training
         if self._metrics is not None:
             return
+        start = time.perf_counter()
         self._metrics = evaluate(self.task, self.plan, training.eval_batches, stop)
         if self._metrics is None:
             return
+        self._budget.evaluated(time.perf_counter() - start)
         event: dict[str, object] = {"event": "eval", "step": progress.step, **self._metrics}
         if training.sample_tokens:
             seed = fold_seed(training.seed, "sample", progress.step)
@@ -254,7 +312,7 @@ class Trainer:
                 "event": "end",
                 "step": end.step,
                 "reason": reason,
-                "seconds": self.progress.seconds,
+                "seconds": self._elapsed(),
                 "snapshot": name,
             }
         )

@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sansgpu.config import TrainingConfig
-from sansgpu.kernels.newton_schulz import orthogonalise, orthogonalise_flops
+from sansgpu.kernels.newton_schulz import orthogonalise
 from sansgpu.kernels.update import adamw, add_product, global_norm
 
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # AdamW's typical update size, so that both share one learning rate (arXiv 2502.16982)
 ADAM_EPS = 1e-8
 MUON_MOST = 0.1  # of a step may go into orthogonalising, where the choice is ours
+MUON_NUMBERS = 1 << 22  # orthogonalised at once; they take five times their memory on the way
 ORTHOGONALISE_PACE = 0.6  # time a FLOP of it takes over one of the step: it is all large products, as measured
 MUON, ADAMW = ("momentum",), ("exp_avg", "exp_avg_sq")
 
@@ -32,16 +33,17 @@ class Weight:
     decay: float
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
+    summed: bool = False  # over several micro-batches, in fp32; else the gradient stays as backward leaves it
     hook: RemovableHandle | None = None
 
     def gather(self, parameter: torch.Tensor) -> None:
-        """Add what backward has left: the first micro-batch as it is, the sum of several in fp32."""
+        """Add what backward has left."""
         new, parameter.grad = parameter.grad, None
         assert new is not None
         if self.gradient is None:
-            self.gradient = new
+            self.gradient = new.to(self.master.dtype) if self.summed else new
         else:
-            self.gradient = add_product(self.gradient.to(self.master.dtype), new)
+            self.gradient = add_product(self.gradient, new)
 
     @property
     def working(self) -> torch.Tensor | None:
@@ -72,6 +74,13 @@ class Optimizer:
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
         return weight
 
+    def expect_sum(self, summed: bool) -> None:
+        """Whether the next gradients are a sum over micro-batches. In fp32 from the first on, as changing the type
+        later would tear holes into the heap.
+        """
+        for weight in self.weights:
+            weight.summed = summed
+
     def norm(self) -> float:
         """The 2-norm of the gradient."""
         return global_norm([w.gradient for w in self.weights if w.gradient is not None])
@@ -80,15 +89,22 @@ class Optimizer:
     def step(self, lr: float, step: int, scale: float) -> None:
         """Update number `step` (1, 2, ...) by the gradients x `scale`, which are dropped."""
         trained = [w for w in self.weights if w.gradient is not None]
+        self.make_moments()
         for weight in trained:
-            if not weight.moments:
-                weight.moments = {kind: torch.zeros_like(weight.master) for kind in weight.kinds}
             if weight.kinds == ADAMW:
                 self._adamw(weight, lr, step, scale)
         orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.master.shape)
-        for _, same in groupby(orthogonal, key=lambda w: w.master.shape):
-            self._muon(list(same), lr, scale)
+        for shape, same in groupby(orthogonal, key=lambda w: w.master.shape):
+            group, together = list(same), max(1, MUON_NUMBERS // shape.numel())
+            for start in range(0, len(group), together):
+                self._muon(group[start : start + together], lr, scale)
         self.drop_gradients()
+
+    def make_moments(self) -> None:
+        """Take the memory of the moments. Before the first step, as what stays would tear holes into its heap."""
+        for weight in self.weights:
+            if not weight.moments:
+                weight.moments = {kind: torch.zeros_like(weight.master) for kind in weight.kinds}
 
     def drop_gradients(self) -> None:
         """Forget what backward has left."""
@@ -159,15 +175,14 @@ class Optimizer:
             weight.moments = {kind: tensors[f"{kind}.{weight.name}"].to(weight.master.device) for kind in weight.kinds}
 
 
-def choose_optimizer(wanted: str, model: nn.Module, step_flops: float) -> str:
-    """`muon` or `adamw`: of `auto` Muon, where it costs less than a tenth of a step.
+def choose_optimizer(wanted: str, step_flops: float, muon_flops: float) -> str:
+    """`muon` or `adamw`: of `auto` Muon, where orthogonalising costs less than a tenth of a step.
 
     By FLOPs and no measurement, so that equal runs decide alike.
     """
     if wanted != "auto":
         return wanted
-    hidden, _ = split_parameters(model)
-    cost = sum(orthogonalise_flops(*parameter.shape) for _, parameter in hidden) * ORTHOGONALISE_PACE
+    cost = muon_flops * ORTHOGONALISE_PACE
     return "muon" if cost < MUON_MOST * (step_flops + cost) else "adamw"
 
 

@@ -17,7 +17,8 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0  # of training, over all its processes
+    seconds: float = 0.0  # the run has taken, over all its processes
+    total_steps: int | None = None  # as laid over the time left, where time limits the run
     best_loss: float | None = None
     best_step: int | None = None
     logged_loss: float = 0.0  # summed since the last step event
@@ -30,7 +31,7 @@ class Progress:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Progress:
         """The inverse of `to_json`."""
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 @dataclass

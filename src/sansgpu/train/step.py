@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,17 +44,26 @@ class StepResult:
 
 
 def train_step(
-    state: TrainState, task: Task, batch: Batch, plan: StepPlan, training: TrainingConfig, lr: float
+    state: TrainState,
+    task: Task,
+    batch: Batch,
+    plan: StepPlan,
+    training: TrainingConfig,
+    lr: float,
+    allowed: Callable[[int], int] = lambda size: size,
 ) -> StepResult:
     """Accumulate the gradient of `batch` in micro-batches, clip it and update.
 
-    The loss is summed over tokens and divided once by the targets of the whole batch, so no split changes it.
+    The loss is summed over tokens and divided once by the targets of the whole batch, so no split changes it; `allowed`
+    is asked before each micro-batch how much of one memory allows.
     Raises SansGPUError, before any weight changes, where loss or gradient are not finite.
     """
     tokens = batch.target_count()
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
-    micro_batches = batch.micro_batches(plan.micro_batch, plan.rank, plan.world_size)
+    micro_batches = batch.micro_batches(plan.micro_batch, plan.rank, plan.world_size, allowed)
     for index, micro_batch in enumerate(micro_batches):
+        if not index:
+            state.optimizer.expect_sum(len(micro_batch) * plan.world_size < len(batch))
         with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
             torch.manual_seed(fold_seed(training.seed, "dropout", state.progress.step, index, plan.rank))
             with plan.autocast():

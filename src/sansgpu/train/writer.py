@@ -80,6 +80,16 @@ class SnapshotWriter:
             self._writing = self._thread.submit(self._write, step, weights, moments, state, best_step)
         return Snapshot.of(self._folder, step)
 
+    def drop_copies(self) -> bool:
+        """Give up the memory of the copies; from now on training waits while a snapshot is written. Whether there was
+        any.
+        """
+        if self._copies is None:
+            return False
+        self.wait()
+        self._copies = None
+        return True
+
     @property
     def busy(self) -> bool:
         """Whether a snapshot, or the memory for copies, is still in the making."""

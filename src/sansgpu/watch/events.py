@@ -11,6 +11,7 @@ Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 # What differs between two runs of the same thing; everything else in an event does not.
 MEASURED_KEYS = (
     "time", "tokens_per_second", "step_seconds", "mfu", "rss_bytes", "cpu_percent", "eta_seconds", "seconds",
+    "elapsed_seconds",
 )  # fmt: skip
 
 

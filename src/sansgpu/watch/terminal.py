@@ -46,30 +46,35 @@ class Terminal:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _start(self, event: Event) -> None:
-        self._total = event["total_steps"]
+        self._total = event["total_steps"] or 0
         resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
         self._print(
             f"{event['parameters'] / 1e6:.1f}M parameters, {event['precision']}, {event['threads']} threads, "
             f"{'compiled' if event['compile'] == 'on' else 'not compiled'}{resumed}"
         )
         self._print(
-            f"{event['total_steps']:,} steps of {event['tokens_per_step']:,} tokens "
+            f"{_length(event)} of {event['tokens_per_step']:,} tokens "
             f"({event['micro_batch']} x {event['gradient_accumulation_steps']} x {event['window']}), "
             f"{event['train_tokens']:,} tokens in the training part; writing to {event['output_dir']}"
         )
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[figures]}"))
             self._bar = Progress(*columns, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
-            self._task = self._bar.add_task("step", total=self._total, completed=event["step"], figures="starting")
+            self._task = self._bar.add_task(
+                "step", total=self._total or None, completed=event["step"], figures="starting"
+            )
             self._bar.start()
 
     def _step(self, event: Event) -> None:
         figures = _figures(event)
+        self._total = event["total_steps"] or 0
         if self._bar is not None and self._task is not None:
-            place = f"step {event['step']:,}/{self._total:,}"
-            self._bar.update(self._task, completed=event["step"], description=place, figures=figures)
+            place = f"step {event['step']:,}/{self._total:,}" if self._total else f"step {event['step']:,}"
+            step, total = event["step"], self._total or None
+            self._bar.update(self._task, completed=step, total=total, description=place, figures=figures)
         else:
-            self._print(f"step {event['step']:>{len(str(self._total))}}/{self._total}  {figures}")
+            of = f"/{self._total}" if self._total else ""
+            self._print(f"step {event['step']:>{len(str(self._total))}}{of}  {figures}")
 
     def _eval(self, event: Event) -> None:
         known = {"loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}", "bits_per_byte": "{:.4f} bits per byte"}
@@ -83,8 +88,8 @@ class Terminal:
 
     def _end(self, event: Event) -> None:
         self.close()
-        reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "out of time, as asked"}
-        self._print(f"{reasons[event['reason']]} after step {event['step']:,}, {_duration(event['seconds'])} of steps")
+        reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done, as its time is up,"}
+        self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
 
 
 class PreparationBar:
@@ -133,11 +138,18 @@ def _figures(event: Event) -> str:
     clock = finish.strftime("%H:%M") if finish.date() == datetime.now().date() else finish.strftime("%a %d %H:%M")
     return (
         f"loss {event['loss']:.4f}  {event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
-        f"{event['rss_bytes'] / 1e9:.1f} GB  {_duration(eta)} left, done {clock}"
+        f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock}"
     )
 
 
-def _duration(seconds: float) -> str:
+def _length(event: Event) -> str:
+    if event["total_steps"]:
+        return f"{event['total_steps']:,} steps"
+    return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
+
+
+def duration(seconds: float) -> str:
+    """As a person says it."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,0 +1,256 @@
+"""Everything before the first step that `train`, `plan` and `bench` share: what is computed, with what, how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.data.order import steps_per_epoch
+from sansgpu.data.shards import Progress
+from sansgpu.jobs.fitting import Shortage, fits, fitting_micro_batches, memory_of
+from sansgpu.jobs.kernels import load_kernels
+from sansgpu.kernels import native
+from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.compilation import is_long, is_long_time, keep_compiled, missing_for_compile, resolve_compile
+from sansgpu.machine.memory import Execution, Memory, effective_batch, usual_micro_batch
+from sansgpu.machine.probe import (
+    Environment,
+    cache_dir,
+    isa,
+    limit_tokenizer_threads,
+    memory_for_run,
+    resolve_device,
+    resolve_precision,
+    resolve_threads,
+)
+from sansgpu.machine.remembered import remembered
+from sansgpu.tasks import TASKS, Corpus
+from sansgpu.train.budget import finish_time
+from sansgpu.train.calibrate import LONG, Timing, measure
+from sansgpu.train.optim import choose_optimizer
+from sansgpu.train.schedule import UNKNOWN, total_steps
+from sansgpu.train.step import StepPlan
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run computes with."""
+
+    device: torch.device
+    threads: int
+    kernels: str
+    precision: str
+    available: int  # bytes the run may take
+    cache: Path
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What will be trained, with what, and how."""
+
+    config: Config
+    machine: Machine
+    environment: Environment
+    corpus: Any  # the task's; None where a plan did without
+    total_steps: int  # or schedule.UNKNOWN
+    memory: Memory
+    fits: bool
+    timing: Timing | None  # where the micro-batch was measured
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        return -(-effective_batch(self.config.training) // self.environment.micro_batch)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a full step."""
+        return effective_batch(self.config.training) * self.config.window
+
+    @property
+    def step_plan(self) -> StepPlan:
+        """How a step is computed."""
+        return StepPlan(self.environment.micro_batch, self.machine.device, self.environment.precision)
+
+    def facts(self) -> dict[str, Any]:
+        """For people and the start event."""
+        corpus: Corpus | None = self.corpus
+        training = self.config.training
+        parts = TASKS[self.config.task].parameters(self.config)
+        return {
+            "parameters": sum(parts.values()),
+            "optimizer": training.optimizer,
+            "micro_batch": self.environment.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "window": self.config.window,
+            "tokens_per_step": self.tokens_per_step,
+            "total_steps": None if self.total_steps == UNKNOWN else self.total_steps,
+            "max_hours": training.max_hours,
+            "until": training.until,
+            "train_tokens": corpus.train_tokens if corpus else None,
+            "train_examples": corpus.train_examples if corpus else None,
+            "validation_tokens": corpus.validation_tokens if corpus else None,
+            "vocab_size": self.config.model.vocab_size,
+            "memory_bytes": self.memory.to_json(),
+            "available_bytes": self.machine.available,
+        }
+
+
+def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
+    """Set this process's threads and memory, and load the kernels.
+
+    Of a resumed run, `before` is its environment, and what is chosen stays as it was.
+    """
+    training, cache = config.training, cache_dir(config.data.cache_dir)
+    device = resolve_device(training)
+    torch.set_num_threads(_kept(before.threads if before else None, resolve_threads(training), training.threads))
+    torch.set_flush_denormal(True)
+    keep_freed_memory()
+    keep_compiled(cache)
+    limit_tokenizer_threads(config.data.preprocessing_num_workers)
+    wanted = before.kernels if before and training.kernels == "auto" else training.kernels
+    kernels = load_kernels(wanted, cache, device, warn)
+    precision = before.precision if before and training.wanted_precision == "auto" else None
+    precision = precision or resolve_precision(training, device)
+    return Machine(device, torch.get_num_threads(), kernels, precision, memory_for_run(device), cache)
+
+
+def prepare(
+    config: Config,
+    before: Environment | None,
+    progress: Progress,
+    warn: Warn,
+    shortage: Shortage = "refuse",
+    always_measure: bool = False,
+    need_data: bool = True,
+    read_data: bool = True,
+) -> Prepared:
+    """Make the data ready and choose what is left open. Raises ConfigError before any work that is lost.
+
+    With `always_measure` also short runs are measured. Without `need_data` it does with what is known without, where
+    the data cannot be had and the number of steps does not depend on it; without `read_data` it does not look.
+    """
+    config = _with_finish(config)
+    machine = set_up(config, before, warn)
+    task = TASKS[config.task]
+    config, corpus = _data(config, machine, progress, warn, need_data) if read_data else (config, None)
+    training, effective = config.training, effective_batch(config.training)
+    tokens_per_step = effective * config.window
+    work = task.work(config, tokens_per_step)
+    optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
+    training = training.model_copy(update={"optimizer": optimizer})
+    config = config.model_copy(update={"training": training})
+
+    examples, tokens = (corpus.train_examples, corpus.train_tokens) if corpus else (1, tokens_per_step)
+    steps = total_steps(training, steps_per_epoch(examples, effective), tokens)
+    long = is_long(work.needed * steps, machine.precision, machine.threads)
+    if training.time_limited:
+        long = long and is_long_time(seconds_allowed(config))
+    compiled = resolve_compile(training, long, machine.device.type)
+    if before and training.compile == "auto":
+        compiled = before.compile
+    how = Execution(1, effective, machine.precision, compiled, machine.kernels, optimizer)
+    assumed = replace(how, compile="off" if compiled == "measure" else compiled)
+    sizes = fitting_micro_batches(task, config, assumed, machine.available, shortage, warn)
+    if before and training.batch_size == "auto":
+        sizes = [before.micro_batch]
+    if not long:
+        sizes = [usual_micro_batch(config.window, sizes)]  # what a short run takes, as measuring would not pay
+    timing = None
+    if not _trial_fits(config, replace(assumed, micro_batch=sizes[0]), machine.available):
+        pass  # too large to be timed here, even three layers of it
+    elif always_measure or len(sizes) > 1 or compiled == "measure":
+        timing = _measured(config, machine, sizes, compiled)
+    micro_batch = timing.micro_batch if timing else sizes[0]
+    compiled = timing.compile if timing else assumed.compile
+    if machine.device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
+        warn(f"{missing} is missing, so nothing is compiled and steps take longer.")
+    memory = memory_of(task, config, replace(how, micro_batch=micro_batch, compile=compiled))
+    environment = Environment(
+        torch=str(torch.__version__),
+        isa=isa(),
+        device=machine.device.type,
+        threads=machine.threads,
+        world_size=1,
+        precision=machine.precision,
+        compile=compiled,
+        kernels=machine.kernels,
+        micro_batch=micro_batch,
+    )
+    fitting = fits(memory, machine.available)
+    return Prepared(config, machine, environment, corpus, steps, memory, fitting, timing)
+
+
+def _with_finish(config: Config) -> Config:
+    """A time of day becomes a date, so that a run that is resumed tomorrow still ends then."""
+    until = config.training.until
+    if until is None:
+        return config
+    finish = finish_time(until, datetime.now()).isoformat(timespec="minutes")
+    return config.model_copy(update={"training": config.training.model_copy(update={"until": finish})})
+
+
+def _data(
+    config: Config, machine: Machine, progress: Progress, warn: Warn, need_data: bool
+) -> tuple[Config, Corpus | None]:
+    task, training = TASKS[config.task], config.training
+    try:
+        return task.prepare(config, machine.cache, progress)
+    except ConfigError as error:
+        limited = training.max_steps or training.max_tokens or training.time_limited
+        if need_data or not limited or training.num_epochs is not None:
+            raise
+        warn(f"{str(error).rstrip('.')}: this is reckoned without the data.")
+        return task.with_vocabulary(config), None
+
+
+def seconds_allowed(config: Config) -> float:
+    """Until max_hours are over or it is `until`; infinite without either."""
+    training = config.training
+    hours = math.inf if training.max_hours is None else training.max_hours
+    seconds = hours * 3600
+    if training.until is not None:
+        seconds = min(seconds, (datetime.fromisoformat(training.until) - datetime.now()).total_seconds())
+    return seconds
+
+
+def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str) -> Timing:
+    """The timing of the fastest choice, measured once a cache."""
+    question = {
+        "timing of": sorted(field.name for field in fields(Timing)),
+        "model": config.model.model_dump(mode="json"),
+        "window": config.window,
+        "optimizer": config.training.optimizer,
+        "sizes": sizes,
+        "compile": compiled,
+        "precision": machine.precision,
+        "threads": machine.threads,
+        "kernels": native.available(),
+        "isa": isa(),
+        "torch": str(torch.__version__),
+    }
+    plan = StepPlan(sizes[-1], machine.device, machine.precision)
+    answer = remembered(
+        machine.cache, question, lambda: measure(TASKS[config.task], config, plan, sizes, compiled).to_json()
+    )
+    return Timing(**answer)
+
+
+def _trial_fits(config: Config, how: Execution, available: int) -> bool:
+    layers = min(config.model.n_layers, LONG)
+    model = config.model.model_copy(update={"n_layers": layers})
+    return fits(memory_of(TASKS[config.task], config.model_copy(update={"model": model}), how), available)
+
+
+def _kept(recorded: int | None, resolved: int, asked: int | str) -> int:
+    """On resume an automatic choice stays what it was, as bits depend on it, where the machine allows."""
+    return recorded if recorded is not None and asked == "auto" and recorded <= resolved else resolved

@@ -1,0 +1,79 @@
+"""The limits of the container this process runs in: cgroup v2, v1, or both side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 where there is none
+
+
+def memory_left(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes this process can still take before a limit of its group, or of one above it; None without a limit.
+
+    What the group holds of files is no hindrance: the kernel drops it first.
+    """
+    left = [limit - used for limit, used in _memory(root, process)]
+    return max(0, min(left)) if left else None
+
+
+def memory_limit(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The tightest limit in bytes, or None."""
+    return min((limit for limit, _ in _memory(root, process)), default=None)
+
+
+def cpu_quota(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Cores' worth of time this process may use, or None without a limit."""
+    quotas = []
+    for folder in _folders(root, process, "cpu"):
+        period = _number(folder / "cpu.cfs_period_us")
+        quota = _number(folder / "cpu.cfs_quota_us")
+        both = _words(folder / "cpu.max")
+        if len(both) == 2 and both[0] != "max":
+            quotas.append(float(both[0]) / float(both[1]))
+        elif quota and period and quota > 0:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _memory(root: Path, process: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use but for files) of every group with a limit."""
+    for folder in _folders(root, process, "memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        if limit and limit < _NO_LIMIT:
+            statistics = dict(line.split() for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
+            files = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+            yield limit, max(0, used - files)
+
+
+def _folders(root: Path, process: Path, controller: str) -> Iterator[Path]:
+    """The process's group and those above it, of the version 1 controller and of version 2."""
+    for line in _lines(process):
+        _, controllers, place = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        tops = [root / controllers, root / controller] if controllers else [root, root / "unified"]
+        top = next((top for top in tops if top.is_dir()), None)
+        if top is None:
+            continue
+        inside = Path(place.lstrip("/"))
+        # A container often sees its own group as the root, while /proc still names the path outside.
+        yield from (top / part for part in [inside, *inside.parents] if (top / part).is_dir())
+
+
+def _number(path: Path) -> int | None:
+    words = _words(path)
+    return int(words[0]) if words and words[0].lstrip("-").isdigit() else None
+
+
+def _words(path: Path) -> list[str]:
+    return [word for line in _lines(path) for word in line.split()]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

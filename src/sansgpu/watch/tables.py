@@ -1,0 +1,101 @@
+"""Results of a command as tables, for people."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sansgpu.watch.terminal import duration
+
+Result = dict[str, Any]
+
+
+def count(number: float) -> str:
+    """As people say it: 25.1M."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def gigabytes(size: float) -> str:
+    """Of 10^9 bytes."""
+    return f"{size / 1e9:.2f} GB"
+
+
+def grid() -> Table:
+    """Two columns without lines."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    return table
+
+
+def print_plan(console: Console, plan: Result) -> None:
+    """What `plan` found."""
+    parts = ", ".join(f"{name.replace('_', ' ')} {count(n)}" for name, n in plan["parameters_by_part"].items())
+    table = grid()
+    table.add_row("parameters", f"{count(plan['parameters'])}: {parts}")
+    memory = {name: size for name, size in plan["memory_bytes"].items() if name != "total" and size}
+    table.add_row("memory", ", ".join(f"{name} {gigabytes(size)}" for name, size in memory.items()))
+    needed, available = plan["memory_bytes"]["total"], plan["available_bytes"]
+    verdict = "fits" if plan["fits"] else "does not fit"
+    have = f"{gigabytes(available)} available of {gigabytes(plan['machine_bytes'])}"
+    table.add_row("", f"{gigabytes(needed)} in all, {have}: {verdict}", style=None if plan["fits"] else "red")
+    for change in plan.get("changes", []):
+        settings = " ".join(f"--set {setting}" for setting in change["set"])
+        table.add_row("  it fits with", f"{settings}: {gigabytes(change['memory'])}, {change['cost']}")
+    table.add_row(
+        "step",
+        f"{plan['batch_size']} x {plan['gradient_accumulation_steps']} windows of {plan['window']}: "
+        f"{plan['tokens_per_step']:,} tokens; {plan['optimizer']}, {plan['precision']}, {plan['threads']} threads, "
+        f"{'compiled' if plan['compile'] == 'on' else 'not compiled'}, {plan['kernels']} kernels",
+    )
+    if plan["step_seconds"]:
+        table.add_row(
+            "speed",
+            f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['step_seconds']:.3g} s a step: "
+            f"{plan['machine_share']:.0%} of what this machine's products and memory allow",
+        )
+    else:
+        table.add_row("speed", "not measured: three layers of it do not fit into memory")
+    if plan["total_steps"]:
+        epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
+        length = f"{plan['total_steps']:,} steps, {count(plan['total_tokens'])} tokens{epochs}"
+        if plan["total_seconds"]:
+            finish = datetime.fromisoformat(plan["finish"])
+            length += f": {duration(plan['total_seconds'])}, begun now done {finish:%a %d %b %H:%M}"
+        table.add_row("time", length)
+    console.print(table)
+
+
+def print_presets(console: Console, rows: list[Result]) -> None:
+    """Presets side by side, as a guide to memory and time."""
+    table = Table()
+    for name in (
+        "preset",
+        "parameters",
+        "memory",
+        "at least",
+        "step",
+        "tokens/s",
+        "1,000 steps",
+        "20 tokens a parameter",
+    ):
+        table.add_column(name, justify="left" if name == "preset" else "right")
+    for row in rows:
+        speed = row["tokens_per_second"]
+        table.add_row(
+            row["preset"],
+            count(row["parameters"]),
+            gigabytes(row["memory_bytes"]["total"]) + ("" if row["fits"] else " (too much)"),
+            gigabytes(row["least_memory_bytes"]),
+            f"{row['batch_size']} x {row['gradient_accumulation_steps']} x {row['window']}",
+            f"{speed:,.0f}" if speed else "?",
+            duration(1000 * row["step_seconds"]) if speed else "?",
+            f"{count(row['optimal_tokens'])}: {duration(row['optimal_seconds'])}" if speed else "?",
+        )
+    console.print(table)
+    console.print("at least: micro-batch 1 and gradient checkpointing", style="dim")

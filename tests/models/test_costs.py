@@ -1,0 +1,126 @@
+"""What a decoder is said to cost is what it costs."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sansgpu.config import ModelConfig, TrainingConfig
+from sansgpu.kernels import native
+from sansgpu.kernels.attention import causal_ranges
+from sansgpu.machine.memory import Execution
+from sansgpu.models import TransformerLM
+from sansgpu.models.costs import decoder_memory, kept_bytes, parameters_by_part, step_work
+from sansgpu.train.optim import Optimizer
+
+ACTIVATIONS = ("swiglu", "relu2", "gelu")
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(ACTIVATIONS),
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_the_parts_add_up_to_the_model(
+    activation: str, layers: int, heads: tuple[int, int], widths: int, vocabulary: int, tied: bool
+) -> None:
+    grouped = {} if activation == "gelu" else {"n_kv_heads": heads[1]}
+    config = ModelConfig.model_validate(
+        {
+            "activation": activation, "n_layers": layers, "n_heads": heads[0], **grouped, "d_model": 8 * heads[0],
+            "d_ff": 8 * widths, "vocab_size": vocabulary, "max_seq_len": 16, "tie_embeddings": tied,
+        }
+    )  # fmt: skip
+    parts = parameters_by_part(config)
+    assert sum(parts.values()) == TransformerLM(config, seed=None).parameter_count
+    assert ("head" in parts) == (not tied)
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    modern = ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=1, d_ff=8, max_seq_len=8)
+    matmul = 4 * 4 * 4 + 3 * 4 * 8  # q k v o, gate up down
+    attention = 3 * 2 * 2 * 4 * (1 + 2 + 3) / 3  # two products a key, over an average of two keys
+    work = step_work(modern, window=3, tokens=5)
+    assert (work.matmul, work.loss, work.attention) == (5 * 6 * matmul, 5 * 6 * 10 * 4, 5 * attention)
+    assert work.needed == 5 * (6 * (matmul + 40) + attention)
+    classic = ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=2, d_ff=8, activation="gelu")
+    matmul = 2 * (4 * 4 * 4 + 2 * 4 * 8)  # neither biases nor positions are multiplied by
+    assert step_work(classic, window=3, tokens=1).needed == 6 * (matmul + 10 * 4) + 2 * attention
+
+
+def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
+    """Bytes of all storages that a real block keeps for its backward pass, and of its output."""
+    model = TransformerLM(config, seed=0).train()
+    dtype = torch.bfloat16 if how.precision == "bf16" else torch.float32
+    optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), dtype)
+    model.compile_blocks(how.compile == "on")
+    x = torch.randn(how.micro_batch, window, config.d_model, requires_grad=True)
+    ranges = causal_ranges(torch.zeros(how.micro_batch, window, dtype=torch.int64))
+    rotary = model._rotary(torch.arange(window)[None])
+    others = {t.untyped_storage().data_ptr() for t in (x, ranges, *(rotary or ()), *model.parameters())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bf16"),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        out = model.blocks[0](x, rotary, ranges)
+    optimizer.release()
+    size = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in others)
+    return size + out.nbytes
+
+
+KINDS = list(itertools.product(ACTIVATIONS, ["bf16", "fp32"], ["off"])) + [
+    ("swiglu", "bf16", "on"),
+    ("gelu", "fp32", "on"),
+]
+
+
+@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
+@pytest.mark.parametrize(("activation", "precision", "compiled"), KINDS)
+def test_a_block_keeps_what_is_said(activation: str, precision: str, compiled: str) -> None:
+    torch._dynamo.reset()
+    for width, feed_forward, heads, kv_heads in [(128, 512, 2, 2), (256, 256, 4, 2)]:
+        config = ModelConfig.model_validate(
+            {
+                "vocab_size": 64, "d_model": width, "n_heads": heads, "n_layers": 1, "d_ff": feed_forward,
+                "max_seq_len": 128, "activation": activation,
+                **({} if activation == "gelu" else {"n_kv_heads": kv_heads}),
+            }
+        )  # fmt: skip
+        how = Execution(2, 1, precision, compiled, "native", "adamw")
+        assert kept_bytes(config, 128, how) == pytest.approx(kept_by_a_block(config, how, 128), rel=0.03)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(ACTIVATIONS), st.sampled_from(["fp32", "bf16"]), st.sampled_from(["muon", "adamw"]))
+def test_what_takes_more_memory_is_said_to(activation: str, precision: str, optimizer: str) -> None:
+    config = ModelConfig.model_validate({"vocab_size": 1000, "activation": activation})
+    how = Execution(4, 1, precision, "off", "native", optimizer)
+    memory = decoder_memory(config, 256, how)
+    assert sum(value for name, value in memory.to_json().items() if name != "total") == memory.total
+    double = decoder_memory(config, 256, Execution(8, 1, precision, "off", "native", optimizer))
+    frugal = decoder_memory(
+        config.model_copy(update={"gradient_checkpointing": True}),
+        256,
+        Execution(8, 1, precision, "off", "native", optimizer),
+    )
+    plain = decoder_memory(config, 256, Execution(4, 1, precision, "off", "torch", optimizer))
+    assert frugal.total < double.total
+    assert memory.total < double.total
+    assert memory.total < plain.total
+    if optimizer == "muon":
+        assert (
+            memory.optimizer
+            < decoder_memory(config, 256, Execution(4, 1, precision, "off", "native", "adamw")).optimizer
+        )
