@@ -229,6 +229,24 @@ def plan(
         print_plan(Console(), result)
 
 
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what this machine is and can do, and what would make it faster.
+
+    Example: sansgpu doctor
+    """
+    from rich.console import Console
+
+    from sansgpu.jobs.doctor import doctor as job
+    from sansgpu.watch.tables import print_doctor
+
+    result = job()
+    if as_json:
+        _print_json(result)
+    else:
+        print_doctor(Console(), result)
+
+
 def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 

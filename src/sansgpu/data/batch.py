@@ -51,20 +51,11 @@ class Batch:
         documents = torch.zeros_like(self.inputs) if self.document_ids is None else self.document_ids
         return replace(self, document_ids=documents * time + torch.arange(time) // length)
 
-    def micro_batches(
-        self, size: int, rank: int = 0, world_size: int = 1, allowed: Callable[[int], int] = lambda size: size
-    ) -> Iterator[Batch]:
-        """This rank's share in pieces of `size` rows; every rank gets equally many, the last may be without targets.
-
-        `allowed` is asked before each piece, and may answer with fewer rows for what is left of it.
-        """
+    def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        """This rank's share in pieces of `size` rows; every rank gets equally many, the last may be without targets."""
         stride = size * world_size
         for start in range(rank * size, -(-len(self) // stride) * stride, stride):
-            place, stop = start, start + size
-            while place < stop:
-                rows = min(allowed(size), stop - place)
-                yield self.rows(place, place + rows)
-                place += rows
+            yield self.rows(start, start + size)
 
     def to(self, device: torch.device) -> Batch:
         """This batch on `device`."""

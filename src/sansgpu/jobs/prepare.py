@@ -119,6 +119,8 @@ def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     wanted = before.kernels if before and training.kernels == "auto" else training.kernels
     kernels = load_kernels(wanted, cache, device, warn)
+    if kernels == "native":
+        native.keep_blocks()
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = precision or resolve_precision(training, device)
     return Machine(device, torch.get_num_threads(), kernels, precision, memory_for_run(device), cache)

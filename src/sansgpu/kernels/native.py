@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+from sansgpu.machine.allocator import also_give_back
+
 SOURCES = Path(__file__).parent / "native"
 NAME = "sansgpu_kernels"
 # Reassociation lets sums vectorise; infinities must keep their meaning.
@@ -27,6 +29,16 @@ _loaded = _amx = False
 def available() -> bool:
     """Whether this process has the kernels."""
     return _loaded
+
+
+def keep_blocks() -> None:
+    """From now on, have large tensors' memory kept when it is freed and used again, in huge pages; see memory.cpp.
+
+    `machine.allocator.give_back_memory` gives the kernel back what is free.
+    """
+    if _loaded:
+        torch.ops.sansgpu.use_blocks()
+        also_give_back(torch.ops.sansgpu.give_back)
 
 
 def has_amx() -> bool:

@@ -47,6 +47,11 @@ def missing_for_compile() -> str | None:
     return None
 
 
+def compile_into(folder: Path) -> None:
+    """Begin with no compiled graphs, and keep new ones in `folder`."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+
+
 def keep_compiled(cache: Path) -> None:
     """Keep compiled graphs where they survive a reboot; torch's own place is the temporary folder."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))

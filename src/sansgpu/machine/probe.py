@@ -85,6 +85,15 @@ def memory_for_run(device: torch.device) -> int:
     return available_memory(device) + held
 
 
+def machine_busy_cores(seconds: float = 0.5) -> float:
+    """Cores' worth of time that programs, and the host of a virtual machine, take now, while this process sleeps."""
+    before, start = psutil.cpu_times(), time.perf_counter()
+    time.sleep(seconds)
+    after = psutil.cpu_times()
+    idle = sum(getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in ("idle", "iowait"))
+    return max(0.0, (psutil.cpu_count() or 1) - idle / (time.perf_counter() - start))
+
+
 def resolve_threads(training: TrainingConfig) -> int:
     """Compute threads for this run."""
     return available_cores() if training.threads == "auto" else training.threads

@@ -1,8 +1,15 @@
-"""What this process uses now."""
+"""What this process uses, and what else goes on beside it."""
 
 from __future__ import annotations
 
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
 import psutil
+
+from sansgpu.machine.inspect import frequency_hz, temperature_celsius, throttled
 
 
 class Usage:
@@ -21,3 +28,52 @@ class Usage:
         """Processor use since the last call."""
         percent: float = self._process.cpu_percent()
         return percent
+
+
+class Strain:
+    """What the machine went through between the making of this and `seen`."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._start, self._own, self._machine = time.perf_counter(), self._own_seconds(), psutil.cpu_times()
+        self._throttled, self._frequency = throttled(), frequency_hz()
+
+    def seen(self) -> dict[str, Any]:
+        """Own and others' use in cores, time stolen by the host, clock and heat; None for what cannot be read."""
+        wall, now = time.perf_counter() - self._start, psutil.cpu_times()
+
+        def passed(name: str) -> float:
+            return float(getattr(now, name, 0.0) - getattr(self._machine, name, 0.0))
+
+        own = (self._own_seconds() - self._own) / wall
+        busy = sum(passed(name) for name in ("user", "nice", "system", "irq", "softirq")) / wall
+        throttles = throttled()
+        return {
+            "own_cores": own,
+            "other_cores": max(0.0, busy - own),
+            "stolen_cores": passed("steal") / wall,
+            "frequency_hz": [self._frequency, frequency_hz()],
+            "temperature_celsius": temperature_celsius(),
+            "throttled": None if throttles is None or self._throttled is None else throttles - self._throttled,
+        }
+
+    def _own_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had. A child's own, where the kernel tells that from its parent's."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+    except (OSError, StopIteration):
+        import resource  # not on Windows, which has no such file either
+
+        kilo = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
+
+
+def process_age() -> float:
+    """Seconds since this process was started."""
+    return max(0.0, time.time() - psutil.Process().create_time())

@@ -7,6 +7,8 @@ dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -173,6 +175,7 @@ class TransformerLM(nn.Module):
         if config.vocab_size is None:
             raise ValueError("model.vocab_size must be set; it is the tokenizer's size, padded as you like")
         self.config = config
+        self.before_block: Callable[[], None] = lambda: None  # called on the way of a training pass, and may raise
         with torch.device("meta"):  # weights are drawn below, from a generator of their own
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
             self.position = None if config.modern else nn.Embedding(config.max_seq_len, config.d_model)
@@ -248,6 +251,8 @@ class TransformerLM(nn.Module):
         x = dropout(x, self.config.dropout, self.training)
         rotary = self._rotary(positions)
         for index, block in enumerate(self.blocks):
+            if self.training:
+                self.before_block()
             if caches:
                 x = block.forward(x, rotary, ranges, caches[index])  # past any compilation: lengths change every token
             elif self.config.gradient_checkpointing and self.training:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +61,10 @@ class PretrainObjective:
     def compile(self, on: bool) -> None:
         """Compile block by block, or no longer."""
         self.model.compile_blocks(on)
+
+    def between_blocks(self, look: Callable[[], None]) -> None:
+        """Call `look` before every block of a training pass."""
+        self.model.before_block = look
 
 
 class Pretrain(PretrainObjective):

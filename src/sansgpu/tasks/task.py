@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +47,9 @@ class Objective(Protocol):
 
     def compile(self, on: bool) -> None:
         """Have the model's repeated parts compiled when they next run, or run as they are written."""
+
+    def between_blocks(self, look: Callable[[], None]) -> None:
+        """Call `look` now and then on the way of every training pass; it may raise to end that pass."""
 
 
 class Corpus(Protocol):

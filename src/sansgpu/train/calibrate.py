@@ -16,6 +16,7 @@ import torch
 
 from sansgpu.config import Config, TrainingConfig, fold_seed
 from sansgpu.data.batch import Batch
+from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import Objective, TaskKind
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.step import StepPlan
@@ -89,9 +90,13 @@ def _timed(
     """Seconds of (a pass, an update) of a model with so many layers: each the best of a few."""
     with _trial(task, config, plan, compiled, layers) as (trial, optimizer):
         batch = task.random_batch(config, size).to(plan.device)
+        summed = size < effective_batch(config.training)
+        optimizer.expect_sum(summed)
         passes: list[float] = []
         updates: list[float] = []
         for number in range(1 + REPEATS):
+            if summed:  # the pass that is timed adds to the gradients of this one
+                _forward_and_backward(trial, batch, plan, config.training)
             start = time.perf_counter()
             _forward_and_backward(trial, batch, plan, config.training)
             middle = time.perf_counter()

@@ -79,9 +79,11 @@ class Trainer:
             plan.micro_batch,
             environment.compile == "on",
             lambda: available_memory(plan.device),
+            lambda: self._usage.rss_bytes(),
             lambda message: self.sinks.warn(message),
             self._shed,
         )
+        task.between_blocks(self._guard.look)
         self._usage = Usage()
         self._snapshot: Snapshot | None = None  # the newest, perhaps still being written
         self._snapshot_said = True

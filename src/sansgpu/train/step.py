@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from sansgpu.config import SansGPUError, TrainingConfig, fold_seed
 from sansgpu.data.batch import Batch
+from sansgpu.machine.pressure import MemoryShortError
 from sansgpu.tasks import Task
 from sansgpu.train.state import TrainState
 
@@ -55,21 +57,32 @@ def train_step(
     """Accumulate the gradient of `batch` in micro-batches, clip it and update.
 
     The loss is summed over tokens and divided once by the targets of the whole batch, so no split changes it; `allowed`
-    is asked before each micro-batch how much of one memory allows.
+    is asked before each micro-batch how much of one memory allows. One whose forward pass raises MemoryShortError is
+    cut and tried again.
     Raises SansGPUError, before any weight changes, where loss or gradient are not finite.
     """
     tokens = batch.target_count()
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
-    micro_batches = batch.micro_batches(plan.micro_batch, plan.rank, plan.world_size, allowed)
-    for index, micro_batch in enumerate(micro_batches):
-        if not index:
-            state.optimizer.expect_sum(len(micro_batch) * plan.world_size < len(batch))
+    pending = deque(batch.micro_batches(plan.micro_batch, plan.rank, plan.world_size))
+    index = 0
+    while pending:
+        piece = pending.popleft()
+        if (rows := allowed(len(piece))) < len(piece):
+            pending.appendleft(piece.rows(rows, len(piece)))
+            piece = piece.rows(0, rows)
         with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
             torch.manual_seed(fold_seed(training.seed, "dropout", state.progress.step, index, plan.rank))
-            with plan.autocast():
-                loss = task.loss(micro_batch.to(plan.device))
+            try:
+                with plan.autocast():
+                    loss = task.loss(piece.to(plan.device))
+            except MemoryShortError:
+                pending.appendleft(piece)
+                continue
+            if not index:
+                state.optimizer.expect_sum(bool(pending))
             (loss / tokens).backward()
         loss_sum += loss.detach()
+        index += 1
     total = float(loss_sum)
     grad_norm = state.optimizer.norm()
     if not (math.isfinite(total) and math.isfinite(grad_norm)):

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sansgpu.watch.terminal import duration
@@ -99,3 +100,45 @@ def print_presets(console: Console, rows: list[Result]) -> None:
         )
     console.print(table)
     console.print("at least: micro-batch 1 and gradient checkpointing", style="dim")
+
+
+def print_doctor(console: Console, facts: Result) -> None:
+    """What `doctor` found, and its advice, the most promising first."""
+    table = grid()
+    quota = f", of which the container may use {facts['cpu_quota']:.1f}" if facts["cpu_quota"] else ""
+    nodes = f"{facts['numa_nodes']} NUMA node{'s' if facts['numa_nodes'] > 1 else ''}"
+    table.add_row("processor", facts["processor"])
+    table.add_row("cores", f"{facts['cores']}{quota}, {nodes}; {facts['busy_cores']:.1f} busy with other things")
+    table.add_row("instructions", " ".join(facts["isa"]))
+    bf16 = facts["gemm_flops_per_second"]["bf16"]
+    products = f"fp32 {rate(facts['gemm_flops_per_second']['fp32'])}, "
+    products += f"bf16 {rate(bf16)}" if bf16 else "bf16 only emulated"
+    table.add_row("products", products)
+    limit = facts["memory_limit_bytes"]
+    within = f", the container's limit {gigabytes(limit)}" if limit else ""
+    table.add_row(
+        "memory",
+        f"{gigabytes(facts['available_bytes'])} available of {gigabytes(facts['memory_bytes'])}{within}, "
+        f"{facts['memory_bandwidth_bytes_per_second'] / 1e9:.0f} GB/s; swap {gigabytes(facts['swap_bytes'])}; "
+        f"huge pages {facts['transparent_huge_pages'] or 'unknown'}",
+    )
+    table.add_row("GPU", facts["gpu"] or "none that torch sees")
+    table.add_row("torch", f"{facts['torch']} with {facts['torch_blas']}, {', '.join(facts['openmp']) or 'no OpenMP'}")
+    table.add_row("compiler", facts["compiler"] or "none")
+    table.add_row(
+        "kernels", "ours, compiled" if facts["kernels"] == "native" else f"plain torch: {facts['kernels_problem']}"
+    )
+    table.add_row("allocator", facts["allocator"])
+    table.add_row("governor", facts["governor"] or "not readable here")
+    table.add_row("cache", f"{facts['cache']}, {gigabytes(facts['cache_free_bytes'])} free")
+    console.print(table)
+    for advice in facts["advice"]:
+        gain = f"up to {advice['gain']:.0%} faster: " if advice["gain"] else ""
+        console.print(f"[yellow]advice[/]  {gain}{escape(advice['text'])}", soft_wrap=True)
+    if not facts["advice"]:
+        console.print("nothing to change", style="dim")
+
+
+def rate(flops_per_second: float) -> str:
+    """FLOP/s, in a thousand millions."""
+    return f"{flops_per_second / 1e9:,.0f} GFLOP/s"

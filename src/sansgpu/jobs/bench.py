@@ -1,0 +1,332 @@
+"""`sansgpu bench`: measure a configuration, then write report.md, report.html, optimized.yaml and start.sh."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from sansgpu.config import Config, ConfigError, SansGPUError, change_config, load_config, save_config
+from sansgpu.data.shards import Progress
+from sansgpu.jobs.measure import Request, Result, measure_apart
+from sansgpu.jobs.plan import roofline_of, step_limits
+from sansgpu.jobs.prepare import Prepared, Warn, prepare
+from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.probe import has_native_bf16
+from sansgpu.tasks import TASKS
+from sansgpu.train.forecast import Forecast
+from sansgpu.watch.bench_report import write_report
+
+PROJECTED = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
+WHAT_IF_STEPS = 4  # timed for each question
+FASTER = 1.03  # by less than this is noise
+SPREAD = 1.15  # of the slowest over the median step: beyond, something disturbed the measurement
+BUSY_CORES = 0.15  # of others, that is worth naming
+GPU_MFU = 0.4  # that a good trainer reaches; an assumption
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What the command line asked for."""
+
+    config_file: Path | None
+    overrides: tuple[str, ...]
+    output_dir: Path
+    steps: int = 20
+    from_step: int = 0
+    what_if: bool = True
+    forward_only: bool = False
+    gpu_flops_per_second: float | None = None
+
+
+def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[str], None]) -> Result:
+    """Measure and write the files. Raises ConfigError, and SansGPUError where a measurement failed."""
+    config, notes = load_config(request.config_file, request.overrides)
+    for note in notes:
+        warn(note)
+    prepared = prepare(config, None, progress, warn, need_data=not request.forward_only)
+    chosen = _with_choices(config, prepared)
+    if request.forward_only:
+        return _forward_only(prepared, chosen, request, say)
+    say(f"{request.steps} steps, from nothing")
+    measured = measure_apart(Request(chosen, request.steps, with_data=True, profiled=True))
+    say("the same again, as after a snapshot")
+    baseline = measure_apart(Request(chosen, WHAT_IF_STEPS))
+    result = _summary(prepared, measured, baseline, request)
+    result["what_if"] = _what_if(config, chosen, prepared, baseline, request, say) if request.what_if else []
+    result["gpu"] = _gpu(chosen, prepared, result, request, say)
+    optimized, changes = _optimized(chosen, result["what_if"])
+    result["optimized"] = changes
+    _write_files(result, optimized, request)
+    return result
+
+
+def _with_choices(config: Config, prepared: Prepared) -> Config:
+    """The configuration with every automatic choice made, as a run would make it."""
+    environment, training = prepared.environment, prepared.config.training
+    settings = [
+        f"training.batch_size={environment.micro_batch}",
+        f"training.gradient_accumulation_steps={prepared.accumulation}",
+        f"training.precision={environment.precision}",
+        "training.use_amp=null",
+        f"training.compile='{environment.compile}'",
+        f"training.threads={environment.threads}",
+        f"training.optimizer={training.optimizer}",
+        f"model.vocab_size={prepared.config.model.vocab_size}",
+    ]
+    return change_config(config, settings)
+
+
+def _summary(prepared: Prepared, measured: Result, baseline: Result, request: BenchRequest) -> Result:
+    seconds = measured["step_seconds"][-request.steps :]
+    middle, tokens = median(seconds), prepared.tokens_per_step
+    needed = TASKS[prepared.config.task].work(prepared.config, tokens).needed
+    gemm = measured["gemm_flops_per_second"]
+    compiling = max(0.0, measured["step_seconds"][0] - middle)
+    cold, warm = _forecasts(measured, baseline, middle)
+    training, limits = prepared.config.training, step_limits(prepared, roofline_of(prepared))
+    keep = (
+        "own_cores", "other_cores", "stolen_cores", "frequency_hz", "temperature_celsius", "throttled", "losses",
+        "evaluation_seconds", "save_seconds", "write_seconds", "export_seconds", "import_seconds", "warnings",
+    )  # fmt: skip
+    result: Result = {
+        "name": request.config_file.stem if request.config_file else "default",
+        **{k: v for k, v in prepared.facts().items() if k not in ("total_steps", "max_hours", "until")},
+        **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
+        "tokens_per_step": tokens,
+        "step_seconds": {"median": middle, "min": min(seconds), "max": max(seconds)},
+        "all_step_seconds": seconds,
+        "tokens_per_second": tokens / middle,
+        "steps_per_second": 1 / middle,
+        "flops_per_second": needed / middle,
+        "flops_per_step": needed,
+        "mfu": needed / middle / gemm,
+        "gemm_flops_per_second": gemm,
+        "peak_rss_bytes": measured["peak_rss_bytes"],
+        "build_seconds": {
+            "data": measured["data_seconds"],
+            "tokenizer": measured["tokenizer_seconds"],
+            "model": measured["model_seconds"],
+            "compile": compiling,
+        },
+        "breakdown": measured["breakdown"],
+        "limits": {part: seconds / middle for part, seconds in limits.items()},
+        **{key: measured[key] for key in keep},
+        "disturbances": _disturbances(measured, seconds),
+        "from_step": request.from_step,
+        "startup_seconds": {"from zero": cold.startup_seconds, "from a snapshot": warm.startup_seconds},
+    }
+    steps = sorted({*PROJECTED, *((request.from_step + n for n in PROJECTED[:4]) if request.from_step else ())})
+    result["projections"] = [_projection(n, request.from_step, cold, warm, training) for n in steps]
+    return result
+
+
+def _forecasts(measured: Result, baseline: Result, step: float) -> tuple[Forecast, Forecast]:
+    """(from zero, from a snapshot): the second finds data and compiled graphs in the cache."""
+    start = measured["import_seconds"] + measured["model_seconds"]
+    end = measured["write_seconds"] + measured["export_seconds"]
+    built = measured["data_seconds"] + measured["tokenizer_seconds"]
+    first = max(0.0, measured["step_seconds"][0] - step)
+    warm_first = min(first, max(0.0, baseline["step_seconds"][0] - step))
+    cold = Forecast(
+        start + built + first, step, measured["evaluation_seconds"], measured["save_seconds"], end
+    )
+    return cold, replace(cold, startup_seconds=start + warm_first)
+
+
+def _projection(steps: int, first: int, cold: Forecast, warm: Forecast, training: Any) -> Result:
+    now, whole = datetime.now(), cold.seconds(training, steps)
+    row: Result = {
+        "steps": steps,
+        "seconds": whole,
+        "done": (now + timedelta(seconds=whole)).isoformat(timespec="minutes"),
+    }
+    if steps > first:
+        rest = warm.seconds(training, steps, first)
+        row |= {
+            "seconds_from_snapshot": rest,
+            "done_from_snapshot": (now + timedelta(seconds=rest)).isoformat(timespec="minutes"),
+        }
+    return row
+
+
+def _disturbances(measured: Result, seconds: list[float]) -> list[str]:
+    """What made steps uneven, where they are."""
+    found = []
+    spread = max(seconds) / median(seconds)
+    uneven = f"the slowest step took {spread:.2f} times the median"
+    if measured["throttled"]:
+        found.append(f"the processor was throttled for heat {measured['throttled']} times")
+    if measured["stolen_cores"] > BUSY_CORES:
+        found.append(f"the host of this virtual machine took {measured['stolen_cores']:.1f} cores for others")
+    if measured["other_cores"] > BUSY_CORES:
+        found.append(f"other programs kept {measured['other_cores']:.1f} cores busy")
+    if spread > SPREAD:
+        found.append(uneven if found else f"{uneven}; what disturbed it cannot be seen from here")
+    return found
+
+
+def _what_if(
+    config: Config, chosen: Config, prepared: Prepared, baseline: Result, request: BenchRequest, say: Callable[[str], None]
+) -> list[Result]:
+    """Each change measured beside the configuration as it is, on random tokens."""
+    rows = [_row("as it is", (), "", chosen, baseline, prepared)]
+    for name, settings, given_up in _questions(chosen):
+        try:
+            changed = change_config(chosen, settings)
+        except ConfigError:
+            continue  # a shape that does not divide
+        say(f"what if: {name}")
+        try:
+            measured = measure_apart(Request(changed, WHAT_IF_STEPS))
+        except SansGPUError as error:
+            rows.append({"name": name, "set": list(settings), "gives_up": given_up, "problem": str(error)})
+            continue
+        rows.append(_row(name, settings, given_up, changed, measured, prepared))
+    for row in rows[1:]:
+        if "tokens_per_second" in row:
+            row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+    return rows
+
+
+def _row(name: str, settings: Sequence[str], given_up: str, config: Config, measured: Result, prepared: Prepared) -> Result:
+    task = TASKS[config.task]
+    parameters = sum(task.parameters(config).values())
+    seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
+    lost = parameters / sum(task.parameters(prepared.config).values()) - 1
+    if given_up == "parameters":
+        given_up = f"{-lost:.0%} of the parameters"
+    return {
+        "name": name,
+        "set": list(settings),
+        "gives_up": given_up,
+        "parameters": parameters,
+        "step_seconds": seconds,
+        "tokens_per_second": effective_batch(config.training) * config.window / seconds,
+        "peak_rss_bytes": measured["peak_rss_bytes"],
+        "speedup": 1.0,
+    }
+
+
+def _questions(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
+    """(name, settings, what is given up); every step has as many tokens as before."""
+    model, training, window = chosen.model, chosen.training, chosen.window
+    size, accumulation, threads = training.batch_size, training.gradient_accumulation_steps, training.threads
+    assert size != "auto"
+    assert threads != "auto"
+    found: list[tuple[str, tuple[str, ...], str]] = []
+    for part, word in ((2, "half"), (4, "a quarter of")):
+        settings = (f"data.max_length={window // part}", f"training.batch_size={size * part}")
+        found.append((f"{word} the sequence length", settings, f"context: {window // part} tokens"))
+    found.append(("half the layers", (f"model.n_layers={max(1, model.n_layers // 2)}",), "parameters"))
+    narrow = [f"model.{key}={getattr(model, key) // 2}" for key in ("d_model", "d_ff", "n_heads")]
+    narrow += [f"model.n_kv_heads={model.kv_heads // 2}"] if model.n_kv_heads else []
+    found.append(("half the width", tuple(narrow), "parameters"))
+    other = "fp32" if training.precision == "bf16" else "bf16"
+    note = "nothing" if other == "fp32" else "digits of products"
+    if other == "fp32" or has_native_bf16():
+        found.append((f"{other} products", (f"training.precision={other}",), note))
+    if accumulation > 1:
+        less = -(-accumulation // 2)
+        found.append(("twice the micro-batch", (f"training.batch_size={size * 2}", f"training.gradient_accumulation_steps={less}"), "memory"))
+    if size > 1 and size % 2 == 0:
+        found.append(("half the micro-batch", (f"training.batch_size={size // 2}", f"training.gradient_accumulation_steps={accumulation * 2}"), "nothing"))
+    if threads > 1:
+        found.append(("half the threads", (f"training.threads={threads // 2}",), "nothing"))
+    if training.compile == "on":
+        found.append(("not compiled", ("training.compile='off'",), "nothing"))
+    return found
+
+
+def _gpu(chosen: Config, prepared: Prepared, result: Result, request: BenchRequest, say: Callable[[str], None]) -> Result | None:
+    """A GPU measured where there is one, else reckoned from the rate that was given."""
+    tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
+    if torch.cuda.is_available() and prepared.machine.device.type == "cpu":
+        say("the GPU")
+        settings = ("device=cuda", "training.device=cuda", "training.compile='off'", "training.precision=bf16")
+        measured = measure_apart(Request(change_config(chosen, settings), WHAT_IF_STEPS))
+        seconds, estimate = median(measured["step_seconds"][-WHAT_IF_STEPS:]), False
+        name = torch.cuda.get_device_name()
+    elif request.gpu_flops_per_second:
+        seconds, estimate = needed / (request.gpu_flops_per_second * GPU_MFU), True
+        name = f"a GPU of {request.gpu_flops_per_second / 1e12:g} TFLOP/s at {GPU_MFU:.0%} of that"
+    else:
+        return None
+    return {
+        "name": name,
+        "estimate": estimate,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "times_faster": result["step_seconds"]["median"] / seconds,
+    }
+
+
+def _optimized(chosen: Config, rows: Sequence[Result]) -> tuple[Config, list[str]]:
+    """The configuration with the fastest of the changes that give nothing up, by measurement."""
+    best = max(
+        (row for row in rows[1:] if row.get("speedup", 0) > FASTER and row["gives_up"] in ("nothing", "memory")),
+        key=lambda row: row["speedup"],
+        default=None,
+    )
+    settings = best["set"] if best else []
+    return change_config(chosen, settings), settings
+
+
+def _write_files(result: Result, optimized: Config, request: BenchRequest) -> None:
+    folder = request.output_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(_anywhere(optimized), folder / "optimized.yaml")
+        start = folder / "start.sh"
+        run = f"runs/{result['name']}-optimized"
+        start.write_text(
+            "#!/bin/sh\n# Trains as measured by sansgpu bench. Arguments are handed on, as --resume is.\nset -eu\n"
+            'here=$(CDPATH= cd "$(dirname "$0")" && pwd)\n'
+            f'exec {shlex.quote(sys.executable)} -m sansgpu train "$here/optimized.yaml" --output-dir {shlex.quote(run)} "$@"\n',
+            encoding="utf-8",
+        )
+        start.chmod(0o755)
+        write_report(result, folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+    result["files"] = [str(folder / name) for name in ("report.md", "report.html", "optimized.yaml", "start.sh")]
+
+
+def _anywhere(config: Config) -> Config:
+    """Local data by its absolute path, so that the file runs from any folder."""
+    names = {key: getattr(config.data, key) for key in ("dataset_name", "validation_name", "tokenizer")}
+    local = {key: os.path.abspath(name) for key, name in names.items() if name and Path(name).expanduser().exists()}
+    return config.model_copy(update={"data": config.data.model_copy(update=local)})
+
+
+def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]) -> Result:
+    """The model alone, at the run's micro-batch and at one window."""
+    rows = []
+    task, window = TASKS[chosen.task], chosen.window
+    for size in sorted({1, prepared.environment.micro_batch}):
+        say(f"forward passes of {size} x {window} tokens")
+        one = change_config(chosen, (f"training.batch_size={size}",))
+        measured = measure_apart(Request(one, request.steps, forward_only=True))
+        seconds = median(measured["step_seconds"][-request.steps :])
+        flops = task.work(chosen, size * window).needed / 3  # forward is a third of a step's products
+        rows.append(
+            {
+                "batch_size": size,
+                "window": window,
+                "seconds": seconds,
+                "tokens_per_second": size * window / seconds,
+                "flops_per_second": flops / seconds,
+                "mfu": flops / seconds / measured["gemm_flops_per_second"],
+                "peak_rss_bytes": measured["peak_rss_bytes"],
+                "model_seconds": measured["model_seconds"],
+            }
+        )
+    return {"parameters": sum(task.parameters(chosen).values()), "forward": rows}

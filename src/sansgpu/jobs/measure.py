@@ -1,0 +1,199 @@
+"""One configuration measured, in a process of its own: what `bench` compares."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sansgpu.config import Config, SansGPUError
+from sansgpu.jobs.prepare import Machine, set_up
+from sansgpu.kernels import native
+from sansgpu.machine.compilation import compile_into
+from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.probe import cache_dir, gemm_flops_per_second
+from sansgpu.machine.usage import Strain, peak_rss_bytes, process_age
+from sansgpu.tasks import TASKS, Objective, Task
+from sansgpu.train.evaluate import evaluate
+from sansgpu.train.optim import Optimizer
+from sansgpu.train.profile import breakdown, synchronise
+from sansgpu.train.state import Progress, TrainState
+from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.writer import SnapshotWriter
+
+EVALUATED_BATCHES = 40  # that are timed; the rest of the validation part takes as long a batch
+PROFILED_STEPS = 2
+WARM_STEPS = 1  # behind the first, which compiles
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure. `config` has every choice made: nothing in it is `auto` but the device."""
+
+    config: Config
+    steps: int
+    with_data: bool = False  # build the data, evaluate and save too, with nothing cached
+    forward_only: bool = False
+    profiled: bool = False
+
+
+def measure_apart(request: Request) -> Result:
+    """`measure` in a new process, so that its memory and its caches are its own. Raises SansGPUError."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure, request).result()
+        except BrokenProcessPool:
+            raise SansGPUError("the measuring process was killed, most likely as memory ran out.") from None
+
+
+def measure(request: Request) -> Result:
+    """Measure in this process."""
+    warnings: list[str] = []
+    imported = process_age()
+    with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
+        config = request.config
+        if request.with_data:
+            native.load(cache_dir(config.data.cache_dir))  # compiled once a machine, so no part of a run
+            compile_into(Path(folder))
+            config = config.model_copy(update={"data": config.data.model_copy(update={"cache_dir": folder})})
+        machine = set_up(config, None, warnings.append)
+        bench = _Bench(config, machine, request, Path(folder))
+        result = bench.forward() if request.forward_only else bench.train()
+    gemm = gemm_flops_per_second(machine.precision, machine.device.type, machine.threads)
+    return {**result, "import_seconds": imported, "gemm_flops_per_second": gemm, "warnings": warnings}
+
+
+@dataclass
+class _Stages:
+    """When each stage of preparing the data began."""
+
+    began: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, doing: str, done: int, total: int) -> None:
+        self.began.setdefault(doing, time.perf_counter())
+
+
+class _Bench:
+    def __init__(self, config: Config, machine: Machine, request: Request, folder: Path) -> None:
+        self._config, self._machine, self._request, self._folder = config, machine, request, folder
+        self._kind = TASKS[config.task]
+        size = config.training.batch_size
+        assert size != "auto"
+        self._plan = StepPlan(size, machine.device, machine.precision)
+
+    def forward(self) -> Result:
+        """The model alone: forward passes of a micro-batch, without data."""
+        start = time.perf_counter()
+        objective = self._kind.objective(self._config)
+        built = time.perf_counter() - start
+        objective.model.to(self._plan.device).eval()
+        objective.compile(self._config.training.compile == "on")
+        Optimizer(objective.model, self._config.training, self._plan.compute_dtype)  # weights as a step has them
+        batch = self._kind.random_batch(self._config, self._plan.micro_batch).to(self._plan.device)
+        seconds = []
+        with torch.no_grad(), self._plan.autocast():
+            for _ in range(1 + WARM_STEPS + self._request.steps):
+                start = time.perf_counter()
+                objective.loss(batch)
+                synchronise(self._plan.device)
+                seconds.append(time.perf_counter() - start)
+        return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
+
+    def train(self) -> Result:
+        """Steps, and with data all that is around them."""
+        result: Result = {}
+        start = time.perf_counter()
+        if self._request.with_data:
+            stages = _Stages()
+            self._config, corpus = self._kind.prepare(self._config, self._machine.cache, stages)
+            done = time.perf_counter()
+            tokenizing = stages.began.get("tokenizing", done)
+            result |= {"tokenizer_seconds": tokenizing - start, "data_seconds": done - tokenizing}
+            start = time.perf_counter()
+            task: Any = self._kind(self._config, corpus, effective_batch(self._config.training))
+        else:
+            task = self._kind.objective(self._config)
+        result["model_seconds"] = time.perf_counter() - start
+        state = self._state(task)
+        strain = Strain()
+        result |= self._steps(task, state, 1 + WARM_STEPS + self._request.steps)
+        result |= {**strain.seen(), "peak_rss_bytes": peak_rss_bytes()}
+        if self._request.with_data:
+            result |= self._around(task, state)
+        if self._request.profiled:
+            parts = breakdown(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
+            result["breakdown"] = parts
+        return result
+
+    def _state(self, task: Objective) -> TrainState:
+        task.model.to(self._plan.device).train()
+        task.compile(self._config.training.compile == "on")
+        optimizer = Optimizer(task.model, self._config.training, self._plan.compute_dtype)
+        optimizer.make_moments()
+        return TrainState(task.model, optimizer, Progress())
+
+    def _step(self, task: Any, state: TrainState) -> Any:
+        training, progress = self._config.training, state.progress
+        if self._request.with_data:
+            batch = task.batch(progress.step)
+        else:
+            batch = self._kind.random_batch(self._config, effective_batch(training))
+        result = train_step(state, task, batch, self._plan, training, training.learning_rate / 10)
+        progress.step += 1
+        return result
+
+    def _steps(self, task: Any, state: TrainState, steps: int) -> Result:
+        seconds, losses = [], []
+        for _ in range(steps):
+            start = time.perf_counter()
+            outcome = self._step(task, state)
+            synchronise(self._plan.device)
+            seconds.append(time.perf_counter() - start)
+            losses.append(outcome.loss_sum / outcome.tokens)
+        return {"step_seconds": seconds, "losses": losses}
+
+    def _around(self, task: Task, state: TrainState) -> Result:
+        """An evaluation, a snapshot, the export."""
+        tokens = self._kind.prepare(self._config, self._machine.cache, lambda *said: None)[1].validation_tokens
+        in_all = -(-tokens // (self._plan.micro_batch * self._config.window))
+        limit = self._config.training.eval_batches
+        in_all = in_all if limit is None else min(in_all, limit)
+        timed = min(in_all, EVALUATED_BATCHES)
+        evaluate(task, self._plan, 1)  # compiles
+        start = time.perf_counter()
+        evaluate(task, self._plan, timed)
+        evaluation = (time.perf_counter() - start) * in_all / timed
+        seen: list[str] = []
+        writer = SnapshotWriter(self._folder / "snapshots", 1, self._folder / "metrics.jsonl", seen.append)
+        weights, moments = state.weights(), state.optimizer.state_tensors()
+        writer.prepare(weights, moments)
+        writer.begin(1, weights, moments, {}, None)
+        writer.wait()
+        start = time.perf_counter()
+        writer.begin(2, weights, moments, {}, None)
+        waited = time.perf_counter() - start
+        writer.wait()
+        written = time.perf_counter() - start
+        start = time.perf_counter()
+        task.export(self._folder / "final")
+        export = time.perf_counter() - start
+        return {
+            "evaluation_seconds": evaluation,
+            "save_seconds": waited,
+            "write_seconds": written,
+            "export_seconds": export,
+        }
+
+
+def synthetic(request: Request) -> Request:
+    """The same on tokens drawn at random, so that no data is read."""
+    return replace(request, with_data=False, profiled=False)

@@ -1,0 +1,136 @@
+"""What this machine is, for `doctor`: read from the kernel and from torch, nothing measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from sansgpu.machine import cgroup
+
+_SYS = Path("/sys/devices/system")
+# What shows in /proc/cpuinfo (or on ARM as a feature) and matters to matrix products.
+ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "neon", "asimd",
+             "bf16", "i8mm", "sve")  # fmt: skip
+_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores, NUMA nodes, caches' and memory's size."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    nodes = sorted((_SYS / "node").glob("node[0-9]*"))
+    return {
+        "processor": cpu_line("model name") or platform.processor() or platform.machine(),
+        "cores": psutil.cpu_count(logical=False) or allowed,
+        "cpus": allowed,
+        "cpu_quota": cgroup.cpu_quota(),
+        "numa_nodes": max(1, len(nodes)),
+        "isa": instruction_sets(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_limit_bytes": cgroup.memory_limit(),
+        "swap_bytes": psutil.swap_memory().total,
+    }
+
+
+def software() -> dict[str, Any]:
+    """Compiler, allocator, OpenMP, torch's build, and the kernel's settings that matter."""
+    return {
+        "compiler": compiler(),
+        "allocator": allocator(),
+        "openmp": openmp(),
+        "torch": str(torch.__version__),
+        "torch_blas": blas(),
+        "transparent_huge_pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "governor": _read(_SYS / "cpu/cpu0/cpufreq/scaling_governor"),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "isa_limits": {k: v for k in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
+                       if (v := os.environ.get(k))},
+    }  # fmt: skip
+
+
+def instruction_sets() -> list[str]:
+    """Those of ISA_FLAGS that the processor has."""
+    flags = (cpu_line("flags") or cpu_line("Features") or "").split()
+    if not flags:  # macOS and Windows: what torch found
+        flags = [name for name, there in torch.cpu.get_capabilities().items() if there is True]
+    return [flag for flag in ISA_FLAGS if flag in flags]
+
+
+def cpu_line(key: str) -> str | None:
+    """A line of /proc/cpuinfo, of the first processor."""
+    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def compiler() -> str | None:
+    """The C++ compiler and its version."""
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+            return done.stdout.splitlines()[0] if done.stdout else path
+    return None
+
+
+def allocator() -> str:
+    """The C allocator that this process runs with: a preloaded one, or the system's."""
+    maps = _read(Path("/proc/self/maps")) or ""
+    return next((name for name in _ALLOCATORS if name in maps), platform.libc_ver()[0] or platform.system())
+
+
+def openmp() -> list[str]:
+    """The OpenMP runtimes this process has loaded; more than one do not know of each other's threads."""
+    maps = _read(Path("/proc/self/maps")) or ""
+    return sorted(set(re.findall(r"/(lib(?:gomp|iomp5|omp)[^/\s]*\.(?:so|dylib)[^/\s]*)", maps)))
+
+
+def blas() -> str:
+    """What multiplies matrices in torch."""
+    has = [name for name, there in (("MKL", torch.backends.mkl.is_available()),
+                                    ("oneDNN", torch.backends.mkldnn.is_available())) if there]  # fmt: skip
+    return " and ".join(has) or "neither MKL nor oneDNN"
+
+
+def frequency_hz() -> float | None:
+    """The processor's clock now, where it can be read."""
+    try:
+        now = psutil.cpu_freq()
+    except (OSError, NotImplementedError):
+        return None
+    return now.current * 1e6 if now and now.current else None
+
+
+def temperature_celsius() -> float | None:
+    """The hottest of the processor's sensors, where there are any."""
+    read = getattr(psutil, "sensors_temperatures", dict)
+    sensors = [s.current for group in read().values() for s in group if s.current]
+    return max(sensors, default=None)
+
+
+def throttled() -> int | None:
+    """How often the processor was slowed down for heat since it was started, where the kernel counts it."""
+    counts = [_read(path) for path in (_SYS / "cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")]
+    numbers = [int(text) for text in counts if text and text.isdigit()]
+    return sum(numbers) if numbers else None
+
+
+def _chosen(path: Path) -> str | None:
+    """The word in brackets of a kernel's list of choices."""
+    found = re.search(r"\[(\w+)\]", _read(path) or "")
+    return found[1] if found else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
