@@ -136,9 +136,7 @@ def _forecasts(measured: Result, baseline: Result, step: float) -> tuple[Forecas
     built = measured["data_seconds"] + measured["tokenizer_seconds"]
     first = max(0.0, measured["step_seconds"][0] - step)
     warm_first = min(first, max(0.0, baseline["step_seconds"][0] - step))
-    cold = Forecast(
-        start + built + first, step, measured["evaluation_seconds"], measured["save_seconds"], end
-    )
+    cold = Forecast(start + built + first, step, measured["evaluation_seconds"], measured["save_seconds"], end)
     return cold, replace(cold, startup_seconds=start + warm_first)
 
 
@@ -175,7 +173,12 @@ def _disturbances(measured: Result, seconds: list[float]) -> list[str]:
 
 
 def _what_if(
-    config: Config, chosen: Config, prepared: Prepared, baseline: Result, request: BenchRequest, say: Callable[[str], None]
+    config: Config,
+    chosen: Config,
+    prepared: Prepared,
+    baseline: Result,
+    request: BenchRequest,
+    say: Callable[[str], None],
 ) -> list[Result]:
     """Each change measured beside the configuration as it is, on random tokens."""
     rows = [_row("as it is", (), "", chosen, baseline, prepared)]
@@ -197,7 +200,9 @@ def _what_if(
     return rows
 
 
-def _row(name: str, settings: Sequence[str], given_up: str, config: Config, measured: Result, prepared: Prepared) -> Result:
+def _row(
+    name: str, settings: Sequence[str], given_up: str, config: Config, measured: Result, prepared: Prepared
+) -> Result:
     task = TASKS[config.task]
     parameters = sum(task.parameters(config).values())
     seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
@@ -236,9 +241,21 @@ def _questions(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
         found.append((f"{other} products", (f"training.precision={other}",), note))
     if accumulation > 1:
         less = -(-accumulation // 2)
-        found.append(("twice the micro-batch", (f"training.batch_size={size * 2}", f"training.gradient_accumulation_steps={less}"), "memory"))
+        found.append(
+            (
+                "twice the micro-batch",
+                (f"training.batch_size={size * 2}", f"training.gradient_accumulation_steps={less}"),
+                "memory",
+            )
+        )
     if size > 1 and size % 2 == 0:
-        found.append(("half the micro-batch", (f"training.batch_size={size // 2}", f"training.gradient_accumulation_steps={accumulation * 2}"), "nothing"))
+        found.append(
+            (
+                "half the micro-batch",
+                (f"training.batch_size={size // 2}", f"training.gradient_accumulation_steps={accumulation * 2}"),
+                "nothing",
+            )
+        )
     if threads > 1:
         found.append(("half the threads", (f"training.threads={threads // 2}",), "nothing"))
     if training.compile == "on":
@@ -246,7 +263,9 @@ def _questions(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
     return found
 
 
-def _gpu(chosen: Config, prepared: Prepared, result: Result, request: BenchRequest, say: Callable[[str], None]) -> Result | None:
+def _gpu(
+    chosen: Config, prepared: Prepared, result: Result, request: BenchRequest, say: Callable[[str], None]
+) -> Result | None:
     """A GPU measured where there is one, else reckoned from the rate that was given."""
     tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
     if torch.cuda.is_available() and prepared.machine.device.type == "cpu":
@@ -290,7 +309,8 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
         start.write_text(
             "#!/bin/sh\n# Trains as measured by sansgpu bench. Arguments are handed on, as --resume is.\nset -eu\n"
             'here=$(CDPATH= cd "$(dirname "$0")" && pwd)\n'
-            f'exec {shlex.quote(sys.executable)} -m sansgpu train "$here/optimized.yaml" --output-dir {shlex.quote(run)} "$@"\n',
+            f'exec {shlex.quote(sys.executable)} -m sansgpu train "$here/optimized.yaml" '
+            f'--output-dir {shlex.quote(run)} "$@"\n',
             encoding="utf-8",
         )
         start.chmod(0o755)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ Result = dict[str, Any]
 
 GEMM_SIZE = 2048
 BUSY = 0.25  # cores' worth of other programs that is worth a word
+HARDLY = 1.2  # times as fast
 LITTLE_DISK, LITTLE_MEMORY = 5e9, 2e9
 
 
@@ -69,87 +71,55 @@ def doctor(cache: Path | None = None) -> Result:
 
 def _advice(facts: Result) -> list[Advice]:
     """Gains as measured on two cores with AMX (docs/lab-notes.md), or by the machine's own figures."""
-    found = []
-    rates, usable, cpus = facts["gemm_flops_per_second"], facts["cores_usable"], facts["cpus"]
-    missing = missing_for_compile()
+    return [*_build_advice(facts), *_cores_advice(facts), *_memory_advice(facts)]
+
+
+def _build_advice(facts: Result) -> Iterator[Advice]:
+    rates, missing = facts["gemm_flops_per_second"], missing_for_compile()
     if missing:
-        found.append(
-            Advice(1.0, f"install {missing} (Debian: apt install g++ python3-dev): our kernels and compiling need it.")
+        yield Advice(
+            1.0, f"install {missing} (Debian: apt install g++ python3-dev): our kernels and compiling need it."
         )
     elif facts["kernels"] != "native":
-        found.append(
-            Advice(1.0, f"our kernels do not compile ({facts['kernels_problem']}); plain torch does their work.")
-        )
+        problem = facts["kernels_problem"]
+        yield Advice(1.0, f"our kernels do not compile ({problem}), and plain torch does their work.")
     if facts["isa_limits"]:
         names = ", ".join(f"{name}={value}" for name, value in facts["isa_limits"].items())
-        found.append(Advice(1.0, f"unset {names}: it keeps torch from instructions that this processor may have."))
-    if facts["busy_cores"] > BUSY:
-        gain = facts["busy_cores"] / max(usable - facts["busy_cores"], 0.5)
-        found.append(
-            Advice(
-                gain,
-                f"other programs keep {facts['busy_cores']:.1f} cores busy; stop them, or give the run cores of its own.",
-            )
-        )
-    threads = facts["omp_num_threads"]
-    if threads and threads.isdigit() and int(threads) < usable:
-        found.append(
-            Advice(
-                usable / int(threads) - 1, f"OMP_NUM_THREADS is {threads}, and {usable} cores may be used; unset it."
-            )
-        )
-    quota = facts["cpu_quota"]
-    if quota and quota < min(cpus, facts["cores"]):
-        found.append(
-            Advice(
-                min(cpus, facts["cores"]) / quota - 1,
-                f"the container may use {quota:.1f} of {cpus} cores; raise its CPU limit, to a whole number of cores.",
-            )
-        )
-    if facts["governor"] not in (None, "performance", "schedutil"):
-        found.append(
-            Advice(
-                0.2,
-                f"the clock's governor is {facts['governor']}; set it to performance (cpupower frequency-set -g performance).",
-            )
-        )
-    if len(facts["openmp"]) > 1:
-        found.append(
-            Advice(0.1, f"several OpenMP runtimes are loaded ({', '.join(facts['openmp'])}); their threads compete.")
-        )
-    if facts["bf16_native"] and rates["bf16"] and rates["bf16"] < 1.2 * rates["fp32"]:
-        found.append(
-            Advice(
-                0.0,
-                "bf16 products are hardly faster than fp32 here, whatever the flags say; precision auto measures and decides.",
-            )
-        )
-    if facts["numa_nodes"] > 1:
-        found.append(
-            Advice(
-                0.3,
-                f"{facts['numa_nodes']} NUMA nodes: bind the run to one (numactl --cpunodebind=0 --membind=0) unless it needs them all.",
-            )
-        )
-    if facts["transparent_huge_pages"] == "never":
-        found.append(
-            Advice(0.03, "transparent huge pages are off; echo madvise > /sys/kernel/mm/transparent_hugepage/enabled.")
-        )
+        yield Advice(1.0, f"unset {names}: it keeps torch from instructions that this processor may have.")
     if "oneDNN" not in facts["torch_blas"]:
-        found.append(
-            Advice(0.5, "this torch was built without oneDNN, which has the fast products; install one from PyPI.")
-        )
+        yield Advice(0.5, "this torch was built without oneDNN, which has the fast products; install one from PyPI.")
+    if facts["bf16_native"] and rates["bf16"] < HARDLY * rates["fp32"]:
+        yield Advice(0.0, "bf16 products are hardly faster than fp32 here; precision auto measures and decides.")
+
+
+def _cores_advice(facts: Result) -> Iterator[Advice]:
+    usable, busy, quota, threads = (
+        facts[key] for key in ("cores_usable", "busy_cores", "cpu_quota", "omp_num_threads")
+    )
+    cores = min(facts["cpus"], facts["cores"])
+    if busy > BUSY:
+        gain = busy / max(usable - busy, BUSY)
+        yield Advice(gain, f"others keep {busy:.1f} cores busy; stop them, or give the run cores of its own.")
+    if threads and threads.isdigit() and int(threads) < usable:
+        yield Advice(usable / int(threads) - 1, f"OMP_NUM_THREADS is {threads} of {usable} usable cores; unset it.")
+    if quota and quota < cores:
+        yield Advice(cores / quota - 1, f"the container may use {quota:.1f} of {cores} cores; raise its CPU limit.")
+    if facts["numa_nodes"] > 1:
+        command = "numactl --cpunodebind=0 --membind=0"
+        yield Advice(0.3, f"{facts['numa_nodes']} NUMA nodes: bind a run to one of them ({command}).")
+    if facts["governor"] not in (None, "performance", "schedutil"):
+        command = "cpupower frequency-set -g performance"
+        yield Advice(0.2, f"the clock's governor is {facts['governor']}; set it to performance ({command}).")
+    if len(facts["openmp"]) > 1:
+        yield Advice(0.1, f"several OpenMP runtimes compete for the cores: {', '.join(facts['openmp'])}.")
+
+
+def _memory_advice(facts: Result) -> Iterator[Advice]:
+    if facts["transparent_huge_pages"] == "never":
+        command = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        yield Advice(0.03, f"transparent huge pages are off; {command} turns them on for those who ask.")
     if facts["available_bytes"] < LITTLE_MEMORY:
-        found.append(
-            Advice(
-                0.0, f"{facts['available_bytes'] / 1e9:.1f} GB of memory are available; small models need about 1 GB."
-            )
-        )
+        yield Advice(0.0, f"only {facts['available_bytes'] / 1e9:.1f} GB of memory are available.")
     if facts["cache_free_bytes"] < LITTLE_DISK:
-        found.append(
-            Advice(
-                0.0,
-                f"{facts['cache_free_bytes'] / 1e9:.1f} GB are free for {facts['cache']}; set SANSGPU_CACHE to a larger disk.",
-            )
-        )
-    return found
+        free = facts["cache_free_bytes"] / 1e9
+        yield Advice(0.0, f"{free:.1f} GB are free for {facts['cache']}; set SANSGPU_CACHE to a larger disk.")

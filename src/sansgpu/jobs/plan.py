@@ -36,8 +36,12 @@ def plan(file: Path | None, overrides: Sequence[str], progress: Progress, warn: 
     config, notes = load_config(file, overrides)
     for note in notes:
         warn(note)
-    prepared = prepare(config, None, progress, warn, shortage="report", always_measure=True, need_data=False)
-    result = _described(prepared)
+    return plan_prepared(prepare(config, None, progress, warn, shortage="report", always_measure=True, need_data=False))
+
+
+def plan_prepared(prepared: Prepared) -> Result:
+    """The plan of what is prepared, with a timing."""
+    config, result = prepared.config, _described(prepared)
     if not prepared.fits:
         changes = changes_that_fit(TASKS[config.task], prepared.config, execution(prepared), prepared.machine.available)
         result["changes"] = [{"set": list(c.settings), "cost": c.cost, "memory": c.memory.total} for c in changes]

@@ -135,11 +135,13 @@ def prepare(
     always_measure: bool = False,
     need_data: bool = True,
     read_data: bool = True,
+    measure_choices: bool = True,
 ) -> Prepared:
     """Make the data ready and choose what is left open. Raises ConfigError before any work that is lost.
 
-    With `always_measure` also short runs are measured. Without `need_data` it does with what is known without, where
-    the data cannot be had and the number of steps does not depend on it; without `read_data` it does not look.
+    With `always_measure` also short runs are measured; without `measure_choices` micro-batch and compiling are chosen
+    by rule. Without `need_data` it does with what is known where the data cannot be had and the number of steps does
+    not depend on it; without `read_data` it does not look.
     """
     config = _with_finish(config)
     machine = set_up(config, before, warn)
@@ -168,7 +170,9 @@ def prepare(
     if not long:
         sizes = [usual_micro_batch(config.window, sizes)]  # what a short run takes, as measuring would not pay
     timing = None
-    if not _trial_fits(config, replace(assumed, micro_batch=sizes[0]), machine.available):
+    if not measure_choices:
+        pass
+    elif not _trial_fits(config, replace(assumed, micro_batch=sizes[0]), machine.available):
         pass  # too large to be timed here, even three layers of it
     elif always_measure or len(sizes) > 1 or compiled == "measure":
         timing = _measured(config, machine, sizes, compiled)

@@ -17,8 +17,10 @@ from sansgpu.machine import cgroup
 
 _SYS = Path("/sys/devices/system")
 # What shows in /proc/cpuinfo (or on ARM as a feature) and matters to matrix products.
-ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "neon", "asimd",
-             "bf16", "i8mm", "sve")  # fmt: skip
+ISA_FLAGS = (
+    "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16",
+    "i8mm", "sve",
+)  # fmt: skip
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 

@@ -31,9 +31,9 @@ _KEPT = {
 }
 _KEPT_A_HEAD = {"swiglu": 14, "relu2": 14, "classic": 8}  # norms' and softmax' sums
 _FULL, _COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes of a master's number, and of a product's
-_RECOMPUTED = 3  # blocks' worth of memory while one is computed again; measured
-# The process with torch and the libraries around it, and what its heap wastes at least; measured on Linux.
-_PROCESS_BYTES = 640 << 20
+# Measured on Linux: the process with torch and the libraries around it, what compiling leaves behind, and the share of
+# everything that blocks of memory are larger than what is in them.
+_PROCESS_BYTES, _COMPILER_BYTES, _ROUNDING = 434 << 20, 96 << 20, 0.05
 _PARTLY_TOGETHER = 0.25  # of gradients and activations, the smaller: the one grows while the other is freed; measured
 
 
@@ -88,22 +88,23 @@ def decoder_memory(model: ModelConfig, window: int, how: Execution) -> Memory:
     gradients = (_FULL if summed else compute) * hidden + _FULL * rest
     kept = kept_bytes(model, window, how)
     if model.gradient_checkpointing:
-        activations = (model.n_layers * _FULL * tokens * model.d_model) + _RECOMPUTED * kept
+        activations = (model.n_layers * _FULL * tokens * model.d_model) + kept
     else:
         activations = model.n_layers * kept
     rows = min(tokens, CHUNK_ROWS)
     logits = rows * _vocabulary(model) * compute + tokens * model.d_model * (2 * compute + 2 * _FULL)
     logits += table * (_FULL + (compute if tokens > CHUNK_ROWS else 0) + (_FULL if summed else 0))
     overlap = int(_PARTLY_TOGETHER * min(gradients, activations))
-    return Memory(
-        weights=_FULL * total + narrow,
-        gradients=gradients,
-        optimizer=moments,
-        activations=activations - overlap,
-        logits=logits,
-        snapshot=_FULL * total + moments if how.copies else 0,
-        overhead=_PROCESS_BYTES,
-    )
+    needed = {
+        "weights": _FULL * total + narrow,
+        "gradients": gradients,
+        "optimizer": moments,
+        "activations": activations - overlap,
+        "logits": logits,
+        "snapshot": _FULL * total + moments if how.copies else 0,
+    }
+    process = _PROCESS_BYTES + (_COMPILER_BYTES if how.compile == "on" else 0)
+    return Memory(**needed, overhead=process + int(_ROUNDING * sum(needed.values())))
 
 
 @dataclass(frozen=True)

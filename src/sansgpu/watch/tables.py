@@ -70,6 +70,25 @@ def print_plan(console: Console, plan: Result) -> None:
             length += f": {duration(plan['total_seconds'])}, begun now done {finish:%a %d %b %H:%M}"
         table.add_row("time", length)
     console.print(table)
+    if "candidates" in plan:
+        _print_candidates(console, plan)
+
+
+def _print_candidates(console: Console, plan: Result) -> None:
+    table = Table(title="chosen from", title_justify="left")
+    for name in ("parameters", "width x layers", "tokens/s", "tokens", "epochs", "expected loss"):
+        table.add_column(name, justify="right")
+    for row in plan["candidates"]:
+        table.add_row(
+            count(row["parameters"]),
+            f"{row['d_model']} x {row['n_layers']}",
+            f"{row['tokens_per_second']:,.0f}",
+            count(row["tokens"]),
+            f"{row['epochs']:.1f}",
+            "best" if not row["behind"] else f"+{row['behind']:.1%}",
+        )
+    console.print(table)
+    console.print(f"written to {plan['file']}; train it with: sansgpu train {plan['file']}", soft_wrap=True)
 
 
 def print_presets(console: Console, rows: list[Result]) -> None:
@@ -100,6 +119,55 @@ def print_presets(console: Console, rows: list[Result]) -> None:
         )
     console.print(table)
     console.print("at least: micro-batch 1 and gradient checkpointing", style="dim")
+
+
+def print_bench(console: Console, result: Result) -> None:
+    """What `bench` found, in short; the report has all of it."""
+    table = grid()
+    step, build = result["step_seconds"], result["build_seconds"]
+    table.add_row(
+        "step",
+        f"{step['median']:.3g} s ({step['min']:.3g} to {step['max']:.3g}) of {result['tokens_per_step']:,} tokens: "
+        f"{result['micro_batch']} x {result['gradient_accumulation_steps']} windows of {result['window']}",
+    )
+    table.add_row(
+        "speed",
+        f"{result['tokens_per_second']:,.0f} tokens/s, {rate(result['flops_per_second'])}, MFU {result['mfu']:.0%} of "
+        f"{rate(result['gemm_flops_per_second'])}",
+    )
+    table.add_row("memory", f"{gigabytes(result['peak_rss_bytes'])} at the peak")
+    table.add_row("before", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build.items()))
+    shares = result["breakdown"].items()
+    table.add_row("a step is", ", ".join(f"{part} {share:.0%}" for part, share in shares))
+    for row in result["what_if"][1:]:
+        if "speedup" in row:
+            table.add_row("what if", f"{row['name']}: {row['speedup']:.2f}x, gives up {row['gives_up']}")
+    for projection in result["projections"]:
+        finish = datetime.fromisoformat(projection["done"])
+        table.add_row(
+            f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish:%a %d %b %Y %H:%M}"
+        )
+    for text in result["disturbances"]:
+        table.add_row("disturbed", text, style="yellow")
+    table.add_row("written", ", ".join(result["files"]))
+    console.print(table)
+
+
+def print_forward(console: Console, result: Result) -> None:
+    """Forward passes of the model alone."""
+    table = Table(title=f"{count(result['parameters'])} parameters, forward only", title_justify="left")
+    for name in ("batch", "seconds", "tokens/s", "GFLOP/s", "MFU", "memory"):
+        table.add_column(name, justify="right")
+    for row in result["forward"]:
+        table.add_row(
+            f"{row['batch_size']} x {row['window']}",
+            f"{row['seconds']:.3g}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['flops_per_second'] / 1e9:,.0f}",
+            f"{row['mfu']:.0%}",
+            gigabytes(row["peak_rss_bytes"]),
+        )
+    console.print(table)
 
 
 def print_doctor(console: Console, facts: Result) -> None:

@@ -121,6 +121,11 @@ class PreparationBar:
             figures = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s"
             self._bar.update(self._task, completed=done, total=total, figures=figures)
 
+    def say(self, doing: str) -> None:
+        """One line of what is done now."""
+        self.close()
+        self._console.print(doing, highlight=False, style="dim")
+
     def emit(self, event: Event) -> None:
         """As a sink: what follows the preparation ends it."""
         self.close()

@@ -1,0 +1,80 @@
+"""argv -> one job. Every import of weight happens inside the command that needs it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from sansgpu import __version__
+from sansgpu.cli import planning, tools, training, using  # noqa: F401  what they define is in app
+from sansgpu.cli.options import CONFIG_SUFFIXES, app
+from sansgpu.machine.launch import share_cores
+
+__all__ = ["app", "main", "run"]
+
+
+def main() -> None:
+    """Run the command line; errors are one sentence on stderr."""
+    share_cores()
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of one command line."""
+    debug = "--debug" in arguments
+    arguments = _with_resume_value([a for a in arguments if a != "--debug"])
+    try:
+        code = app(arguments, prog_name="sansgpu", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        return 0  # who read our output has left, as `head` does
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        message, code = _explained(error)
+        print(f"sansgpu: {message}", file=sys.stderr)
+        return code
+
+
+def _explained(error: BaseException) -> tuple[str, int]:
+    """One sentence, and the exit code."""
+    from sansgpu.config import SansGPUError  # not above: `--help` needs no schema
+
+    usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer names it in no public place
+    if isinstance(error, SansGPUError):
+        return str(error), error.exit_code
+    if isinstance(error, usage_error):
+        context = error.ctx.command_path if error.ctx else "sansgpu"
+        return f"{error.format_message().rstrip('.')}; see {context} --help.", 2
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return "interrupted; what was saved before stays.", 130
+    # a defect of ours, or a machine in trouble
+    return f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)", 1
+
+
+def _with_resume_value(arguments: list[str]) -> list[str]:
+    """`--resume` alone means `--resume latest`."""
+    completed: list[str] = []
+    for index, argument in enumerate(arguments):
+        completed.append(argument)
+        following = arguments[index + 1] if index + 1 < len(arguments) else "-"
+        if argument == "--resume" and (following.startswith("-") or following.endswith(CONFIG_SUFFIXES)):
+            completed.append("latest")
+    return completed
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
+) -> None:
+    pass

@@ -1,0 +1,43 @@
+"""What the commands share: the applications they belong to, and options that mean the same everywhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train language models on machines without a GPU.",
+)
+tokenizer_app = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer, or encode text with one.")
+snapshots_app = typer.Typer(no_args_is_help=True, help="Look at, check, delete and branch a run's snapshots.")
+app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(snapshots_app, name="snapshots")
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
+SnapshotOption = Annotated[str, typer.Option(help="latest, best, a step's number or a snapshot's name.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+ConfigArgument = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG]", help="A file, or small, medium, large; none: the built-in default.")
+]
+OverrideOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")
+]
+CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The result of a command, for other programs."""
+    print(json.dumps(value))
+
+
+def warn(message: str) -> None:
+    """Say something beside the result."""
+    print(f"warning: {message}", file=sys.stderr)

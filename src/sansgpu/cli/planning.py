@@ -1,0 +1,112 @@
+"""`sansgpu plan`, `bench` and `doctor`: what is known and measured before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, warn
+
+
+@app.command()
+def plan(
+    config: ConfigArgument = None,
+    override: OverrideOption = None,
+    presets: Annotated[bool, typer.Option("--presets", help="A table of small, medium and large.")] = False,
+    hours: Annotated[float | None, typer.Option(help="Propose the best model for so many hours.")] = None,
+    data: Annotated[str | None, typer.Option(help="What it is to learn, as data.dataset_name.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the proposal is written.")] = Path("proposed.yaml"),
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a run costs in memory and hours, before any work.
+
+    Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/
+    """
+    from rich.console import Console
+
+    from sansgpu.jobs.plan import plan as job
+    from sansgpu.jobs.plan import plan_presets
+    from sansgpu.jobs.propose import propose
+    from sansgpu.watch.tables import print_plan, print_presets
+    from sansgpu.watch.terminal import PreparationBar
+
+    bar = PreparationBar(Console(stderr=True))
+    try:
+        if presets:
+            result = {"presets": plan_presets(override or [], warn)}
+        elif hours is not None:
+            result = propose(hours, data or "python-stdlib", output, bar, warn, bar.say)
+        else:
+            result = job(config, override or [], bar, warn)
+    finally:
+        bar.close()
+    if as_json:
+        print_json(result)
+    elif presets:
+        print_presets(Console(), result["presets"])
+    else:
+        print_plan(Console(), result)
+
+
+@app.command()
+def bench(
+    config: ConfigArgument = None,
+    override: OverrideOption = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 20,
+    output_dir: Annotated[Path | None, typer.Option(help="Where the report goes; by default bench/NAME.")] = None,
+    from_step: Annotated[int, typer.Option(min=0, help="Also project from a snapshot of this step.")] = 0,
+    what_if: Annotated[bool, typer.Option(help="Measure changes of the configuration, too.")] = True,
+    forward_only: Annotated[
+        bool, typer.Option("--forward-only", help="The model alone, forward, without data.")
+    ] = False,
+    gpu_tflops: Annotated[float | None, typer.Option(help="Estimate a GPU of this rate beside it.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a configuration, and write report.md, report.html, optimized.yaml and start.sh.
+
+    Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --steps 20
+    """
+    from rich.console import Console
+
+    from sansgpu.jobs.bench import BenchRequest
+    from sansgpu.jobs.bench import bench as job
+    from sansgpu.watch.tables import print_bench, print_forward
+    from sansgpu.watch.terminal import PreparationBar
+
+    bar = PreparationBar(Console(stderr=True))
+    folder = output_dir or Path("bench") / (config.stem if config else "default")
+    request = BenchRequest(
+        config, tuple(override or ()), folder, steps, from_step, what_if, forward_only,
+        gpu_tflops * 1e12 if gpu_tflops else None,
+    )  # fmt: skip
+
+    try:
+        result = job(request, bar, warn, bar.say)
+    finally:
+        bar.close()
+    if as_json:
+        print_json(result)
+    elif forward_only:
+        print_forward(Console(), result)
+    else:
+        print_bench(Console(), result)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what this machine is and can do, and what would make it faster.
+
+    Example: sansgpu doctor
+    """
+    from rich.console import Console
+
+    from sansgpu.jobs.doctor import doctor as job
+    from sansgpu.watch.tables import print_doctor
+
+    result = job()
+    if as_json:
+        print_json(result)
+    else:
+        print_doctor(Console(), result)

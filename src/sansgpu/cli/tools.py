@@ -1,0 +1,139 @@
+"""`sansgpu tokenizer` and `snapshots`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sansgpu.cli.options import JsonOption, RunArgument, SnapshotOption, print_json, snapshots_app, tokenizer_app, warn
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A file, a folder, a dataset or python-stdlib.")],
+    output: Annotated[Path, typer.Option(help="The tokenizer's folder.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 8192,
+    sample_mb: Annotated[int, typer.Option(min=1, help="Megabytes of text to learn from.")] = 32,
+    as_json: JsonOption = False,
+) -> None:
+    """Train byte-level BPE.
+
+    Example: sansgpu tokenizer train notes/ --vocab-size 8192 --output tokenizer
+    """
+    from rich.console import Console
+
+    from sansgpu.jobs.tokenize import train_tokenizer
+    from sansgpu.watch.terminal import PreparationBar
+
+    bar = PreparationBar(Console(stderr=True))
+    try:
+        result = train_tokenizer(source, vocab_size, sample_mb, output, bar)
+    finally:
+        bar.close()
+    if as_json:
+        print_json(result)
+    else:
+        print(f"{result['vocab_size']:,} tokens, written to {output}")
+
+
+@tokenizer_app.command("encode")
+def tokenizer_encode(
+    tokenizer: Annotated[
+        str, typer.Argument(metavar="TOKENIZER", help="A folder, a tokenizer.json, or a model's name.")
+    ],
+    text: Annotated[str | None, typer.Option(help="The text; by default standard input.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the token ids of a text.
+
+    Example: sansgpu tokenizer encode tokenizer --text "def main"
+    """
+    from sansgpu.jobs.tokenize import encode_text
+
+    result = encode_text(tokenizer, sys.stdin.read() if text is None else text)
+    if as_json:
+        print_json(result)
+    else:
+        print(*result["ids"])
+
+
+@snapshots_app.command("list")
+def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
+    """List a run's snapshots.
+
+    Example: sansgpu snapshots list runs/default
+    """
+    from sansgpu.jobs.snapshots import list_snapshots
+
+    rows = list_snapshots(run)
+    if as_json:
+        print_json({"snapshots": rows})
+        return
+    for row in rows:
+        loss = "not evaluated" if row["loss"] is None else f"validation loss {row['loss']:.4f}"
+        marks = ("  best" if row["best"] else "") + ("  torn" if row.get("torn") else "")
+        print(f"{row['name']}  {loss}  {row['bytes'] / 1e6:.1f} MB{marks}")
+
+
+@snapshots_app.command("show")
+def snapshots_show(run: RunArgument, snapshot: SnapshotOption = "latest", as_json: JsonOption = False) -> None:
+    """Show all that a snapshot holds but its tensors.
+
+    Example: sansgpu snapshots show runs/default --snapshot best
+    """
+    import yaml
+
+    from sansgpu.jobs.snapshots import show_snapshot
+
+    shown = show_snapshot(run, snapshot, warn)
+    if as_json:
+        print_json(shown)
+    else:
+        print(yaml.safe_dump(shown, sort_keys=False), end="")
+
+
+@snapshots_app.command("verify")
+def snapshots_verify(run: RunArgument) -> int:
+    """Check every snapshot against its manifest; exit code 1 where one is torn or altered.
+
+    Example: sansgpu snapshots verify runs/default
+    """
+    from sansgpu.jobs.snapshots import verify_snapshots
+
+    results = verify_snapshots(run)
+    for name, problem in results:
+        print(f"{name}  {problem or 'whole'}")
+    return int(any(problem for _, problem in results))
+
+
+@snapshots_app.command("prune")
+def snapshots_prune(
+    run: RunArgument, keep_last: Annotated[int, typer.Option(help="How many of the newest stay; so does the best.")] = 1
+) -> None:
+    """Delete old snapshots.
+
+    Example: sansgpu snapshots prune runs/default --keep-last 1
+    """
+    from sansgpu.jobs.snapshots import prune_snapshots
+
+    for name in prune_snapshots(run, keep_last):
+        print(f"deleted {name}")
+
+
+@snapshots_app.command("fork")
+def snapshots_fork(
+    run: RunArgument,
+    output_dir: Annotated[Path, typer.Option(help="The new run's folder.")],
+    snapshot: SnapshotOption = "latest",
+) -> None:
+    """Begin a new run as a copy of a snapshot, to go on with other settings.
+
+    Example: sansgpu snapshots fork runs/default --output-dir runs/lower-lr
+    """
+    from sansgpu.jobs.snapshots import fork_snapshot
+
+    forked = fork_snapshot(run, snapshot, output_dir, warn)
+    print(f"{forked}; go on with: sansgpu train --resume --output-dir {forked}")

@@ -1,0 +1,99 @@
+"""`sansgpu train`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sansgpu.cli.options import OverrideOption, app
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML, TOML or JSON; none: the built-in default.")
+    ] = None,
+    config_option: Annotated[
+        Path | None, typer.Option("-f", "--config", metavar="FILE", help="The same as CONFIG.")
+    ] = None,
+    output_dir: Annotated[Path | None, typer.Option("--output-dir", "--output_dir", help="The run's folder.")] = None,
+    override: OverrideOption = None,
+    resume: Annotated[str | None, typer.Option(metavar="[latest|SNAPSHOT]", help="Go on from a snapshot.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Optimizer updates.")] = None,
+    batch_size: Annotated[str | None, typer.Option(metavar="N|auto", help="Examples of a micro-batch.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Context and window in tokens.")] = None,
+    target_device: Annotated[str | None, typer.Option(metavar="cpu|gpu|auto", help="Where to train.")] = None,
+    prefetch: Annotated[int | None, typer.Option(min=0, help="Batches prepared ahead.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The source of all randomness.")] = None,
+    headless: Annotated[bool, typer.Option("--headless", help="JSON lines on stdout, nothing else there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything up to the first step.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a resume that cannot be exact.")] = False,
+    until: Annotated[
+        str | None, typer.Option(metavar="HH:MM", help="Be over, with the model saved, by this time.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Begin though memory does not suffice.")] = False,
+) -> int:
+    """Train as CONFIG says.
+
+    Example: sansgpu train configs/cpu_small.yaml --set data.dataset_name=notes/ --max-steps 200
+    """
+    started = time.monotonic()
+    if config and config_option:
+        raise typer.BadParameter("CONFIG is given twice")
+    devices = {"cpu": "cpu", "gpu": "cuda", "auto": "auto", None: None}
+    if target_device not in devices:
+        raise typer.BadParameter(f"--target-device is {target_device}, but cpu, gpu and auto are known")
+    flags = {
+        "training.max_steps": max_steps,
+        "training.batch_size": batch_size,
+        "model.max_seq_len": seq_len,
+        "data.max_length": seq_len,
+        "device": devices[target_device],
+        "training.dataloader_num_workers": None if prefetch is None else min(prefetch, 1),
+        "training.dataloader_prefetch_factor": prefetch or None,
+        "training.seed": seed,
+        "training.until": until,
+    }
+    overrides = [*(override or []), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
+
+    from rich.console import Console
+
+    from sansgpu.jobs.train import TrainRequest
+    from sansgpu.jobs.train import train as job
+    from sansgpu.train.loop import End
+    from sansgpu.watch.events import Sink
+    from sansgpu.watch.jsonl import JsonLines
+    from sansgpu.watch.terminal import PreparationBar, Terminal
+
+    errors = Console(stderr=True)
+    sink: Sink = JsonLines(sys.stdout) if headless else Terminal(errors if dry_run else Console())
+    request = TrainRequest(
+        config or config_option, tuple(overrides), output_dir, resume, strict, dry_run, force, started
+    )
+    bar = PreparationBar(errors)
+    try:
+        outcome = job(request, [bar, sink], bar)
+    finally:
+        bar.close()
+        sink.close()
+    if isinstance(outcome, End):
+        return 128 + outcome.signal if outcome.signal else 0
+    _print_dry_run(outcome)
+    return 0
+
+
+def _print_dry_run(begun: Any) -> None:
+    """The resolved configuration and what the run would do, as YAML."""
+    import dataclasses
+
+    import yaml
+
+    prepared = begun.prepared
+    environment = dataclasses.asdict(prepared.environment)
+    sections = {"output_dir": str(begun.paths.root), "environment": environment, "run": prepared.facts()}
+    config = prepared.config.model_dump(mode="json")
+    print(yaml.safe_dump({"config": config, **sections}, sort_keys=False), end="")

@@ -1,0 +1,81 @@
+"""`sansgpu eval`, `generate` and `export`: what a trained model is good for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sansgpu.cli.options import JsonOption, RunArgument, SnapshotOption, app, print_json, warn
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a Hugging Face model.")],
+    data: Annotated[str | None, typer.Option(help="A source as data.dataset_name; by default the run's own.")] = None,
+    snapshot: SnapshotOption = "latest",
+    window: Annotated[int | None, typer.Option(min=2, help="Tokens a window, with --data.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure loss, perplexity and bits per byte.
+
+    Example: sansgpu eval runs/default --data notes.txt
+    """
+    from rich.console import Console
+
+    from sansgpu.jobs.evaluate import evaluate_model
+    from sansgpu.watch.terminal import PreparationBar, Terminal
+
+    bar = PreparationBar(Console(stderr=True))
+    try:
+        event = evaluate_model(run, data, snapshot, window, bar, warn)
+    finally:
+        bar.close()
+    if as_json:
+        print_json(event)
+    else:
+        Terminal(Console()).emit(event)
+
+
+@app.command()
+def generate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a Hugging Face folder of ours.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
+    snapshot: SnapshotOption = "latest",
+) -> None:
+    """Write a text, token by token.
+
+    Example: sansgpu generate runs/default --prompt "def main" --max-new-tokens 100
+    """
+    from sansgpu.jobs.generate import generate_text
+    from sansgpu.models.generate import Sampling
+
+    pieces = generate_text(run, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), snapshot, warn)
+    print(prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    form: Annotated[str, typer.Option("--format", metavar="hf", help="hf: a Hugging Face folder.")] = "hf",
+    snapshot: SnapshotOption = "latest",
+    output: Annotated[Path | None, typer.Option(help="Where to write; by default RUN/export.")] = None,
+) -> None:
+    """Write a snapshot as a model that others load.
+
+    Example: sansgpu export runs/default --snapshot best --output my-model
+    """
+    if form != "hf":
+        raise typer.BadParameter(f"--format is {form}, but only hf is known")
+    from sansgpu.jobs.export import export_run
+
+    print(export_run(run, snapshot, output, warn))

@@ -1,0 +1,187 @@
+"""`sansgpu plan --hours H --data PATH`: the model, batch and length that make the best of the time, as a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.data.shards import Progress
+from sansgpu.jobs.plan import forecast_of, plan_prepared, roofline_of, step_limits
+from sansgpu.jobs.prepare import Prepared, Warn, prepare
+from sansgpu.tasks import TASKS, Corpus
+from sansgpu.train.scaling_law import MOST_EPOCHS, expected_bits_per_byte
+
+WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
+HEAD_DIM, WIDTH_A_LAYER, LEAST_LAYERS, FEED_FORWARD = 64, 48, 4, 3
+MEASURED_WIDTHS = (128, 384, 768)  # whose share of the machine's limit is measured; between them it is interpolated
+LONG_WINDOW, LONG_WINDOW_FROM = 512, 512  # tokens; the width from which on
+WINDOW = 256
+# Tokens a step: as tuned for runs of ten million tokens, more for longer ones.
+BATCH_TOKENS, BATCH_AT, MOST_BATCH_TOKENS = 4096, 10e6, 65536
+LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # and its square root's change with the width; docs/lab-notes.md
+VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # by bytes of text
+OVERHEAD_RATIO = 0.04  # of the time, for starting, evaluations and saving
+EVALUATIONS, SNAPSHOTS = 10, 5  # of a run
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model of the family, and how far it gets."""
+
+    config: Config
+    parameters: int
+    tokens_per_second: float
+    tokens: float
+    epochs: float
+    bits_per_byte: float
+
+
+def propose(
+    hours: float, data: str, output: Path, progress: Progress, warn: Warn, say: Callable[[str], None]
+) -> Result:
+    """Write the proposed configuration to `output`, and return its plan and what it was chosen from.
+
+    Raises ConfigError where there is no such data, or nothing fits.
+    """
+    if output.exists():
+        raise ConfigError(f"{output} exists already; choose another --output.")
+    base = _base(hours, data, progress, warn)
+    corpus: Corpus = base.corpus
+    say(f"{corpus.train_tokens:,} tokens; timing products of {len(WIDTHS)} sizes and blocks of {len(MEASURED_WIDTHS)}")
+    shares = [(width, _measured_share(base, width, hours)) for width in MEASURED_WIDTHS]
+    candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, shares)) is not None]
+    if not candidates:
+        raise ConfigError("not even the smallest model fits into memory; free some, or use another machine.")
+    best = min(candidates, key=lambda candidate: candidate.bits_per_byte)
+    config = _with_length(best, hours)
+    prepared = prepare(config, None, progress, warn, shortage="report", always_measure=True)
+    _write(config, output, best, corpus)
+    rows = [
+        {
+            "parameters": c.parameters,
+            "d_model": c.config.model.d_model,
+            "n_layers": c.config.model.n_layers,
+            "tokens_per_second": c.tokens_per_second,
+            "tokens": c.tokens,
+            "epochs": c.epochs,
+            "behind": c.bits_per_byte / best.bits_per_byte - 1,
+        }
+        for c in candidates
+    ]
+    return {**plan_prepared(prepared), "candidates": rows, "file": str(output)}
+
+
+def _base(hours: float, data: str, progress: Progress, warn: Warn) -> Prepared:
+    """The data, with a vocabulary that suits its size."""
+    size = Path(data).expanduser().stat().st_size if Path(data).expanduser().is_file() else None
+    vocabulary = next(
+        v for limit, v in VOCABULARIES if (size is None and v == 8192) or (size is not None and size < limit)
+    )
+    settings = (f"data.dataset_name={yaml.safe_dump(data).splitlines()[0]}", f"data.vocab_size={vocabulary}")
+    return prepare(change_config(Config(), settings), None, progress, warn, shortage="report")
+
+
+def _shape(base: Prepared, width: int) -> Config:
+    """The family's model of this width, as a step of BATCH_TOKENS."""
+    window = LONG_WINDOW if width >= LONG_WINDOW_FROM else WINDOW
+    rate = LEARNING_RATE * (LEARNING_RATE_WIDTH / width) ** 0.5
+    settings = (
+        f"model.d_model={width}",
+        f"model.n_heads={width // HEAD_DIM}",
+        f"model.n_layers={max(LEAST_LAYERS, round(width / WIDTH_A_LAYER))}",
+        f"model.d_ff={FEED_FORWARD * width}",
+        f"model.max_seq_len={window}",
+        f"model.vocab_size={base.config.model.vocab_size}",
+        f"training.gradient_accumulation_steps={BATCH_TOKENS // window}",
+        f"training.learning_rate={rate:.2g}",
+        "training.optimizer=muon",
+    )
+    return change_config(base.config, settings)
+
+
+def _prepared(base: Prepared, config: Config, hours: float) -> Prepared:
+    """As a run of so many hours would compute it, without looking at the data again."""
+    timed = change_config(config, (f"training.max_hours={hours}",))
+    return prepare(timed, None, _silent, _silent, shortage="report", always_measure=True, read_data=False)
+
+
+def _measured_share(base: Prepared, width: int, hours: float) -> float:
+    """What a step of this width gets of the machine's limit, measured once a cache."""
+    prepared = _prepared(base, _shape(base, width), hours)
+    if prepared.timing is None:
+        return 0.5  # too large to be timed here, and so no candidate either
+    return _limit_seconds(prepared) / forecast_of(prepared).step_seconds
+
+
+def _limit_seconds(prepared: Prepared) -> float:
+    return sum(step_limits(prepared, roofline_of(prepared)).values())
+
+
+def _candidate(base: Prepared, width: int, hours: float, shares: list[tuple[int, float]]) -> Candidate | None:
+    config = _shape(base, width)
+    prepared = prepare(
+        change_config(config, (f"training.max_hours={hours}",)), None, _silent, _silent, shortage="report",
+        read_data=False, measure_choices=False,
+    )  # fmt: skip
+    if not prepared.fits:
+        return None
+    unique = base.corpus.train_tokens
+    speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, shares)
+    tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MOST_EPOCHS * unique)
+    parameters = sum(TASKS[config.task].parameters(config).values())
+    return Candidate(
+        config, parameters, speed, tokens, tokens / unique, expected_bits_per_byte(parameters, tokens, unique)
+    )
+
+
+def _interpolated(width: int, shares: list[tuple[int, float]]) -> float:
+    """The share at `width`, linear in its logarithm between the measured ones."""
+    for (low, low_share), (high, high_share) in pairwise(shares):
+        if width <= high:
+            place = max(0.0, math.log(width / low) / math.log(high / low))
+            return low_share + place * (high_share - low_share)
+    return shares[-1][1]
+
+
+def _with_length(best: Candidate, hours: float) -> Config:
+    """The batch, the warm-up and the times of evaluation that suit the length of the run."""
+    window = best.config.window
+    batch = BATCH_TOKENS * 2 ** round(math.log2(max(1.0, (best.tokens / BATCH_AT) ** 0.5)))
+    batch = min(batch, MOST_BATCH_TOKENS)
+    steps = best.tokens / batch
+    settings = (
+        f"training.gradient_accumulation_steps={batch // window}",
+        f"training.max_hours={hours}",
+        f"training.num_epochs={MOST_EPOCHS}",
+        f"training.warmup_steps={max(10, min(200, round(steps / 20)))}",
+        f"training.eval_steps={max(1, round(steps / EVALUATIONS))}",
+        f"training.save_steps={max(1, round(steps / SNAPSHOTS))}",
+    )
+    return change_config(best.config, settings)
+
+
+def _write(config: Config, output: Path, best: Candidate, corpus: Corpus) -> None:
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    head = (
+        f"# The best use of {config.training.max_hours:g} hours on this machine for {config.data.dataset_name}:\n"
+        f"# {best.parameters / 1e6:.1f}M parameters, about {best.tokens / 1e6:.0f}M tokens, {best.epochs:.1f} passes "
+        f"over its {corpus.train_tokens / 1e6:.1f}M.\n"
+    )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(head + yaml.safe_dump({"task": config.task, **values}, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}; choose another --output.") from None
+
+
+def _silent(*said: object) -> None:
+    pass
