@@ -80,7 +80,8 @@ def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
     return size + out.nbytes
 
 
-KINDS = list(itertools.product(ACTIVATIONS, ["bf16", "fp32"], ["off"])) + [
+KINDS = [
+    *itertools.product(ACTIVATIONS, ["bf16", "fp32"], ["off"]),
     ("swiglu", "bf16", "on"),
     ("gelu", "fp32", "on"),
 ]

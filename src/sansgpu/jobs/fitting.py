@@ -28,7 +28,7 @@ class Change:
     memory: Memory
 
     def __str__(self) -> str:
-        return f"{' '.join(self.settings)} ({self.memory.total / 1e9:.1f} GB; {self.cost})"
+        return f"{' '.join(self.settings)} ({self.memory.least / 1e9:.1f} GB; {self.cost})"
 
 
 def memory_of(task: TaskKind, config: Config, how: Execution) -> Memory:
@@ -39,7 +39,7 @@ def memory_of(task: TaskKind, config: Config, how: Execution) -> Memory:
 
 def fits(memory: Memory, available: int) -> bool:
     """Whether a run may be begun; the copy of a snapshot is left out where there is no room for it."""
-    return (memory.total - memory.snapshot) * MARGIN <= available
+    return memory.least * MARGIN <= available
 
 
 def fitting_micro_batches(
@@ -62,8 +62,7 @@ def fitting_micro_batches(
     if shortage == "report":
         return choices[:1]
     needed = memory_of(task, config, replace(how, micro_batch=choices[0]))
-    gigabytes = (needed.total - needed.snapshot) / 1e9
-    short = f"the run needs about {gigabytes:.1f} GB of memory and {available / 1e9:.1f} GB are available"
+    short = f"the run needs about {needed.least / 1e9:.1f} GB of memory and {available / 1e9:.1f} GB are available"
     if shortage == "refuse":
         changes = "; or ".join(str(change) for change in changes_that_fit(task, config, how, available))
         remedy = f"it fits with {changes}" if changes else "choose a much smaller model"

@@ -44,7 +44,7 @@ def plan_prepared(prepared: Prepared) -> Result:
     config, result = prepared.config, _described(prepared)
     if not prepared.fits:
         changes = changes_that_fit(TASKS[config.task], prepared.config, execution(prepared), prepared.machine.available)
-        result["changes"] = [{"set": list(c.settings), "cost": c.cost, "memory": c.memory.total} for c in changes]
+        result["changes"] = [{"set": list(c.settings), "cost": c.cost, "memory": c.memory.least} for c in changes]
     return {**result, **_time(prepared)}
 
 

@@ -41,6 +41,11 @@ class Memory:
         """All of it."""
         return sum(getattr(self, field.name) for field in fields(self))
 
+    @property
+    def least(self) -> int:
+        """Without the copy of snapshots, which a run can do without."""
+        return self.total - self.snapshot
+
     def to_json(self) -> dict[str, int]:
         """By part, and `total`."""
         return {**asdict(self), "total": self.total}

@@ -43,6 +43,8 @@ def print_plan(console: Console, plan: Result) -> None:
     table.add_row("memory", ", ".join(f"{name} {gigabytes(size)}" for name, size in memory.items()))
     needed, available = plan["memory_bytes"]["total"], plan["available_bytes"]
     verdict = "fits" if plan["fits"] else "does not fit"
+    if plan["fits"] and needed > available:
+        verdict += ", without the copy of snapshots"
     have = f"{gigabytes(available)} available of {gigabytes(plan['machine_bytes'])}"
     table.add_row("", f"{gigabytes(needed)} in all, {have}: {verdict}", style=None if plan["fits"] else "red")
     for change in plan.get("changes", []):

@@ -1,0 +1,96 @@
+"""Hours that `plan` foretells beside the run itself. `python -m benchmarks.forecast --minutes 5`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.contest import NoResultError, Row, print_table, say, spawn, write_json
+
+ROOT = Path(__file__).parent.parent
+Settings = dict[str, object]
+
+M80: Settings = {
+    "model.d_model": 768, "model.n_layers": 12, "model.n_heads": 12, "model.d_ff": 3072, "model.max_seq_len": 512,
+    "model.activation": "gelu", "data.vocab_size": 8000, "training.gradient_accumulation_steps": 4,
+    "training.optimizer": "adamw", "training.learning_rate": 0.0006,
+}  # fmt: skip
+# (configuration, changes)
+RUNS: dict[str, tuple[str, Settings]] = {
+    "default": ("configs/default.yaml", {}),
+    "cpu_small": ("configs/cpu_small.yaml", {"data.dataset_name": "python-stdlib", "training.num_epochs": "null"}),
+    "small": ("small", {"training.gradient_accumulation_steps": 16}),
+    "m80": ("configs/default.yaml", M80),
+}
+COLUMNS = {
+    "run": ("name", "s"),
+    "steps": ("steps", ",d"),
+    "planned s": ("planned_seconds", ".0f"),
+    "measured s": ("measured_seconds", ".0f"),
+    "planned over measured": ("error", "+.1%"),
+    "step alone": ("step_error", "+.1%"),
+}
+
+
+def arguments(config: str, settings: Settings) -> list[str]:
+    """A configuration with changes, as a command has them."""
+    return [config, *(part for key, value in settings.items() for part in ("--set", f"{key}={value}"))]
+
+
+def plan(config: str, settings: Settings) -> Row:
+    """What `plan` says. Raises NoResultError."""
+    outcome = spawn([sys.executable, "-m", "sansgpu", "plan", *arguments(config, settings), "--json"])
+    if outcome.code or not outcome.events:
+        raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
+    return outcome.events[-1][1]
+
+
+def measure(name: str, minutes: float) -> Row:
+    """Plan a run of so many minutes, and make it. Raises NoResultError."""
+    config, settings = RUNS[name]
+    # A run long enough to be compiled tells how many steps the minutes have.
+    first = plan(config, {**settings, "training.max_steps": 10_000})
+    settings = {**settings, "training.max_steps": max(3, round(minutes * 60 / first["step_seconds"]))}
+    planned = plan(config, settings)
+    with tempfile.TemporaryDirectory(prefix="sansgpu-forecast-") as folder:
+        command = [sys.executable, "-m", "sansgpu", "train", *arguments(config, settings), "--headless"]
+        outcome = spawn([*command, "--output-dir", str(Path(folder) / "run")])
+    if outcome.code:
+        raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
+    steps = [event["step_seconds"] for _, event in outcome.named("step")]
+    say(json.dumps({"name": name, "planned": planned["total_seconds"], "measured": outcome.wall_seconds}))
+    return {
+        "name": name,
+        "steps": planned["total_steps"],
+        "planned_seconds": planned["total_seconds"],
+        "measured_seconds": outcome.wall_seconds,
+        "error": planned["total_seconds"] / outcome.wall_seconds - 1,
+        "step_error": planned["step_seconds"] / mean(steps) - 1,
+        "plan": planned,
+    }
+
+
+def main() -> None:
+    """Every configuration of the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5, help="of each run (%(default)s)")
+    parser.add_argument("--runs", default=",".join(RUNS), help="of these, by commas (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args()
+    rows: list[Row] = []
+    for name in given.runs.split(","):
+        say(name)
+        try:
+            rows.append(measure(name, given.minutes))
+        except NoResultError as failure:
+            rows.append({"name": name, "status": str(failure)})
+    print_table(f"Runs of about {given.minutes:g} minutes, from the command to its end", COLUMNS, rows)
+    write_json(given.json, "forecast", vars(given), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Peak memory of real runs beside what was planned for them. `python -m benchmarks.memory`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+from benchmarks import ours
+from benchmarks.contest import NoResultError, Row, print_table, say, spawn, write_json
+
+Settings = dict[str, object]
+
+STEPS = 4  # with an evaluation and a snapshot on the way: the peak is reached at the second
+# A run that saves, as real ones do.
+BASE: Settings = {
+    "data.vocab_size": 8192,
+    "training.max_steps": STEPS,
+    "training.logging_steps": 1,
+    "training.eval_steps": 2,
+    "training.save_steps": 2,
+    "training.eval_batches": 1,
+    "training.report_to": "none",
+    "device": "cpu",
+}
+
+
+def model(width: int, layers: int, feed_forward: int, vocabulary: int, window: int, activation: str) -> Settings:
+    """A shape with heads of 64."""
+    return {
+        "model.d_model": width,
+        "model.n_layers": layers,
+        "model.n_heads": width // 64,
+        "model.d_ff": feed_forward,
+        "model.vocab_size": vocabulary,
+        "model.max_seq_len": window,
+        "model.activation": activation,
+    }
+
+
+def how(micro_batch: int, accumulation: int, optimizer: str, precision: str, compiled: bool) -> Settings:
+    """A way to train it."""
+    return {
+        "training.batch_size": micro_batch,
+        "training.gradient_accumulation_steps": accumulation,
+        "training.optimizer": optimizer,
+        "training.precision": precision,
+        "training.compile": ours.compile_setting(compiled),
+    }
+
+
+CHECKPOINTED: Settings = {"model.gradient_checkpointing": "true"}
+SMALL, MEDIUM = model(384, 10, 1088, 16384, 512, "swiglu"), model(768, 12, 2304, 32768, 512, "swiglu")
+LARGE = model(1024, 24, 2880, 32768, 512, "swiglu")
+RUNS: dict[str, Settings] = {
+    "10M relu2, Muon, 16 x 1": {**model(256, 8, 1024, 12288, 256, "relu2"), **how(16, 1, "muon", "bf16", True)},
+    "11M gelu, AdamW, 2 x 8, fp32": {**model(256, 4, 1024, 32000, 512, "gelu"), **how(2, 8, "adamw", "fp32", False)},
+    "25M, Muon, 8 x 2, eager": {**SMALL, **how(8, 2, "muon", "bf16", False)},
+    "25M, AdamW, 16 x 1, checkpointing": {**SMALL, **how(16, 1, "adamw", "bf16", True), **CHECKPOINTED},
+    "92M gelu, AdamW, 4 x 1": {**model(768, 12, 3072, 8000, 512, "gelu"), **how(4, 1, "adamw", "bf16", True)},
+    "117M, AdamW, 4 x 2, fp32, checkpointing": {**MEDIUM, **how(4, 2, "adamw", "fp32", False), **CHECKPOINTED},
+    "117M, Muon, 2 x 2, fp32": {**MEDIUM, **how(2, 2, "muon", "fp32", True)},
+    "345M, Muon, 2 x 1": {**LARGE, **how(2, 1, "muon", "bf16", True)},
+}
+COLUMNS = {
+    "run": ("name", "s"),
+    "parameters": ("parameters", ",d"),
+    "planned GB": ("planned_gb", ".2f"),
+    "measured GB": ("measured_gb", ".2f"),
+    "planned over measured": ("error", "+.1%"),
+}
+
+
+def measure(name: str, settings: Settings) -> Row:
+    """One run. Raises NoResultError."""
+    with tempfile.TemporaryDirectory(prefix="sansgpu-memory-") as folder:
+        outcome = spawn(ours.command(Path(folder) / "run", {**BASE, **settings}))
+    if outcome.code:
+        raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
+    start = outcome.named("start")[0][1]
+    planned, measured = start["memory_bytes"]["total"], outcome.peak_rss_bytes
+    return {
+        "name": name,
+        "parameters": start["parameters"],
+        "memory_bytes": start["memory_bytes"],
+        "peak_rss_bytes": measured,
+        "planned_gb": planned / 1e9,
+        "measured_gb": measured / 1e9,
+        "error": planned / measured - 1,
+        "settings": settings,
+    }
+
+
+def main() -> None:
+    """Every run of the table, the large ones last."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser.add_argument("--runs", type=int, default=len(RUNS), help="only the first so many")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args()
+    rows: list[Row] = []
+    for name, settings in list(RUNS.items())[: given.runs]:
+        say(name)
+        try:
+            rows.append(measure(name, settings))
+        except NoResultError as failure:
+            rows.append({"name": name, "status": str(failure)})
+    errors = [abs(row["error"]) for row in rows if "error" in row]
+    print_table("Peak memory of the process", COLUMNS, rows)
+    if errors:
+        say(f"off by {mean(errors):.1%} in the mean, {max(errors):.1%} at most")
+    write_json(given.json, "memory", vars(given), rows)
+
+
+if __name__ == "__main__":
+    main()

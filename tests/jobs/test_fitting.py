@@ -1,0 +1,83 @@
+"""What fits into memory begins, what does not is refused with ways out that do fit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.jobs.fitting import changes_that_fit, fits, fitting_micro_batches, memory_of
+from sansgpu.machine.memory import Execution
+from sansgpu.tasks import TASKS
+
+HOW = Execution(1, 1, "fp32", "off", "native", "adamw")
+TASK = TASKS["pretrain"]
+PLENTY = 1 << 50
+
+
+def config_of(**training: object) -> Config:
+    return Config.model_validate({"training": training, "model": {"vocab_size": 1000, "n_layers": 8}})
+
+
+def needs(config: Config, size: int) -> int:
+    memory = memory_of(TASK, config, replace(HOW, micro_batch=size))
+    return int(memory.least * 1.06)
+
+
+def test_less_memory_gives_a_smaller_micro_batch_and_in_the_end_a_refusal() -> None:
+    config, said = config_of(gradient_accumulation_steps=16), list[str]()
+    assert fitting_micro_batches(TASK, config, HOW, PLENTY, "refuse", said.append) == [1, 2, 4, 8, 16]
+    assert fitting_micro_batches(TASK, config, HOW, needs(config, 4), "refuse", said.append) == [1, 2, 4]
+    with pytest.raises(ConfigError, match="it fits with"):
+        fitting_micro_batches(TASK, config, HOW, int(needs(config, 1) * 0.9), "refuse", said.append)
+    assert said == []
+
+
+def test_a_fixed_micro_batch_that_does_not_fit_is_refused_or_begun_in_parts() -> None:
+    config, said = config_of(batch_size=16, gradient_accumulation_steps=2), list[str]()
+    available = needs(config, 4)
+    with pytest.raises(ConfigError, match=r"training\.batch_size=4 training\.gradient_accumulation_steps=8.*--force"):
+        fitting_micro_batches(TASK, config, HOW, available, "refuse", said.append)
+    assert fitting_micro_batches(TASK, config, HOW, available, "begin", said.append) == [4]
+    assert "micro-batches of 4 and the same batch" in said[0]
+    assert fitting_micro_batches(TASK, config, HOW, 1, "begin", said.append) == [1]
+    assert fitting_micro_batches(TASK, config, HOW, 1, "report", said.append) == [16]
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.6])
+def test_every_change_that_is_named_fits_and_costs_something(share: float) -> None:
+    config = config_of(batch_size=32, gradient_accumulation_steps=1)
+    available = int(needs(config, 32) * share)
+    changes = changes_that_fit(TASK, config, replace(HOW, micro_batch=32), available)
+    assert 1 <= len(changes) <= 3
+    for change in changes:
+        assert change.cost
+        assert fits(change.memory, available)
+        changed = change_config(config, change.settings)
+        size = changed.training.batch_size
+        assert size != "auto"
+        precision = "bf16" if "training.precision=bf16" in change.settings else "fp32"
+        optimizer = "muon" if "training.optimizer=muon" in change.settings else "adamw"
+        how = replace(HOW, micro_batch=size, precision=precision, optimizer=optimizer)
+        assert memory_of(TASK, changed, how).total == change.memory.total
+
+
+def test_where_no_change_alone_helps_several_do() -> None:
+    config = Config.model_validate(
+        {"model": {"vocab_size": 50_000, "d_model": 1024, "n_heads": 1, "n_layers": 24, "d_ff": 4096}}
+    )
+    found = [changes_that_fit(TASK, config, HOW, int(gigabytes * 1e9)) for gigabytes in (2.0, 2.4, 2.6, 2.8, 2.9)]
+    assert found[0] == []
+    together = [changes[0] for changes in found if len(changes) == 1 and len(changes[0].settings) > 3]
+    assert together
+    assert all(fits(change.memory, int(2.9e9)) for change in together)
+
+
+def test_presets_have_the_parameters_they_are_named_for() -> None:
+    from sansgpu.config import load_config, preset_names
+
+    assert preset_names() == ["small", "medium", "large"]
+    for name, millions in zip(preset_names(), (25, 117, 345), strict=True):
+        config, notes = load_config(Path(name))
+        assert notes == []
+        assert sum(TASK.parameters(config).values()) / 1e6 == pytest.approx(millions, rel=0.015)

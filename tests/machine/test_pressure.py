@@ -1,0 +1,83 @@
+"""Memory that runs short is noticed, and the micro-batch is cut before it is gone."""
+
+import pytest
+
+from sansgpu.machine.pressure import COMPILER_BYTES, LEAST_FREE_BYTES, MemoryGuard, MemoryShortError
+
+MEGABYTE = 1 << 20
+
+
+class Machine:
+    """Bytes that are free and ours, and a clock, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.free, self.ours, self.now = 4000 * MEGABYTE, 1000 * MEGABYTE, 0.0
+        self.said: list[str] = []
+
+    def guard(self, size: int, compiled: bool = False, shed: str | None = None) -> MemoryGuard:
+        sheds = iter([shed, None, None])
+        return MemoryGuard(
+            size,
+            compiled,
+            lambda: self.free,
+            lambda: self.ours,
+            self.said.append,
+            lambda: next(sheds),
+            lambda: self.now,
+        )
+
+    def passes(self, seconds: float, taken_by_others: int = 0) -> None:
+        self.now += seconds
+        self.free -= taken_by_others
+
+
+def test_with_memory_left_nothing_changes() -> None:
+    machine = Machine()
+    guard = machine.guard(16)
+    for _ in range(20):
+        assert guard.allowed(16) == 16
+        machine.passes(1.0)
+        guard.look()
+    assert machine.said == []
+
+
+def test_short_memory_cuts_the_micro_batch_then_sheds_then_says_so_once() -> None:
+    machine = Machine()
+    guard = machine.guard(3, shed="copies are gone")
+    machine.free = LEAST_FREE_BYTES - 1
+    assert [guard.allowed(3) for _ in range(5)] == [1, 1, 1, 1, 1]
+    assert ["cut from 3 to 1" in machine.said[0], "copies are gone" in machine.said[1]] == [True, True]
+    assert "nothing left to give up" in machine.said[2]
+    assert len(machine.said) == 3
+
+
+def test_others_that_take_memory_are_expected_to_go_on() -> None:
+    machine = Machine()
+    guard = machine.guard(16)
+    guard.allowed(16)
+    machine.passes(1.0, taken_by_others=1500 * MEGABYTE)
+    assert guard.allowed(16) == 16, "2,500 MB less another 1,500"
+    machine.passes(1.0, taken_by_others=1500 * MEGABYTE)
+    assert guard.allowed(16) < 16, "1,000 MB less another 1,500"
+
+
+def test_a_forward_pass_is_ended_on_its_way_and_tried_again_smaller() -> None:
+    machine = Machine()
+    guard = machine.guard(8)
+    guard.allowed(8)
+    machine.passes(0.2)
+    guard.look()
+    machine.free = 10 * MEGABYTE
+    guard.look()  # too soon after the last look
+    machine.passes(0.2)
+    with pytest.raises(MemoryShortError):
+        guard.look()
+    assert guard.allowed(8) < 8
+    assert guard.micro_batch < 8
+
+
+def test_a_compiled_run_keeps_room_for_the_compiler() -> None:
+    machine = Machine()
+    machine.free = LEAST_FREE_BYTES + COMPILER_BYTES // 2
+    assert machine.guard(4).allowed(4) == 4
+    assert machine.guard(4, compiled=True).allowed(4) < 4
