@@ -176,7 +176,7 @@ def prepare(
         pass  # too large to be timed here, even three layers of it
     elif always_measure or len(sizes) > 1 or compiled == "measure":
         timing = _measured(config, machine, sizes, compiled)
-    micro_batch = timing.micro_batch if timing else sizes[0]
+    micro_batch = timing.micro_batch if timing else usual_micro_batch(config.window, sizes)
     compiled = timing.compile if timing else assumed.compile
     if machine.device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
         warn(f"{missing} is missing, so nothing is compiled and steps take longer.")

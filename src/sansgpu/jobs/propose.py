@@ -15,6 +15,7 @@ from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.plan import forecast_of, plan_prepared, roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare
+from sansgpu.machine.compilation import is_long_time, missing_for_compile
 from sansgpu.tasks import TASKS, Corpus
 from sansgpu.train.scaling_law import MOST_EPOCHS, expected_bits_per_byte
 
@@ -108,15 +109,20 @@ def _shape(base: Prepared, width: int) -> Config:
     return change_config(base.config, settings)
 
 
-def _prepared(base: Prepared, config: Config, hours: float) -> Prepared:
+def _prepared(config: Config, hours: float, timed: bool) -> Prepared:
     """As a run of so many hours would compute it, without looking at the data again."""
-    timed = change_config(config, (f"training.max_hours={hours}",))
-    return prepare(timed, None, _silent, _silent, shortage="report", always_measure=True, read_data=False)
+    settings = [f"training.max_hours={hours}"]
+    if is_long_time(hours * 3600) and missing_for_compile() is None:
+        settings.append("training.compile='on'")
+    return prepare(
+        change_config(config, settings), None, _silent, _silent, shortage="report", always_measure=timed,
+        measure_choices=timed, read_data=False,
+    )  # fmt: skip
 
 
 def _measured_share(base: Prepared, width: int, hours: float) -> float:
     """What a step of this width gets of the machine's limit, measured once a cache."""
-    prepared = _prepared(base, _shape(base, width), hours)
+    prepared = _prepared(_shape(base, width), hours, timed=True)
     if prepared.timing is None:
         return 0.5  # too large to be timed here, and so no candidate either
     return _limit_seconds(prepared) / forecast_of(prepared).step_seconds
@@ -128,10 +134,7 @@ def _limit_seconds(prepared: Prepared) -> float:
 
 def _candidate(base: Prepared, width: int, hours: float, shares: list[tuple[int, float]]) -> Candidate | None:
     config = _shape(base, width)
-    prepared = prepare(
-        change_config(config, (f"training.max_hours={hours}",)), None, _silent, _silent, shortage="report",
-        read_data=False, measure_choices=False,
-    )  # fmt: skip
+    prepared = _prepared(config, hours, timed=False)
     if not prepared.fits:
         return None
     unique = base.corpus.train_tokens

@@ -7,9 +7,12 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import torch._dynamo.config
+
 from sansgpu.config import ConfigError, TrainingConfig
 
 COMPILE_SECONDS = 30.0  # of a 12-layer model on two cores, training and evaluation graphs, and timing it
+SHAPES = 64  # of a block in one process: micro-batches that are measured, or cut as memory runs short; torch stops at 8
 SAVED_SHARE = 0.25  # of an eager step, as measured for 10M-100M parameters
 # What an eager step reaches a core. An assumption and no measurement, so that equal runs decide alike.
 EAGER_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
@@ -55,3 +58,4 @@ def compile_into(folder: Path) -> None:
 def keep_compiled(cache: Path) -> None:
     """Keep compiled graphs where they survive a reboot; torch's own place is the temporary folder."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    torch._dynamo.config.recompile_limit = SHAPES
