@@ -1,5 +1,6 @@
 """A run that is killed and resumed is the run that was not, byte for byte. Real processes, real signals."""
 
+import json
 import random
 import signal
 import time
@@ -191,3 +192,25 @@ def test_sigkill_many_times_over(home: Path, straight: Path, trial: int) -> None
         more = ["--resume"]
     completed(home, run.name, "--resume", cache=f"cache-{trial}")
     assert outcome(run) == outcome(straight)
+
+
+@pytest.mark.long
+def test_a_run_by_the_clock_that_is_killed_still_ends_in_its_time(tmp_path: Path) -> None:
+    data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
+    hours = {"training__max_hours": 0.01, "training__max_steps": "null", "training__logging_steps": 5}
+    arguments = ["train", *settings(data__dataset_name=data, training__save_steps=50, **hours)]
+    run, cache = tmp_path / "r", tmp_path / "cache"
+    began = time.monotonic()
+    process = start([*arguments, "--output-dir", str(run)], cache)
+    kill_when(process, lambda: time.monotonic() - began > 15)
+    first = time.monotonic() - began
+    began = time.monotonic()
+    code, _, error = finish([*arguments, "--resume", "--output-dir", str(run)], cache)
+    assert code == 0, error
+    in_all = first + time.monotonic() - began
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert events[-1]["reason"] == "out_of_time"
+    assert 0.85 * 36 < events[-1]["seconds"] <= 36
+    assert in_all < 36 + 2  # the start of two processes, before they look at the clock
+    rates = [event["lr"] for event in events if event["event"] == "step"]
+    assert rates[-1] < 0.05 * max(rates)

@@ -27,6 +27,9 @@ Values = dict[str, Any]
 BUILT_IN: Values = {"training": {"max_steps": 500, "sample_tokens": 64}}
 
 
+LIMITS = {f"training.{key}" for key in ("num_epochs", "max_steps", "max_tokens", "max_hours", "until")}
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """yaml.SafeLoader that refuses a key given twice, of which one would silently not act."""
 
@@ -55,6 +58,9 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tupl
     if path and str(path) in preset_names() and not path.exists():
         path = PRESETS / f"{path}.yaml"
     values = _read(path) if path else copy.deepcopy(BUILT_IN)
+    asked = {override.partition("=")[0].strip() for override in overrides}
+    if path is None and asked & LIMITS:
+        del values["training"]["max_steps"]  # a length of ours, and one is asked for
     for override in overrides:
         _override(values, override)
     return _validated(values, str(path) if path else "the configuration"), _notes(values)

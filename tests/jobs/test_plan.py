@@ -1,0 +1,231 @@
+"""`plan`, `bench` and `doctor`, from the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sansgpu.cli import run as cli
+from sansgpu.config import load_config
+from sansgpu.config.load import BUILT_IN
+from sansgpu.train.scaling_law import expected_bits_per_byte, worth_of_tokens
+from tests.processes import environment, settings, write_corpus
+
+# What INTERFACE promises other programs.
+PLAN_KEYS = {
+    "parameters", "memory_bytes", "available_bytes", "fits", "batch_size", "gradient_accumulation_steps", "precision",
+    "compile", "threads", "tokens_per_step", "tokens_per_second", "step_seconds", "total_steps", "total_seconds",
+}  # fmt: skip
+MEMORY_KEYS = {"weights", "gradients", "optimizer", "activations", "logits", "overhead", "total"}
+BENCH_KEYS = {
+    "parameters", "tokens_per_step", "step_seconds", "tokens_per_second", "steps_per_second", "flops_per_second", "mfu",
+    "gemm_flops_per_second", "peak_rss_bytes", "build_seconds", "breakdown", "projections",
+}  # fmt: skip
+DOCTOR_KEYS = {
+    "cores", "numa_nodes", "isa", "bf16_native", "memory_bytes", "available_bytes", "gemm_flops_per_second",
+    "memory_bandwidth_bytes_per_second", "compiler", "advice",
+}  # fmt: skip
+GIGANTIC = {
+    "model__d_model": 65536, "model__n_heads": 512, "model__d_ff": 1 << 18, "model__vocab_size": 1000,
+    "training__max_steps": 5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plans")
+    write_corpus(folder / "corpus.jsonl", documents=200)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+
+
+def printed(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli([*arguments, "--json"]) == code
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def chosen(home: Path, **more: object) -> list[str]:
+    return settings(data__dataset_name=home / "corpus.jsonl", **more)
+
+
+def test_a_plan_says_what_is_promised_and_training_does_what_it_says(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = printed(capsys, ["plan", *chosen(home, training__num_epochs=2, training__max_steps="null")])
+    assert plan.keys() >= PLAN_KEYS
+    assert plan["memory_bytes"].keys() >= MEMORY_KEYS
+    assert sum(v for k, v in plan["memory_bytes"].items() if k != "total") == plan["memory_bytes"]["total"]
+    assert sum(plan["parameters_by_part"].values()) == plan["parameters"]
+    assert plan["fits"]
+    assert plan["tokens_per_second"] == pytest.approx(plan["tokens_per_step"] / plan["step_seconds"])
+    assert plan["total_seconds"] > plan["total_steps"] * plan["step_seconds"]
+    assert 0 < plan["machine_share"] < 2
+    arguments = chosen(home, training__num_epochs=2, training__max_steps="null")
+    assert cli(["train", *arguments, "--output-dir", str(tmp_path / "r")]) == 0
+    events = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    start, end = events[0], events[-1]
+    assert end["step"] == plan["total_steps"]
+    for key in ("parameters", "precision", "compile", "threads", "tokens_per_step", "gradient_accumulation_steps"):
+        assert start[key] == plan[key]
+    assert start["micro_batch"] == plan["batch_size"]
+    assert start["memory_bytes"] == plan["memory_bytes"]
+
+
+def test_a_plan_by_the_clock_tells_the_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hour = printed(capsys, ["plan", *chosen(home, training__max_hours=1, training__max_steps="null")])
+    half = printed(capsys, ["plan", *chosen(home, training__max_hours=0.5, training__max_steps="null")])
+    assert hour["total_seconds"] == pytest.approx(3600, rel=0.02)
+    assert hour["total_steps"] > 1.8 * half["total_steps"]
+
+
+def test_what_does_not_fit_is_not_begun(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = chosen(home, **GIGANTIC)
+    plan = printed(capsys, ["plan", *arguments])
+    assert not plan["fits"]
+    assert plan["tokens_per_second"] is None
+    assert plan["total_steps"] == 5
+    assert isinstance(plan["changes"], list)
+    assert cli(["plan", *arguments]) == 0
+    assert "does not fit" in capsys.readouterr().out
+    assert cli(["train", *arguments, "--output-dir", str(tmp_path / "r")]) == 2
+    error = capsys.readouterr().err
+    assert "of memory and" in error
+    assert "--force begins all the same" in error
+    assert not (tmp_path / "r/config.yaml").exists()
+
+
+def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = settings(data__dataset_name=tmp_path / "missing.jsonl", data__vocab_size=512, training__max_steps=7)
+    plan = printed(capsys, ["plan", *nowhere])
+    assert plan["total_steps"] == 7
+    assert plan["train_tokens"] is None
+    assert cli(["plan", *nowhere]) == 0
+    assert "reckoned without the data" in capsys.readouterr().err
+    epochs = settings(data__dataset_name=tmp_path / "missing.jsonl", training__num_epochs=1)
+    assert cli(["plan", *epochs]) == 2
+
+
+def test_a_preset_is_a_configuration(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = f"data.dataset_name={home / 'corpus.jsonl'}"
+    tiny = ["model.d_model=32", "model.n_heads=2", "model.n_layers=1", "model.d_ff=32", "model.vocab_size=null"]
+    less = [part for setting in [data, "data.vocab_size=300", *tiny] for part in ("--set", setting)]
+    assert cli(["train", "small", *less, "--max-steps", "1", "--output-dir", str(tmp_path / "r")]) == 0
+    assert (tmp_path / "r/final/model.safetensors").exists()
+
+
+def test_bench_measures_and_what_it_writes_runs(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "bench"
+    arguments = ["bench", *chosen(home), "--steps", "3", "--no-what-if", "--output-dir", str(folder)]
+    result = printed(capsys, [*arguments, "--from-step", "50", "--gpu-tflops", "100"])
+    assert result.keys() >= BENCH_KEYS
+    assert result["build_seconds"].keys() == {"data", "tokenizer", "model", "compile"}
+    assert result["breakdown"].keys() == {"attention", "matmul", "loss", "optimizer", "other"}
+    assert sum(result["breakdown"].values()) == pytest.approx(1, abs=0.05)
+    step = result["step_seconds"]
+    assert 0 < step["min"] <= step["median"] <= step["max"]
+    assert result["tokens_per_second"] == pytest.approx(result["tokens_per_step"] / step["median"])
+    assert [p["steps"] for p in result["projections"]][:3] == [100, 150, 300]
+    seconds = [p["seconds"] for p in result["projections"]]
+    assert seconds == sorted(seconds)
+    assert all(p["seconds_from_snapshot"] < p["seconds"] for p in result["projections"])
+    assert result["gpu"]["estimate"]
+    report = (folder / "report.md").read_text()
+    assert "A step is one optimizer update" in report
+    assert "An estimate" in report
+    page = (folder / "report.html").read_text()
+    assert page.count("<figure>") == 3
+    assert 'src="http' not in page
+    assert 'href="http' not in page
+    config, _ = load_config(folder / "optimized.yaml")
+    assert config.training.batch_size != "auto"
+    done = subprocess.run(
+        [folder / "start.sh", "--max-steps", "2"], cwd=tmp_path, env=environment(home / "cache"), capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "runs").glob("*/final/model.safetensors"))
+
+
+def test_bench_of_the_model_alone_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = settings(data__dataset_name=tmp_path / "missing.jsonl", data__vocab_size=512, training__max_steps=7)
+    result = printed(
+        capsys, ["bench", *arguments, "--forward-only", "--steps", "3", "--output-dir", str(tmp_path / "b")]
+    )
+    assert {row["batch_size"] for row in result["forward"]} >= {1}
+    assert all(row["tokens_per_second"] > 0 for row in result["forward"])
+
+
+@pytest.mark.long
+def test_bench_answers_what_if(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", *chosen(home), "--steps", "3", "--output-dir", str(tmp_path / "bench")]
+    result = printed(capsys, arguments)
+    names = [row["name"] for row in result["what_if"]]
+    assert names[0] == "as it is"
+    assert {"half the sequence length", "half the layers", "half the width"} <= set(names)
+    assert all(row["speedup"] > 0 for row in result["what_if"])
+
+
+@pytest.mark.long
+def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "proposed.yaml"
+    arguments = ["plan", "--hours", "0.01", "--data", str(home / "corpus.jsonl"), "--output", str(output)]
+    result = printed(capsys, arguments)
+    assert min(row["behind"] for row in result["candidates"]) == 0
+    assert yaml.safe_load(output.read_text())["training"]["max_hours"] == 0.01
+    assert cli(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert cli(["train", str(output), "--output-dir", str(tmp_path / "r")]) == 0
+    events = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert events[-1]["seconds"] <= 36
+
+
+@pytest.mark.long
+def test_the_presets_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, ["plan", "--presets"])["presets"]
+    assert [row["preset"] for row in rows] == ["small", "medium", "large"]
+    assert all(row["least_memory_bytes"] < row["memory_bytes"]["total"] for row in rows)
+
+
+def test_doctor_says_what_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    result = printed(capsys, ["doctor"])
+    assert result.keys() >= DOCTOR_KEYS
+    assert result["gemm_flops_per_second"].keys() == {"fp32", "bf16"}
+    assert result["memory_bandwidth_bytes_per_second"] > 1e8
+    gains = [advice["gain"] for advice in result["advice"]]
+    assert gains == sorted(gains, reverse=True)
+    assert cli(["doctor"]) == 0
+    assert "GFLOP/s" in capsys.readouterr().out
+
+
+def test_doctor_finds_what_slows_a_run_down() -> None:
+    program = "from sansgpu.cli import run; raise SystemExit(run(['doctor', '--json']))"
+    slowed = {**environment(Path("unused")), "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=slowed, capture_output=True, text=True, check=True)
+    advice = " ".join(item["text"] for item in json.loads(done.stdout)["advice"])
+    assert "unset ONEDNN_MAX_CPU_ISA=AVX2" in advice
+
+
+def test_repeated_text_is_worth_less_and_a_larger_model_wants_more_of_it() -> None:
+    assert worth_of_tokens(5e6, 10e6) == 5e6
+    assert 10e6 < worth_of_tokens(20e6, 10e6) < 20e6
+    assert worth_of_tokens(1e12, 10e6) < 17 * 10e6
+    assert expected_bits_per_byte(2e6, 20e6, 1e9) < expected_bits_per_byte(2e6, 10e6, 1e9)
+    assert expected_bits_per_byte(4e6, 10e6, 1e9) < expected_bits_per_byte(2e6, 10e6, 1e9)
+
+
+def test_the_built_in_length_gives_way_to_one_that_is_asked_for() -> None:
+    assert load_config()[0].training.max_steps == BUILT_IN["training"]["max_steps"]
+    assert load_config(None, ["training.max_hours=1"])[0].training.max_steps is None
+    assert load_config(None, ["training.until=07:00"])[0].training.max_steps is None
+    assert load_config(None, ["training.max_steps=3", "training.max_hours=1"])[0].training.max_steps == 3
+    assert load_config(None, ["training.learning_rate=0.1"])[0].training.max_steps == 500
