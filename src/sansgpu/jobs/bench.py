@@ -52,7 +52,7 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
     config, notes = load_config(request.config_file, request.overrides)
     for note in notes:
         warn(note)
-    prepared = prepare(config, None, progress, warn, need_data=not request.forward_only)
+    prepared = prepare(config, None, progress, warn, data="wanted" if request.forward_only else "needed")
     chosen = _with_choices(config, prepared)
     if request.forward_only:
         return _forward_only(prepared, chosen, request, say)

@@ -12,13 +12,14 @@ from sansgpu.config import load_config, preset_names
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import changes_that_fit
 from sansgpu.jobs.prepare import Prepared, Warn, prepare, seconds_allowed
-from sansgpu.machine.memory import Execution, effective_batch
+from sansgpu.machine.memory import Execution
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.remembered import remembered
 from sansgpu.machine.roofline import Roofline, measure_roofline
 from sansgpu.models.costs import block_products, step_traffic, step_work
 from sansgpu.tasks import TASKS
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
+from sansgpu.train.evaluate import evaluated_share
 from sansgpu.train.forecast import Forecast
 from sansgpu.train.schedule import UNKNOWN
 
@@ -36,7 +37,7 @@ def plan(file: Path | None, overrides: Sequence[str], progress: Progress, warn: 
     config, notes = load_config(file, overrides)
     for note in notes:
         warn(note)
-    return plan_prepared(prepare(config, None, progress, warn, shortage="report", always_measure=True, need_data=False))
+    return plan_prepared(prepare(config, None, progress, warn, "report", data="wanted", timed="always"))
 
 
 def plan_prepared(prepared: Prepared) -> Result:
@@ -54,9 +55,7 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
     for name in preset_names():
         config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])
         task = TASKS[config.task]
-        prepared = prepare(
-            task.with_vocabulary(config), None, _silent, warn, shortage="report", always_measure=True, read_data=False
-        )
+        prepared = prepare(task.with_vocabulary(config), None, _silent, warn, "report", data="unread", timed="always")
         row = {"preset": name, **_described(prepared), **_time(prepared)}
         frugal = prepared.config.model.model_copy(update={"gradient_checkpointing": True})
         smallest = replace(execution(prepared), micro_batch=1)
@@ -175,9 +174,8 @@ def forecast_of(prepared: Prepared) -> Forecast:
     layers = config.model.n_layers
     step = timing.step_seconds(layers, prepared.accumulation)
     passes = prepared.accumulation * (timing.ends_seconds + layers * timing.block_seconds)
-    share = (prepared.corpus.validation_tokens if prepared.corpus else 0) / prepared.tokens_per_step
-    if training.eval_batches is not None:
-        share = min(share, training.eval_batches * timing.micro_batch / effective_batch(training))
+    validation_tokens = prepared.corpus.validation_tokens if prepared.corpus else 0
+    share = evaluated_share(config, validation_tokens, timing.micro_batch)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
     held, weights = prepared.memory.snapshot, prepared.memory.weights
     return Forecast(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -39,6 +39,9 @@ from sansgpu.train.schedule import UNKNOWN, total_steps
 from sansgpu.train.step import StepPlan
 
 Warn = Callable[[str], None]
+# The run's data: read, read where it can be had and else done without if the steps do not depend on it, not read.
+Data = Literal["needed", "wanted", "unread"]
+Timed = Literal["always", "where it pays", "never"]  # a few steps, to choose the micro-batch and whether to compile
 
 
 @dataclass(frozen=True)
@@ -132,68 +135,74 @@ def prepare(
     progress: Progress,
     warn: Warn,
     shortage: Shortage = "refuse",
-    always_measure: bool = False,
-    need_data: bool = True,
-    read_data: bool = True,
-    measure_choices: bool = True,
+    data: Data = "needed",
+    timed: Timed = "where it pays",
 ) -> Prepared:
     """Make the data ready and choose what is left open. Raises ConfigError before any work that is lost.
 
-    With `always_measure` also short runs are measured; without `measure_choices` micro-batch and compiling are chosen
-    by rule. Without `need_data` it does with what is known where the data cannot be had and the number of steps does
-    not depend on it; without `read_data` it does not look.
+    Of a resumed run, `before` is its environment, and what was chosen stays.
     """
     config = _with_finish(config)
     machine = set_up(config, before, warn)
     task = TASKS[config.task]
-    config, corpus = _data(config, machine, progress, warn, need_data) if read_data else (config, None)
-    training, effective = config.training, effective_batch(config.training)
-    tokens_per_step = effective * config.window
-    work = task.work(config, tokens_per_step)
-    optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
-    training = training.model_copy(update={"optimizer": optimizer})
-    config = config.model_copy(update={"training": training})
-
-    examples, tokens = (corpus.train_examples, corpus.train_tokens) if corpus else (1, tokens_per_step)
-    steps = total_steps(training, steps_per_epoch(examples, effective), tokens)
-    long = is_long(work.needed * steps, machine.precision, machine.threads)
-    if training.time_limited:
-        long = long and is_long_time(seconds_allowed(config))
+    config, corpus = (config, None) if data == "unread" else _data(config, machine, progress, warn, data)
+    config, steps, long = _with_length(config, machine, corpus)
+    training = config.training
     compiled = resolve_compile(training, long, machine.device.type)
     if before and training.compile == "auto":
         compiled = before.compile
-    how = Execution(1, effective, machine.precision, compiled, machine.kernels, optimizer)
-    assumed = replace(how, compile="off" if compiled == "measure" else compiled)
-    sizes = fitting_micro_batches(task, config, assumed, machine.available, shortage, warn)
-    if before and training.batch_size == "auto":
-        sizes = [before.micro_batch]
-    if not long:
-        sizes = [usual_micro_batch(config.window, sizes)]  # what a short run takes, as measuring would not pay
-    timing = None
-    if not measure_choices:
-        pass
-    elif not _trial_fits(config, replace(assumed, micro_batch=sizes[0]), machine.available):
-        pass  # too large to be timed here, even three layers of it
-    elif always_measure or len(sizes) > 1 or compiled == "measure":
-        timing = _measured(config, machine, sizes, compiled)
-    micro_batch = timing.micro_batch if timing else usual_micro_batch(config.window, sizes)
-    compiled = timing.compile if timing else assumed.compile
     if machine.device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
         warn(f"{missing} is missing, so nothing is compiled and steps take longer.")
-    memory = memory_of(task, config, replace(how, micro_batch=micro_batch, compile=compiled))
-    environment = Environment(
+    how = Execution(
+        micro_batch=1,
+        accumulation=1,
+        precision=machine.precision,
+        compile="off" if compiled == "measure" else compiled,
+        kernels=machine.kernels,
+        optimizer=training.optimizer,
+    )
+    sizes = fitting_micro_batches(task, config, how, machine.available, shortage, warn)
+    if before and training.batch_size == "auto":
+        sizes = [before.micro_batch]
+    elif not long or timed == "never":
+        sizes = [usual_micro_batch(config.window, sizes)]  # measuring would take longer than it saves
+    timing = None
+    pays = timed == "always" or (timed != "never" and (len(sizes) > 1 or compiled == "measure"))
+    if pays and _trial_fits(config, replace(how, micro_batch=sizes[0]), machine.available):
+        timing = _measured(config, machine, sizes, compiled)
+    how = replace(how, micro_batch=sizes[0])
+    if timing:
+        how = replace(how, micro_batch=timing.micro_batch, compile=timing.compile)
+    memory = memory_of(task, config, how)
+    environment = _environment(machine, how)
+    return Prepared(config, machine, environment, corpus, steps, memory, fits(memory, machine.available), timing)
+
+
+def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tuple[Config, int, bool]:
+    """The configuration with its optimizer, the steps, and whether measuring and compiling pay in so many."""
+    training, effective = config.training, effective_batch(config.training)
+    tokens_per_step = effective * config.window
+    work = TASKS[config.task].work(config, tokens_per_step)
+    optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
+    config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
+    examples, tokens = (corpus.train_examples, corpus.train_tokens) if corpus else (1, tokens_per_step)
+    steps = total_steps(training, steps_per_epoch(examples, effective), tokens)
+    long = is_long(work.needed * steps, machine.precision, machine.threads)
+    return config, steps, long and is_long_time(seconds_allowed(config))
+
+
+def _environment(machine: Machine, how: Execution) -> Environment:
+    return Environment(
         torch=str(torch.__version__),
         isa=isa(),
         device=machine.device.type,
         threads=machine.threads,
         world_size=1,
-        precision=machine.precision,
-        compile=compiled,
-        kernels=machine.kernels,
-        micro_batch=micro_batch,
+        precision=how.precision,
+        compile=how.compile,
+        kernels=how.kernels,
+        micro_batch=how.micro_batch,
     )
-    fitting = fits(memory, machine.available)
-    return Prepared(config, machine, environment, corpus, steps, memory, fitting, timing)
 
 
 def _with_finish(config: Config) -> Config:
@@ -205,15 +214,13 @@ def _with_finish(config: Config) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"until": finish})})
 
 
-def _data(
-    config: Config, machine: Machine, progress: Progress, warn: Warn, need_data: bool
-) -> tuple[Config, Corpus | None]:
+def _data(config: Config, machine: Machine, progress: Progress, warn: Warn, data: Data) -> tuple[Config, Corpus | None]:
     task, training = TASKS[config.task], config.training
     try:
         return task.prepare(config, machine.cache, progress)
     except ConfigError as error:
         limited = training.max_steps or training.max_tokens or training.time_limited
-        if need_data or not limited or training.num_epochs is not None:
+        if data == "needed" or not limited or training.num_epochs is not None:
             raise
         warn(f"{str(error).rstrip('.')}: this is reckoned without the data.")
         return task.with_vocabulary(config), None

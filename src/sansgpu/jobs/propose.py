@@ -64,7 +64,7 @@ def propose(
         raise ConfigError("not even the smallest model fits into memory; free some, or use another machine.")
     best = min(candidates, key=lambda candidate: candidate.bits_per_byte)
     config = _with_length(best, hours)
-    prepared = prepare(config, None, progress, warn, shortage="report", always_measure=True)
+    prepared = prepare(config, None, progress, warn, "report", timed="always")
     _write(config, output, best, corpus)
     rows = [
         {
@@ -88,7 +88,7 @@ def _base(hours: float, data: str, progress: Progress, warn: Warn) -> Prepared:
         v for limit, v in VOCABULARIES if (size is None and v == 8192) or (size is not None and size < limit)
     )
     settings = (f"data.dataset_name={yaml.safe_dump(data).splitlines()[0]}", f"data.vocab_size={vocabulary}")
-    return prepare(change_config(Config(), settings), None, progress, warn, shortage="report")
+    return prepare(change_config(Config(), settings), None, progress, warn, "report", timed="never")
 
 
 def _shape(base: Prepared, width: int) -> Config:
@@ -114,10 +114,8 @@ def _prepared(config: Config, hours: float, timed: bool) -> Prepared:
     settings = [f"training.max_hours={hours}"]
     if is_long_time(hours * 3600) and missing_for_compile() is None:
         settings.append("training.compile='on'")
-    return prepare(
-        change_config(config, settings), None, _silent, _silent, shortage="report", always_measure=timed,
-        measure_choices=timed, read_data=False,
-    )  # fmt: skip
+    changed = change_config(config, settings)
+    return prepare(changed, None, _silent, _silent, "report", data="unread", timed="always" if timed else "never")
 
 
 def _measured_share(base: Prepared, width: int, hours: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from sansgpu.config import ConfigError, TrainingConfig
 FIRST_STEPS, RECENT_STEPS = 25, 100  # looked at one by one; whose mean stands for those to come
 DISK_BYTES_PER_SECOND = 100e6  # of the last snapshot and the export, hashed; assumed, and slow for a disk
 MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # of the whole budget, kept for what was not foreseen
-FIRST_EVALUATION = 2.0  # times as long as the next: it compiles
+# What the first evaluation takes besides, as it compiles; but no more than this share of the budget.
+FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO = 10.0, 0.03
 EVALUATED_IN_A_STEP = 3.0  # times the tokens that are learned from in the same time
 WORTH_RATIO = 0.05  # of the whole budget
 LOOK_RATIO, LOOK_AHEAD = 0.02, 0.2  # look again after this share of the budget, or of what is left of it
@@ -102,14 +102,11 @@ class Budget:
     def _reserve(self) -> float:
         step = sum(self._steps) / max(1, len(self._steps))
         margin = MARGIN_RATIO * (self._whole or 0.0) + MARGIN_SECONDS
+        if self._evaluation_seconds is None:
+            margin += min(FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO * (self._whole or 0.0))
         return self._evaluation(step) + self.written_bytes / DISK_BYTES_PER_SECOND + margin
 
     def _evaluation(self, step: float) -> float:
         if self._evaluation_seconds is not None:
             return self._evaluation_seconds
-        return FIRST_EVALUATION * step * self.validation_share / EVALUATED_IN_A_STEP
-
-
-def process_clock(started: float, before: float = 0.0) -> Callable[[], float]:
-    """Seconds a run has taken: `before` in other processes, and since `started` (time.monotonic) in this one."""
-    return lambda: before + time.monotonic() - started
+        return step * self.validation_share / EVALUATED_IN_A_STEP

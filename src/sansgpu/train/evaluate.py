@@ -7,8 +7,18 @@ from itertools import islice
 
 import torch
 
+from sansgpu.config import Config
+from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import Evaluated
 from sansgpu.train.step import StepPlan
+
+
+def evaluated_share(config: Config, validation_tokens: int, micro_batch: int) -> float:
+    """Tokens of an evaluation over those of a step."""
+    training, step_tokens = config.training, effective_batch(config.training) * config.window
+    if training.eval_batches is not None:
+        validation_tokens = min(validation_tokens, training.eval_batches * micro_batch * config.window)
+    return validation_tokens / step_tokens
 
 
 def evaluate(

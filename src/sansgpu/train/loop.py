@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from sansgpu.config import Config, RunPaths, fold_seed
 from sansgpu.data.batch import Batch
 from sansgpu.data.prefetch import Prefetcher
-from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory
 from sansgpu.machine.usage import Usage
 from sansgpu.tasks import Task
 from sansgpu.train.budget import Budget
 from sansgpu.train.checkpoint import Snapshot
-from sansgpu.train.evaluate import evaluate
+from sansgpu.train.evaluate import evaluate, evaluated_share
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.resume import restore
@@ -72,7 +71,7 @@ class Trainer:
         self._budget = Budget(
             training,
             self._elapsed,
-            validation_tokens / (effective_batch(training) * config.window),
+            evaluated_share(config, validation_tokens, plan.micro_batch),
             sum(tensor.nbytes for tensors in (*self._tensors(), self.state.weights()) for tensor in tensors.values()),
         )
         self._guard = MemoryGuard(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 # Bits per byte = floor + size term + data term, the form of Hoffmann et al. (arXiv 2203.15556). Fitted to runs of this
-# recipe with 1.9M, 7.2M and 17M parameters and 1 to 5M tokens of English (docs/lab-notes.md): where terms balance says
+# recipe with 1.9M to 17M parameters and 1 to 10M tokens of English (docs/lab-notes.md): where terms balance says
 # which model to take, the sum is no promise for other text.
-_FLOOR = 0.43
+_FLOOR = 0.93
 _SIZE, _SIZE_POWER = 0.224, 0.65
-_DATA, _DATA_POWER = 1.24, 0.28
+_DATA, _DATA_POWER = 0.65, 0.5
 _REPEATS = 15.4  # epochs after which repeating text has lost most of its worth (Muennighoff et al., arXiv 2305.16264)
 MOST_EPOCHS = 16  # of a proposal
 
