@@ -14,6 +14,7 @@ import torch
 
 COPY_BYTES = 64 << 20  # of one array of a copy: more than caches hold, a share of the memory of a small machine
 ENOUGH_SECONDS = 0.05  # of timing one product
+SMALL_SIZE, LONG_SECONDS = 256, 1.0  # of a product that tells whether a larger one would take long
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Shape = tuple[int, int]  # inputs, outputs
@@ -34,9 +35,14 @@ def best_seconds(work: Callable[[], object], device: str = "cpu", least: int = 3
 
 
 def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
-    """FLOP/s of a square product."""
-    a = torch.ones(size, size, dtype=DTYPES[precision], device=device)
-    return 2 * size**3 / best_seconds(lambda: torch.mm(a, a), device)
+    """FLOP/s of a square product; of a smaller one where products are emulated and would take long."""
+
+    def rate(size: int) -> float:
+        a = torch.ones(size, size, dtype=DTYPES[precision], device=device)
+        return 2 * size**3 / best_seconds(lambda: torch.mm(a, a), device)
+
+    small = rate(SMALL_SIZE)
+    return rate(size) if 2 * size**3 / small < LONG_SECONDS else small
 
 
 def bandwidth() -> float:
