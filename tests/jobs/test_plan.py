@@ -208,9 +208,9 @@ def test_doctor_says_what_is_promised(capsys: pytest.CaptureFixture[str]) -> Non
     assert "GFLOP/s" in capsys.readouterr().out
 
 
-def test_doctor_finds_what_slows_a_run_down() -> None:
+def test_doctor_finds_what_slows_a_run_down(home: Path) -> None:
     program = "from sansgpu.cli import run; raise SystemExit(run(['doctor', '--json']))"
-    slowed = {**environment(Path("unused")), "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
+    slowed = {**environment(home / "cache"), "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=slowed, capture_output=True, text=True, check=True)
     advice = " ".join(item["text"] for item in json.loads(done.stdout)["advice"])
     assert "unset ONEDNN_MAX_CPU_ISA=AVX2" in advice
