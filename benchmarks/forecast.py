@@ -9,16 +9,14 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
+from benchmarks import ours
 from benchmarks.contest import NoResultError, Row, print_table, say, spawn, write_json
+from benchmarks.sizes import SIZES
 
 ROOT = Path(__file__).parent.parent
 Settings = dict[str, object]
 
-M80: Settings = {
-    "model.d_model": 768, "model.n_layers": 12, "model.n_heads": 12, "model.d_ff": 3072, "model.max_seq_len": 512,
-    "model.activation": "gelu", "data.vocab_size": 8000, "training.gradient_accumulation_steps": 4,
-    "training.optimizer": "adamw", "training.learning_rate": 0.0006,
-}  # fmt: skip
+M80: Settings = {**SIZES["m80"].model_keys(), "training.optimizer": "adamw", "training.learning_rate": 0.0006}
 # (configuration, changes)
 RUNS: dict[str, tuple[str, Settings]] = {
     "default": ("configs/default.yaml", {}),
@@ -36,14 +34,9 @@ COLUMNS = {
 }
 
 
-def arguments(config: str, settings: Settings) -> list[str]:
-    """A configuration with changes, as a command has them."""
-    return [config, *(part for key, value in settings.items() for part in ("--set", f"{key}={value}"))]
-
-
 def plan(config: str, settings: Settings) -> Row:
     """What `plan` says. Raises NoResultError."""
-    outcome = spawn([sys.executable, "-m", "sansgpu", "plan", *arguments(config, settings), "--json"])
+    outcome = spawn([sys.executable, "-m", "sansgpu", "plan", config, *ours.overrides(settings), "--json"])
     if outcome.code or not outcome.events:
         raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
     return outcome.events[-1][1]
@@ -57,7 +50,7 @@ def measure(name: str, minutes: float) -> Row:
     settings = {**settings, "training.max_steps": max(3, round(minutes * 60 / first["step_seconds"]))}
     planned = plan(config, settings)
     with tempfile.TemporaryDirectory(prefix="sansgpu-forecast-") as folder:
-        command = [sys.executable, "-m", "sansgpu", "train", *arguments(config, settings), "--headless"]
+        command = [sys.executable, "-m", "sansgpu", "train", config, *ours.overrides(settings), "--headless"]
         outcome = spawn([*command, "--output-dir", str(Path(folder) / "run")])
     if outcome.code:
         raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")

@@ -24,12 +24,25 @@ MEASURED = {
 }
 
 
+def overrides(settings: dict[str, object]) -> list[str]:
+    """Changes of a configuration, as every command takes them."""
+    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+
 def command(output: Path, settings: dict[str, object], config: Path | None = None) -> list[str]:
     """The command line of a run."""
-    given = [f"{key}={value}" for key, value in settings.items()]
-    overrides = [part for setting in given for part in ("--set", setting)]
     file = [str(config)] if config else []
-    return [sys.executable, "-m", "sansgpu", "train", *file, "--headless", "--output-dir", str(output), *overrides]
+    return [
+        sys.executable,
+        "-m",
+        "sansgpu",
+        "train",
+        *file,
+        "--headless",
+        "--output-dir",
+        str(output),
+        *overrides(settings),
+    ]
 
 
 def compile_setting(wanted: bool) -> str:

@@ -1,12 +1,13 @@
 """What was asked: the schema, its files and its errors. Nothing here loads torch."""
 
 from sansgpu.config.errors import ConfigError, SansGPUError
-from sansgpu.config.load import change_config, load_config, preset_names, problems, save_config
+from sansgpu.config.load import PRESETS, change_config, load_config, problems, save_config
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from sansgpu.config.seeds import fold_seed
 
 __all__ = [
+    "PRESETS",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -17,7 +18,6 @@ __all__ = [
     "change_config",
     "fold_seed",
     "load_config",
-    "preset_names",
     "problems",
     "save_config",
 ]

@@ -41,12 +41,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-PRESETS = Path(__file__).parent / "presets"
-
-
-def preset_names() -> list[str]:
-    """What may stand in place of a file: models of a known size, smallest first."""
-    return sorted((file.stem for file in PRESETS.glob("*.yaml")), key=["small", "medium", "large"].index)
+PRESETS = ("small", "medium", "large")  # may stand in place of a file: models of a known size
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -55,8 +50,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tupl
     Returns it with notes for the user, each said once: what was dropped and why.
     Raises ConfigError naming the file and every problem in it.
     """
-    if path and str(path) in preset_names() and not path.exists():
-        path = PRESETS / f"{path}.yaml"
+    if path and str(path) in PRESETS and not path.exists():
+        path = Path(__file__).parent / "presets" / f"{path}.yaml"
     values = _read(path) if path else copy.deepcopy(BUILT_IN)
     asked = {override.partition("=")[0].strip() for override in overrides}
     if path is None and asked & LIMITS:

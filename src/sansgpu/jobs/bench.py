@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +21,7 @@ from sansgpu.jobs.prepare import Prepared, Warn, prepare
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.tasks import TASKS
-from sansgpu.train.forecast import Forecast
+from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.watch.bench_report import write_report
 
 PROJECTED = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
@@ -61,7 +60,7 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
     say("the same again, as after a snapshot")
     baseline = measure_apart(Request(chosen, WHAT_IF_STEPS))
     result = _summary(prepared, measured, baseline, request)
-    result["what_if"] = _what_if(config, chosen, prepared, baseline, request, say) if request.what_if else []
+    result["what_if"] = _what_if(chosen, prepared, baseline, say) if request.what_if else []
     result["gpu"] = _gpu(chosen, prepared, result, request, say)
     optimized, changes = _optimized(chosen, result["what_if"])
     result["optimized"] = changes
@@ -141,18 +140,11 @@ def _forecasts(measured: Result, baseline: Result, step: float) -> tuple[Forecas
 
 
 def _projection(steps: int, first: int, cold: Forecast, warm: Forecast, training: Any) -> Result:
-    now, whole = datetime.now(), cold.seconds(training, steps)
-    row: Result = {
-        "steps": steps,
-        "seconds": whole,
-        "done": (now + timedelta(seconds=whole)).isoformat(timespec="minutes"),
-    }
+    whole = cold.seconds(training, steps)
+    row: Result = {"steps": steps, "seconds": whole, "done": done_at(whole)}
     if steps > first:
         rest = warm.seconds(training, steps, first)
-        row |= {
-            "seconds_from_snapshot": rest,
-            "done_from_snapshot": (now + timedelta(seconds=rest)).isoformat(timespec="minutes"),
-        }
+        row |= {"seconds_from_snapshot": rest, "done_from_snapshot": done_at(rest)}
     return row
 
 
@@ -172,14 +164,7 @@ def _disturbances(measured: Result, seconds: list[float]) -> list[str]:
     return found
 
 
-def _what_if(
-    config: Config,
-    chosen: Config,
-    prepared: Prepared,
-    baseline: Result,
-    request: BenchRequest,
-    say: Callable[[str], None],
-) -> list[Result]:
+def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable[[str], None]) -> list[Result]:
     """Each change measured beside the configuration as it is, on random tokens."""
     rows = [_row("as it is", (), "", chosen, baseline, prepared)]
     for name, settings, given_up in _questions(chosen):

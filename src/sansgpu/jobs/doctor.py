@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,16 @@ from sansgpu.machine.probe import (
     available_cores,
     available_memory,
     cache_dir,
+    gemm_flops_per_second,
     has_native_bf16,
-    machine_busy_cores,
     resolve_threads,
 )
-from sansgpu.machine.roofline import bandwidth, gemm_rate
+from sansgpu.machine.roofline import bandwidth
+from sansgpu.machine.usage import Strain
 
 Result = dict[str, Any]
 
-GEMM_SIZE = 2048
+STRAIN_SECONDS = 0.5  # others are watched
 BUSY = 0.25  # cores' worth of other programs that is worth a word
 HARDLY = 1.2  # times as fast
 LITTLE_DISK, LITTLE_MEMORY = 5e9, 2e9
@@ -44,10 +46,17 @@ def doctor(cache: Path | None = None) -> Result:
     """Look, and measure for a few seconds."""
     cache = cache or cache_dir(None)
     torch.set_num_threads(resolve_threads(TrainingConfig()))
-    busy = machine_busy_cores()
+    strain = Strain()
+    time.sleep(STRAIN_SECONDS)
+    others = strain.seen()
     device = torch.device("cpu")
     kernels = native.load(cache)
     bf16 = has_native_bf16()
+    threads = torch.get_num_threads()
+    rates = {
+        "fp32": gemm_flops_per_second("fp32", threads=threads),
+        "bf16": gemm_flops_per_second("bf16", threads=threads) if bf16 else None,  # emulated it takes long
+    }
     facts: Result = {
         **hardware(),
         **software(),
@@ -59,12 +68,10 @@ def doctor(cache: Path | None = None) -> Result:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "kernels": "native" if kernels is None else "torch",
         "kernels_problem": kernels,
-        "gemm_flops_per_second": {p: gemm_rate(GEMM_SIZE, p) for p in (("fp32", "bf16") if bf16 else ("fp32",))},
+        "gemm_flops_per_second": rates,
         "memory_bandwidth_bytes_per_second": bandwidth(),
-        "busy_cores": busy,
+        "busy_cores": others["other_cores"] + others["stolen_cores"],
     }
-    if not bf16:
-        facts["gemm_flops_per_second"]["bf16"] = None  # emulated: so slow that measuring it would take long
     advice = sorted(_advice(facts), key=lambda a: -a.gain)
     return {**facts, "advice": [{"gain": a.gain, "text": a.text} for a in advice]}
 

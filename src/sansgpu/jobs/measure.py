@@ -7,7 +7,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ class _Bench:
         result |= self._steps(task, state, 1 + WARM_STEPS + self._request.steps)
         result |= {**strain.seen(), "peak_rss_bytes": peak_rss_bytes()}
         if self._request.with_data:
-            result |= self._around(task, state)
+            result |= self._around(task, state, corpus.validation_tokens)
         if self._request.profiled:
             parts = breakdown(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
             result["breakdown"] = parts
@@ -161,9 +161,8 @@ class _Bench:
             losses.append(outcome.loss_sum / outcome.tokens)
         return {"step_seconds": seconds, "losses": losses}
 
-    def _around(self, task: Task, state: TrainState) -> Result:
-        """An evaluation, a snapshot, the export."""
-        tokens = self._kind.prepare(self._config, self._machine.cache, lambda *said: None)[1].validation_tokens
+    def _around(self, task: Task, state: TrainState, tokens: int) -> Result:
+        """An evaluation of so many tokens, a snapshot, the export."""
         in_all = -(-tokens // (self._plan.micro_batch * self._config.window))
         limit = self._config.training.eval_batches
         in_all = in_all if limit is None else min(in_all, limit)
@@ -192,8 +191,3 @@ class _Bench:
             "write_seconds": written,
             "export_seconds": export,
         }
-
-
-def synthetic(request: Request) -> Request:
-    """The same on tokens drawn at random, so that no data is read."""
-    return replace(request, with_data=False, profiled=False)

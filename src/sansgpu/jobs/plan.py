@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import load_config, preset_names
+from sansgpu.config import PRESETS, load_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import changes_that_fit
-from sansgpu.jobs.prepare import Prepared, Warn, prepare, seconds_allowed
+from sansgpu.jobs.prepare import Prepared, Warn, prepare, seconds_allowed, silent
 from sansgpu.machine.memory import Execution
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.remembered import remembered
 from sansgpu.machine.roofline import Roofline, measure_roofline
-from sansgpu.models.costs import block_products, step_traffic, step_work
+from sansgpu.models.costs import block_products, step_traffic
 from sansgpu.tasks import TASKS
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
 from sansgpu.train.evaluate import evaluated_share
-from sansgpu.train.forecast import Forecast
+from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.train.schedule import UNKNOWN
 
 Result = dict[str, Any]
@@ -52,10 +51,10 @@ def plan_prepared(prepared: Prepared) -> Result:
 def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
     """Memory and speed of every preset on this machine."""
     rows = []
-    for name in preset_names():
+    for name in PRESETS:
         config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])
         task = TASKS[config.task]
-        prepared = prepare(task.with_vocabulary(config), None, _silent, warn, "report", data="unread", timed="always")
+        prepared = prepare(task.with_vocabulary(config), None, silent, warn, "report", data="unread", timed="always")
         row = {"preset": name, **_described(prepared), **_time(prepared)}
         frugal = prepared.config.model.model_copy(update={"gradient_checkpointing": True})
         smallest = replace(execution(prepared), micro_batch=1)
@@ -83,7 +82,7 @@ def execution(prepared: Prepared) -> Execution:
 def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
     """Seconds that each part of a step takes at least on this machine: its work at the machine's own rates."""
     config, tokens = prepared.config, prepared.tokens_per_step
-    work = step_work(config.model, config.window, tokens)
+    work = TASKS[config.task].work(config, tokens)
     traffic = step_traffic(config.model, config.window, execution(prepared))
     muon = work.muon if config.training.optimizer == "muon" else 0.0
     return {
@@ -158,7 +157,7 @@ def _time(prepared: Prepared) -> Result:
         if steps is None or forecast.seconds(config.training, steps) > allowed:
             steps = _steps_within(prepared, forecast, allowed)
         result["total_seconds"] = forecast.seconds(config.training, steps)
-        result["finish"] = (datetime.now() + timedelta(seconds=result["total_seconds"])).isoformat(timespec="minutes")
+        result["finish"] = done_at(result["total_seconds"])
     if steps is not None:
         tokens = min(steps * prepared.tokens_per_step, config.training.max_tokens or 1 << 62)
         result |= {"total_steps": steps, "total_tokens": tokens}
@@ -193,7 +192,3 @@ def _steps_within(prepared: Prepared, forecast: Forecast, allowed: float) -> int
     while steps > 1 and forecast.seconds(training, steps) > allowed:
         steps -= max(1, steps // 200)
     return steps
-
-
-def _silent(doing: str, done: int, total: int) -> None:
-    pass

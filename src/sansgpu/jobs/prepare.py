@@ -108,6 +108,10 @@ class Prepared:
         }
 
 
+def silent(*said: object) -> None:
+    """Takes what nobody is to hear of: progress, and warnings that were given before."""
+
+
 def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
     """Set this process's threads and memory, and load the kernels.
 

@@ -14,7 +14,7 @@ import yaml
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.plan import forecast_of, plan_prepared, roofline_of, step_limits
-from sansgpu.jobs.prepare import Prepared, Warn, prepare
+from sansgpu.jobs.prepare import Prepared, Warn, prepare, silent
 from sansgpu.machine.compilation import is_long_time, missing_for_compile
 from sansgpu.tasks import TASKS, Corpus
 from sansgpu.train.scaling_law import MOST_EPOCHS, expected_bits_per_byte
@@ -28,6 +28,7 @@ WINDOW = 256
 BATCH_TOKENS, BATCH_AT, MOST_BATCH_TOKENS = 4096, 10e6, 65536
 LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # and its square root's change with the width; docs/lab-notes.md
 VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # by bytes of text
+USUAL_BYTES = 10e6  # of a text whose size is not known before it is read
 OVERHEAD_RATIO = 0.04  # of the time, for starting, evaluations and saving
 EVALUATIONS, SNAPSHOTS = 10, 5  # of a run
 
@@ -83,10 +84,9 @@ def propose(
 
 def _base(hours: float, data: str, progress: Progress, warn: Warn) -> Prepared:
     """The data, with a vocabulary that suits its size."""
-    size = Path(data).expanduser().stat().st_size if Path(data).expanduser().is_file() else None
-    vocabulary = next(
-        v for limit, v in VOCABULARIES if (size is None and v == 8192) or (size is not None and size < limit)
-    )
+    file = Path(data).expanduser()
+    size = file.stat().st_size if file.is_file() else USUAL_BYTES
+    vocabulary = next(tokens for limit, tokens in VOCABULARIES if size < limit)
     settings = (f"data.dataset_name={yaml.safe_dump(data).splitlines()[0]}", f"data.vocab_size={vocabulary}")
     return prepare(change_config(Config(), settings), None, progress, warn, "report", timed="never")
 
@@ -115,7 +115,7 @@ def _prepared(config: Config, hours: float, timed: bool) -> Prepared:
     if is_long_time(hours * 3600) and missing_for_compile() is None:
         settings.append("training.compile='on'")
     changed = change_config(config, settings)
-    return prepare(changed, None, _silent, _silent, "report", data="unread", timed="always" if timed else "never")
+    return prepare(changed, None, silent, silent, "report", data="unread", timed="always" if timed else "never")
 
 
 def _measured_share(base: Prepared, width: int, hours: float) -> float:
@@ -182,7 +182,3 @@ def _write(config: Config, output: Path, best: Candidate, corpus: Corpus) -> Non
         output.write_text(head + yaml.safe_dump({"task": config.task, **values}, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}; choose another --output.") from None
-
-
-def _silent(*said: object) -> None:
-    pass

@@ -41,9 +41,14 @@ def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:
     return "measure" if long and not missing else "off"
 
 
+def cxx() -> str | None:
+    """The C++ compiler's path, or None."""
+    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+
+
 def missing_for_compile() -> str | None:
     """What torch.compile lacks on this machine, or None."""
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+    if cxx() is None:
         return "a C++ compiler"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "Python's header Python.h"

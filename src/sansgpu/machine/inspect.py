@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import psutil
 import torch
 
 from sansgpu.machine import cgroup
+from sansgpu.machine.compilation import cxx
+from sansgpu.machine.probe import allowed_cpus
 
 _SYS = Path("/sys/devices/system")
 # What shows in /proc/cpuinfo (or on ARM as a feature) and matters to matrix products.
@@ -26,7 +27,7 @@ _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 def hardware() -> dict[str, Any]:
     """Processor, cores, NUMA nodes, caches' and memory's size."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = allowed_cpus()
     nodes = sorted((_SYS / "node").glob("node[0-9]*"))
     return {
         "processor": cpu_line("model name") or platform.processor() or platform.machine(),
@@ -76,11 +77,11 @@ def cpu_line(key: str) -> str | None:
 
 def compiler() -> str | None:
     """The C++ compiler and its version."""
-    for name in ("c++", "g++", "clang++"):
-        if path := shutil.which(name):
-            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-            return done.stdout.splitlines()[0] if done.stdout else path
-    return None
+    path = cxx()
+    if path is None:
+        return None
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.splitlines()[0] if done.stdout else path
 
 
 def allocator() -> str:

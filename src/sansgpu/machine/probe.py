@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.machine import cgroup
+from sansgpu.machine.roofline import best_seconds, gemm_rate
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # of a typical layer, timed to choose the precision
 GEMM_SIZE = 2048  # large enough for the peak rate, small enough for tenths of a second on one slow core
@@ -55,9 +55,14 @@ def resolve_device(training: TrainingConfig) -> torch.device:
     return device
 
 
+def allowed_cpus() -> int:
+    """Logical processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def available_cores() -> int:
     """Physical cores this process may use, by affinity and container quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = allowed_cpus()
     physical = min(allowed, psutil.cpu_count(logical=False) or allowed)
     quota = cgroup.cpu_quota()
     return max(1, min(physical, int(quota) if quota else physical))
@@ -83,15 +88,6 @@ def memory_for_run(device: torch.device) -> int:
     """Bytes a run in this process may come to: what can still be had, and what the process has already."""
     held: int = psutil.Process().memory_info().rss if device.type == "cpu" else 0
     return available_memory(device) + held
-
-
-def machine_busy_cores(seconds: float = 0.5) -> float:
-    """Cores' worth of time that programs, and the host of a virtual machine, take now, while this process sleeps."""
-    before, start = psutil.cpu_times(), time.perf_counter()
-    time.sleep(seconds)
-    after = psutil.cpu_times()
-    idle = sum(getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in ("idle", "iowait"))
-    return max(0.0, (psutil.cpu_count() or 1) - idle / (time.perf_counter() - start))
 
 
 def resolve_threads(training: TrainingConfig) -> int:
@@ -121,16 +117,7 @@ def has_native_bf16() -> bool:
 @cache
 def gemm_flops_per_second(precision: str, device: str = "cpu", threads: int = 0) -> float:
     """The best rate of a square product here, in FLOP/s; `threads` only keys the cache."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    a = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        torch.mm(a, a)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * GEMM_SIZE**3 / best
+    return gemm_rate(GEMM_SIZE, precision, device)
 
 
 def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
@@ -150,14 +137,13 @@ def layer_seconds(dtype: torch.dtype) -> float:
     Flags alone promise bf16 where it is emulated, and an emulation can be slow in one layout only.
     """
     x, weight = torch.ones(LAYER_TOKENS, LAYER_WIDTH, dtype=dtype), torch.ones(LAYER_WIDTH, LAYER_WIDTH, dtype=dtype)
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
+
+    def products() -> None:
         torch.mm(x, weight.T)
         torch.mm(x, weight)
         torch.mm(x.T, x)
-        best = min(best, time.perf_counter() - start)
-    return best
+
+    return best_seconds(products, enough=0.0)
 
 
 def describe_machine(environment: Environment) -> dict[str, object]:

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 
 COPY_BYTES = 64 << 20  # of one array of a copy: more than caches hold, a share of the memory of a small machine
-ENOUGH_SECONDS = 0.05  # of timing one product
+LEAST_CALLS, ENOUGH_SECONDS = 3, 0.05  # of timing one product
 SMALL_SIZE, LONG_SECONDS = 256, 1.0  # of a product that tells whether a larger one would take long
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Shape = tuple[int, int]  # inputs, outputs
 
 
-def best_seconds(work: Callable[[], object], device: str = "cpu", least: int = 3) -> float:
-    """The least time `work` takes, behind one call that warms up."""
+def best_seconds(work: Callable[[], object], device: str = "cpu", enough: float = ENOUGH_SECONDS) -> float:
+    """The least time `work` takes in three calls and `enough` seconds of them, behind one that warms up."""
     work()
     best, total, count = float("inf"), 0.0, 0
-    while count < least or total < ENOUGH_SECONDS:
+    while count < LEAST_CALLS or total < enough:
         start = time.perf_counter()
         work()
         if device != "cpu":

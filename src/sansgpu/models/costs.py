@@ -82,8 +82,8 @@ def decoder_memory(model: ModelConfig, window: int, how: Execution) -> Memory:
     parts, compute, tokens = parameters_by_part(model), _COMPUTE[how.precision], how.micro_batch * window
     total, hidden = sum(parts.values()), _hidden_matrices(model)
     table, rest = _vocabulary(model) * model.d_model, total - hidden
-    moments = (_FULL if how.optimizer == "muon" else 2 * _FULL) * hidden + 2 * _FULL * rest
-    narrow = compute * (total - parts["norms"]) if compute < _FULL else 0
+    moments = _FULL * _moments(model, how)
+    narrow = _narrow_bytes(model, how)
     summed = how.accumulation > 1
     gradients = (_FULL if summed else compute) * hidden + _FULL * rest
     kept = kept_bytes(model, window, how)
@@ -144,12 +144,22 @@ class StepTraffic:
 
 def step_traffic(model: ModelConfig, window: int, how: Execution) -> StepTraffic:
     """Weights and moments once through the update, and what blocks keep written once and read once."""
-    parts, compute = parameters_by_part(model), _COMPUTE[how.precision]
-    total, hidden = sum(parts.values()), _hidden_matrices(model)
-    narrow = compute * (total - parts["norms"]) if compute < _FULL else 0
-    moments = (1 if how.optimizer == "muon" else 2) * hidden + 2 * (total - hidden)
-    update = 2 * _FULL * (total + moments) + compute * total + narrow
+    total = sum(parameters_by_part(model).values())
+    read_gradients = _COMPUTE[how.precision] * total
+    update = 2 * _FULL * (total + _moments(model, how)) + read_gradients + _narrow_bytes(model, how)
     return StepTraffic(update, 2.0 * how.accumulation * model.n_layers * kept_bytes(model, window, how))
+
+
+def _moments(model: ModelConfig, how: Execution) -> int:
+    """Numbers the optimizer keeps: Muon one for each in a hidden matrix, AdamW two for every other."""
+    spared = _hidden_matrices(model) if how.optimizer == "muon" else 0
+    return 2 * sum(parameters_by_part(model).values()) - spared
+
+
+def _narrow_bytes(model: ModelConfig, how: Execution) -> int:
+    """Of the weights that products read, where these are narrower than the masters."""
+    parts, compute = parameters_by_part(model), _COMPUTE[how.precision]
+    return compute * (sum(parts.values()) - parts["norms"]) if compute < _FULL else 0
 
 
 def _hidden_matrices(model: ModelConfig) -> int:

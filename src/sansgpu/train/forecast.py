@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from sansgpu.config import TrainingConfig
 
@@ -23,6 +24,11 @@ class Forecast:
         saves = _due(training.save_steps, first, steps)
         between = evaluations * self.evaluation_seconds + saves * self.save_seconds
         return self.startup_seconds + (steps - first) * self.step_seconds + between + self.end_seconds
+
+
+def done_at(seconds: float) -> str:
+    """The local time in so many seconds, to the minute."""
+    return (datetime.now() + timedelta(seconds=seconds)).isoformat(timespec="minutes")
 
 
 def _due(every: int, first: int, steps: int) -> int:
