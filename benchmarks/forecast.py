@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[str, Settings]] = {
     "small": ("small", {"training.gradient_accumulation_steps": 16}),
     "m80": ("configs/default.yaml", M80),
 }
+QUICK: dict[str, tuple[str, Settings]] = {"toy": ("configs/tiny.yaml", {})}
 COLUMNS = {
     "run": ("name", "s"),
     "steps": ("steps", ",d"),
@@ -42,16 +43,14 @@ def plan(config: str, settings: Settings) -> Row:
     return outcome.events[-1][1]
 
 
-def measure(name: str, minutes: float) -> Row:
+def measure(name: str, config: str, settings: Settings, minutes: float) -> Row:
     """Plan a run of so many minutes, and make it. Raises NoResultError."""
-    config, settings = RUNS[name]
     # A run long enough to be compiled tells how many steps the minutes have.
     first = plan(config, {**settings, "training.max_steps": 10_000})
     settings = {**settings, "training.max_steps": max(3, round(minutes * 60 / first["step_seconds"]))}
     planned = plan(config, settings)
     with tempfile.TemporaryDirectory(prefix="sansgpu-forecast-") as folder:
-        command = [sys.executable, "-m", "sansgpu", "train", config, *ours.overrides(settings), "--headless"]
-        outcome = spawn([*command, "--output-dir", str(Path(folder) / "run")])
+        outcome = spawn(ours.command(Path(folder) / "run", settings, config))
     if outcome.code:
         raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
     steps = [event["step_seconds"] for _, event in outcome.named("step")]
@@ -71,14 +70,14 @@ def main() -> None:
     """Every configuration of the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5, help="of each run (%(default)s)")
-    parser.add_argument("--runs", default=",".join(RUNS), help="of these, by commas (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a toy, to see that it works")
     parser.add_argument("--json", type=Path, metavar="OUT")
     given = parser.parse_args()
     rows: list[Row] = []
-    for name in given.runs.split(","):
+    for name, (config, settings) in (QUICK if given.quick else RUNS).items():
         say(name)
         try:
-            rows.append(measure(name, given.minutes))
+            rows.append(measure(name, config, settings, given.minutes))
         except NoResultError as failure:
             rows.append({"name": name, "status": str(failure)})
     print_table(f"Runs of about {given.minutes:g} minutes, from the command to its end", COLUMNS, rows)

@@ -51,18 +51,21 @@ def how(micro_batch: int, accumulation: int, optimizer: str, precision: str, com
 
 
 CHECKPOINTED: Settings = {"model.gradient_checkpointing": "true"}
-SMALL, MEDIUM = model(384, 10, 1088, 16384, 512, "swiglu"), model(768, 12, 2304, 32768, 512, "swiglu")
-LARGE = model(1024, 24, 2880, 32768, 512, "swiglu")
-RUNS: dict[str, Settings] = {
-    "10M relu2, Muon, 16 x 1": {**model(256, 8, 1024, 12288, 256, "relu2"), **how(16, 1, "muon", "bf16", True)},
-    "11M gelu, AdamW, 2 x 8, fp32": {**model(256, 4, 1024, 32000, 512, "gelu"), **how(2, 8, "adamw", "fp32", False)},
-    "25M, Muon, 8 x 2, eager": {**SMALL, **how(8, 2, "muon", "bf16", False)},
-    "25M, AdamW, 16 x 1, checkpointing": {**SMALL, **how(16, 1, "adamw", "bf16", True), **CHECKPOINTED},
-    "92M gelu, AdamW, 4 x 1": {**model(768, 12, 3072, 8000, 512, "gelu"), **how(4, 1, "adamw", "bf16", True)},
-    "117M, AdamW, 4 x 2, fp32, checkpointing": {**MEDIUM, **how(4, 2, "adamw", "fp32", False), **CHECKPOINTED},
-    "117M, Muon, 2 x 2, fp32": {**MEDIUM, **how(2, 2, "muon", "fp32", True)},
-    "345M, Muon, 2 x 1": {**LARGE, **how(2, 1, "muon", "bf16", True)},
+M10, M11 = model(256, 8, 1024, 12288, 256, "relu2"), model(256, 4, 1024, 32000, 512, "gelu")
+M92 = model(768, 12, 3072, 8000, 512, "gelu")
+DEFAULT, TINY = "configs/default.yaml", "configs/tiny.yaml"
+# (configuration, changes)
+RUNS: dict[str, tuple[str, Settings]] = {
+    "10M relu2, Muon, 16 x 1": (DEFAULT, {**M10, **how(16, 1, "muon", "bf16", True)}),
+    "11M gelu, AdamW, 2 x 8, fp32": (DEFAULT, {**M11, **how(2, 8, "adamw", "fp32", False)}),
+    "25M, Muon, 8 x 2, eager": ("small", how(8, 2, "muon", "bf16", False)),
+    "25M, AdamW, 16 x 1, checkpointing": ("small", {**how(16, 1, "adamw", "bf16", True), **CHECKPOINTED}),
+    "92M gelu, AdamW, 4 x 1": (DEFAULT, {**M92, **how(4, 1, "adamw", "bf16", True)}),
+    "117M, AdamW, 4 x 2, fp32, checkpointing": ("medium", {**how(4, 2, "adamw", "fp32", False), **CHECKPOINTED}),
+    "117M, Muon, 2 x 2, fp32": ("medium", how(2, 2, "muon", "fp32", True)),
+    "345M, Muon, 2 x 1": ("large", how(2, 1, "muon", "bf16", True)),
 }
+QUICK: dict[str, tuple[str, Settings]] = {"toy": (TINY, {**how(4, 2, "adamw", "fp32", False), "data.vocab_size": 512})}
 COLUMNS = {
     "run": ("name", "s"),
     "parameters": ("parameters", ",d"),
@@ -72,10 +75,10 @@ COLUMNS = {
 }
 
 
-def measure(name: str, settings: Settings) -> Row:
+def measure(name: str, config: str, settings: Settings) -> Row:
     """One run. Raises NoResultError."""
     with tempfile.TemporaryDirectory(prefix="sansgpu-memory-") as folder:
-        outcome = spawn(ours.command(Path(folder) / "run", {**BASE, **settings}))
+        outcome = spawn(ours.command(Path(folder) / "run", {**BASE, **settings}, config))
     if outcome.code:
         raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
     start = outcome.named("start")[0][1]
@@ -88,6 +91,7 @@ def measure(name: str, settings: Settings) -> Row:
         "planned_gb": planned / 1e9,
         "measured_gb": measured / 1e9,
         "error": planned / measured - 1,
+        "config": config,
         "settings": settings,
     }
 
@@ -95,14 +99,14 @@ def measure(name: str, settings: Settings) -> Row:
 def main() -> None:
     """Every run of the table, the large ones last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--runs", type=int, default=len(RUNS), help="only the first so many")
+    parser.add_argument("--quick", action="store_true", help="a toy, to see that it works")
     parser.add_argument("--json", type=Path, metavar="OUT")
     given = parser.parse_args()
     rows: list[Row] = []
-    for name, settings in list(RUNS.items())[: given.runs]:
+    for name, (config, settings) in (QUICK if given.quick else RUNS).items():
         say(name)
         try:
-            rows.append(measure(name, settings))
+            rows.append(measure(name, config, settings))
         except NoResultError as failure:
             rows.append({"name": name, "status": str(failure)})
     errors = [abs(row["error"]) for row in rows if "error" in row]

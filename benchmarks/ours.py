@@ -29,8 +29,8 @@ def overrides(settings: dict[str, object]) -> list[str]:
     return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
 
 
-def command(output: Path, settings: dict[str, object], config: Path | None = None) -> list[str]:
-    """The command line of a run."""
+def command(output: Path, settings: dict[str, object], config: str | Path | None = None) -> list[str]:
+    """The command line of a run; `config` is a file or a preset."""
     file = [str(config)] if config else []
     return [
         sys.executable,

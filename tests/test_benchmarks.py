@@ -47,3 +47,17 @@ def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
         assert 3 < row["loss"] < 7  # ln 300 is 5.7
     assert rows["sansgpu"]["ratio"] == 1
     assert rows["plain"]["ratio"] > 0
+
+
+def test_memory_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
+    (row,) = benchmark("memory", "--quick", cache=tmp_path, result=tmp_path / "memory.json")["rows"]
+    assert row["peak_rss_bytes"] > 100e6
+    assert abs(row["error"]) < 0.3
+
+
+def test_time_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
+    arguments = ["--quick", "--minutes", "0.02"]
+    (row,) = benchmark("forecast", *arguments, cache=tmp_path, result=tmp_path / "forecast.json")["rows"]
+    assert row["steps"] >= 3
+    assert row["planned_seconds"] > 0
+    assert row["measured_seconds"] > 0

@@ -7,7 +7,7 @@ import pytest
 
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.jobs.fitting import changes_that_fit, fits, fitting_micro_batches, memory_of
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.memory import Execution, effective_batch
 from sansgpu.tasks import TASKS
 
 HOW = Execution(1, 1, "fp32", "off", "native", "adamw")
@@ -71,6 +71,34 @@ def test_where_no_change_alone_helps_several_do() -> None:
     together = [changes[0] for changes in found if len(changes) == 1 and len(changes[0].settings) > 3]
     assert together
     assert all(fits(change.memory, int(2.9e9)) for change in together)
+
+
+def test_changes_that_help_together_keep_the_tokens_of_a_step_and_name_every_cost() -> None:
+    config = Config.model_validate(
+        {
+            "model": {
+                "vocab_size": 50_000,
+                "d_model": 1024,
+                "n_heads": 1,
+                "n_layers": 24,
+                "d_ff": 4096,
+                "max_seq_len": 512,
+            },
+            "training": {"batch_size": 6, "gradient_accumulation_steps": 2, "compile": "off"},
+        }
+    )
+    together = 0
+    for available in range(int(2.6e9), int(5e9), int(1e8)):
+        for change in changes_that_fit(TASK, config, replace(HOW, micro_batch=6), available):
+            changed = change_config(config, change.settings)
+            assert fits(change.memory, available)
+            assert effective_batch(changed.training) * changed.window == effective_batch(config.training) * 512
+            pieces, fewer = changed.training.batch_size != 6, changed.model.n_layers < 24
+            assert ("the same batch in more pieces" in change.cost) == pieces
+            assert (f"a context of {changed.window} tokens" in change.cost) == (changed.window < 512)
+            assert ("M parameters instead of " in change.cost) == fewer
+            together += len(change.cost.split("; ")) > 1
+    assert together
 
 
 def test_presets_have_the_parameters_they_are_named_for() -> None:

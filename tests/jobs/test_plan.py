@@ -68,7 +68,9 @@ def test_a_plan_says_what_is_promised_and_training_does_what_it_says(
     assert sum(v for k, v in plan["memory_bytes"].items() if k != "total") == plan["memory_bytes"]["total"]
     assert sum(plan["parameters_by_part"].values()) == plan["parameters"]
     assert plan["fits"]
-    assert plan["tokens_per_second"] == pytest.approx(plan["tokens_per_step"] / plan["step_seconds"])
+    a_step = plan["total_tokens"] / plan["total_steps"]
+    assert a_step <= plan["tokens_per_step"]
+    assert plan["tokens_per_second"] == pytest.approx(a_step / plan["step_seconds"])
     assert plan["total_seconds"] > plan["total_steps"] * plan["step_seconds"]
     assert 0 < plan["machine_share"] < 2
     arguments = chosen(home, training__num_epochs=2, training__max_steps="null")
@@ -76,6 +78,7 @@ def test_a_plan_says_what_is_promised_and_training_does_what_it_says(
     events = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     start, end = events[0], events[-1]
     assert end["step"] == plan["total_steps"]
+    assert [event["tokens"] for event in events if event["event"] == "step"][-1] == plan["total_tokens"]
     for key in ("parameters", "precision", "compile", "threads", "tokens_per_step", "gradient_accumulation_steps"):
         assert start[key] == plan[key]
     assert start["micro_batch"] == plan["batch_size"]
@@ -114,6 +117,26 @@ def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys:
     assert "reckoned without the data" in capsys.readouterr().err
     epochs = settings(data__dataset_name=tmp_path / "missing.jsonl", training__num_epochs=1)
     assert cli(["plan", *epochs]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["small", "--hours", "1"], "leave out small"),
+        (["--data", "notes"], "go with --hours"),
+        (["--output", "x.yaml"], "go with --hours"),
+        (["--presets", "--hours", "1"], "leave out the configuration and --hours"),
+        (["--hours", "1", "--set", "model.d_model=64"], "--set model.d_model=64 has no place"),
+        (["--hours", "0"], "--hours is 0"),
+    ],
+)
+def test_options_of_a_plan_that_do_not_go_together_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_a_preset_is_a_configuration(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

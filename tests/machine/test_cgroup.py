@@ -57,6 +57,14 @@ def test_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path, process
     assert cgroup.memory_left(tmp_path, process) == 0
 
 
+def test_files_in_use_are_no_hindrance_beyond_programs(tmp_path: Path, process: Path) -> None:
+    process.write_text("0::/\n")
+    gigabyte = 1 << 30
+    files = f"inactive_file {gigabyte}\nactive_file {3 * gigabyte}"
+    write(tmp_path, {"memory.max": str(8 * gigabyte), "memory.current": str(7 * gigabyte), "memory.stat": files})
+    assert cgroup.memory_left(tmp_path, process) == int(4.5 * gigabyte)
+
+
 def test_no_limit_is_none(tmp_path: Path, process: Path) -> None:
     assert cgroup.memory_left(tmp_path, process) is None
     process.write_text("0::/\n")

@@ -17,7 +17,9 @@ def plan(
     presets: Annotated[bool, typer.Option("--presets", help="A table of small, medium and large.")] = False,
     hours: Annotated[float | None, typer.Option(help="Propose the best model for so many hours.")] = None,
     data: Annotated[str | None, typer.Option(help="What it is to learn, as data.dataset_name.")] = None,
-    output: Annotated[Path, typer.Option(help="Where the proposal is written.")] = Path("proposed.yaml"),
+    output: Annotated[
+        Path | None, typer.Option(help="Where the proposal is written; by default proposed.yaml.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run costs in memory and hours, before any work.
@@ -26,18 +28,26 @@ def plan(
     """
     from rich.console import Console
 
+    from sansgpu.config import ConfigError
     from sansgpu.jobs.plan import plan as job
     from sansgpu.jobs.plan import plan_presets
     from sansgpu.jobs.propose import propose
     from sansgpu.watch.tables import print_plan, print_presets
     from sansgpu.watch.terminal import PreparationBar
 
+    if presets and (config or hours is not None):
+        raise ConfigError("--presets shows small, medium and large; leave out the configuration and --hours.")
+    if hours is not None and config:
+        raise ConfigError(f"--hours proposes a configuration of its own; leave out {config}, and give --data.")
+    if hours is None and (data or output):
+        raise ConfigError("--data and --output go with --hours; the data of a plan is --set data.dataset_name=PATH.")
     bar = PreparationBar(Console(stderr=True))
     try:
         if presets:
             result = {"presets": plan_presets(override or [], warn)}
         elif hours is not None:
-            result = propose(hours, data or "python-stdlib", output, bar, warn, bar.say)
+            file = output or Path("proposed.yaml")
+            result = propose(hours, data or "python-stdlib", override or [], file, bar, warn, bar.say)
         else:
             result = job(config, override or [], bar, warn)
     finally:

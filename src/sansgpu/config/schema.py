@@ -35,7 +35,8 @@ def _clock(value: object) -> object:
         except ValueError:
             pass
         try:
-            return datetime.fromisoformat(value).replace(tzinfo=None).isoformat()
+            moment = datetime.fromisoformat(value)
+            return (moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment).isoformat()
         except ValueError:
             raise ValueError(f"{value} is no time; write 07:00 or 2030-01-31T07:00") from None
     return value

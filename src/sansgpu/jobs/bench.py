@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ PROJECTED = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 WHAT_IF_STEPS = 4  # timed for each question
 FASTER = 1.03  # by less than this is noise
 SPREAD = 1.15  # of the slowest over the median step: beyond, something disturbed the measurement
+BUILT_IN = ("python-stdlib", "bpe", "char")  # no names of files
 BUSY_CORES = 0.15  # of others, that is worth naming
 GPU_MFU = 0.4  # that a good trainer reaches; an assumption
 
@@ -51,14 +53,17 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
     config, notes = load_config(request.config_file, request.overrides)
     for note in notes:
         warn(note)
-    prepared = prepare(config, None, progress, warn, data="wanted" if request.forward_only else "needed")
+    if request.forward_only:
+        config = TASKS[config.task].with_vocabulary(config)
+    prepared = prepare(config, None, progress, warn, data="unread" if request.forward_only else "needed")
     chosen = _with_choices(config, prepared)
     if request.forward_only:
         return _forward_only(prepared, chosen, request, say)
-    say(f"{request.steps} steps, from nothing")
-    measured = measure_apart(Request(chosen, request.steps, with_data=True, profiled=True))
-    say("the same again, as after a snapshot")
-    baseline = measure_apart(Request(chosen, WHAT_IF_STEPS))
+    with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as compiled:
+        say(f"{request.steps} steps, from nothing")
+        measured = measure_apart(Request(chosen, request.steps, Path(compiled), with_data=True, profiled=True))
+        say("the same again, as after a snapshot")
+        baseline = measure_apart(Request(chosen, WHAT_IF_STEPS, Path(compiled)))
     result = _summary(prepared, measured, baseline, request)
     result["what_if"] = _what_if(chosen, prepared, baseline, say) if request.what_if else []
     result["gpu"] = _gpu(chosen, prepared, result, request, say)
@@ -86,7 +91,7 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
 
 def _summary(prepared: Prepared, measured: Result, baseline: Result, request: BenchRequest) -> Result:
     seconds = measured["step_seconds"][-request.steps :]
-    middle, tokens = median(seconds), prepared.tokens_per_step
+    middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
     needed = TASKS[prepared.config.task].work(prepared.config, tokens).needed
     gemm = measured["gemm_flops_per_second"]
     compiling = max(0.0, measured["step_seconds"][0] - middle)
@@ -224,12 +229,11 @@ def _questions(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
     note = "nothing" if other == "fp32" else "digits of products"
     if other == "fp32" or has_native_bf16():
         found.append((f"{other} products", (f"training.precision={other}",), note))
-    if accumulation > 1:
-        less = -(-accumulation // 2)
+    if accumulation % 2 == 0:
         found.append(
             (
                 "twice the micro-batch",
-                (f"training.batch_size={size * 2}", f"training.gradient_accumulation_steps={less}"),
+                (f"training.batch_size={size * 2}", f"training.gradient_accumulation_steps={accumulation // 2}"),
                 "memory",
             )
         )
@@ -255,8 +259,14 @@ def _gpu(
     tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
     if torch.cuda.is_available() and prepared.machine.device.type == "cpu":
         say("the GPU")
-        settings = ("device=cuda", "training.device=cuda", "training.compile='off'", "training.precision=bf16")
-        measured = measure_apart(Request(change_config(chosen, settings), WHAT_IF_STEPS))
+        settings = (
+            "device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16",
+        )  # fmt: skip
+        try:
+            measured = measure_apart(Request(change_config(chosen, settings), WHAT_IF_STEPS))
+        except SansGPUError as error:
+            result["warnings"].append(f"the GPU was not measured: {error}")
+            return None
         seconds, estimate = median(measured["step_seconds"][-WHAT_IF_STEPS:]), False
         name = torch.cuda.get_device_name()
     elif request.gpu_flops_per_second:
@@ -308,7 +318,8 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
 def _anywhere(config: Config) -> Config:
     """Local data by its absolute path, so that the file runs from any folder."""
     names = {key: getattr(config.data, key) for key in ("dataset_name", "validation_name", "tokenizer")}
-    local = {key: os.path.abspath(name) for key, name in names.items() if name and Path(name).expanduser().exists()}
+    paths = {key: Path(name).expanduser() for key, name in names.items() if name and name not in BUILT_IN}
+    local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
     return config.model_copy(update={"data": config.data.model_copy(update=local)})
 
 

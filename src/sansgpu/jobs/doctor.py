@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from sansgpu.machine.compilation import missing_for_compile
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.inspect import hardware, software
 from sansgpu.machine.probe import (
+    allowed_cpus,
     available_cores,
     available_memory,
     cache_dir,
@@ -70,7 +72,8 @@ def doctor(cache: Path | None = None) -> Result:
         "kernels_problem": kernels,
         "gemm_flops_per_second": rates,
         "memory_bandwidth_bytes_per_second": bandwidth(),
-        "busy_cores": others["other_cores"] + others["stolen_cores"],
+        # On a host of many cores others may be busy without being in our way.
+        "busy_cores": max(0.0, others["other_cores"] - (os.cpu_count() or 1) + allowed_cpus()) + others["stolen_cores"],
     }
     advice = sorted(_advice(facts), key=lambda a: -a.gain)
     return {**facts, "advice": [{"gain": a.gain, "text": a.text} for a in advice]}
@@ -100,15 +103,11 @@ def _build_advice(facts: Result) -> Iterator[Advice]:
 
 
 def _cores_advice(facts: Result) -> Iterator[Advice]:
-    usable, busy, quota, threads = (
-        facts[key] for key in ("cores_usable", "busy_cores", "cpu_quota", "omp_num_threads")
-    )
+    usable, busy, quota = (facts[key] for key in ("cores_usable", "busy_cores", "cpu_quota"))
     cores = min(facts["cpus"], facts["cores"])
     if busy > BUSY:
-        gain = busy / max(usable - busy, BUSY)
+        gain = busy / max(usable - busy, usable / 2)
         yield Advice(gain, f"others keep {busy:.1f} cores busy; stop them, or give the run cores of its own.")
-    if threads and threads.isdigit() and int(threads) < usable:
-        yield Advice(usable / int(threads) - 1, f"OMP_NUM_THREADS is {threads} of {usable} usable cores; unset it.")
     if quota and quota < cores:
         yield Advice(cores / quota - 1, f"the container may use {quota:.1f} of {cores} cores; raise its CPU limit.")
     if facts["numa_nodes"] > 1:

@@ -17,6 +17,10 @@ MARGIN = 1.05  # the estimate is within a few per cent of what is measured; the 
 PARTS = (2, 4, 8)  # a half, a quarter, an eighth are tried
 LEAST_WINDOW = 32
 MOST_CHANGES = 3  # are named where a run does not fit
+ACCUMULATION = "training.gradient_accumulation_steps"
+FEWER = "fewer parameters"  # a cost that is told in numbers
+Option = tuple[tuple[str, ...], str]  # (settings, what they cost)
+Options = Iterator[Option]
 
 
 @dataclass(frozen=True)
@@ -77,22 +81,53 @@ def fitting_micro_batches(
 def changes_that_fit(task: TaskKind, config: Config, how: Execution, available: int) -> list[Change]:
     """Up to three changes that each make the run fit, the cheapest first; together where none does alone."""
     found: list[Change] = []
-    together: dict[str, str] = {}
-    costs: list[str] = []
-    for kind in _candidates(config, how):
-        tried = (_tried(task, config, how, settings, cost) for settings, cost in kind)
+    for kind in KINDS:
+        tried = (_tried(task, config, how, settings, cost) for settings, cost in kind(config, how))
         if change := next((c for c in tried if c is not None and fits(c.memory, available)), None):
             found.append(change)
-    if found:
-        return found[:MOST_CHANGES]
-    for kind in _candidates(config, how):
-        for settings, cost in kind:
-            together |= {setting.partition("=")[0]: setting for setting in settings}
-            costs.append(cost)
-            change = _tried(task, config, how, tuple(together.values()), ", ".join(dict.fromkeys(costs)))
-            if change is not None and fits(change.memory, available):
-                return [change]
+    return found[:MOST_CHANGES] or _together(task, config, how, available)
+
+
+def _together(task: TaskKind, config: Config, how: Execution, available: int) -> list[Change]:
+    """One change of several kinds: each as far as it goes until it fits, then without those it fits without."""
+    parts: list[Option] = []
+    for kind in KINDS:
+        furthest: Option | None = None
+        for option in kind(change_config(config, _merged(parts)), how):
+            change = _joined(task, config, how, [*parts, option])
+            if change is None:
+                continue
+            furthest = option
+            if fits(change.memory, available):
+                return [_spared(task, config, how, available, [*parts, option])]
+        if furthest:
+            parts.append(furthest)
     return []
+
+
+def _spared(task: TaskKind, config: Config, how: Execution, available: int, parts: list[Option]) -> Change:
+    for part in reversed(parts[:-1]):
+        fewer = [other for other in parts if other is not part]
+        change, changed = _joined(task, config, how, fewer), change_config(config, _merged(fewer))
+        same_step = _step_tokens(changed) == _step_tokens(config)
+        if change and same_step and fits(change.memory, available):
+            parts = fewer
+    change = _joined(task, config, how, parts)
+    assert change is not None
+    return change
+
+
+def _joined(task: TaskKind, config: Config, how: Execution, parts: list[Option]) -> Change | None:
+    return _tried(task, config, how, _merged(parts), "; ".join(dict.fromkeys(cost for _, cost in parts)))
+
+
+def _merged(parts: list[Option]) -> tuple[str, ...]:
+    """All settings; of those of one key the last."""
+    return tuple({setting.partition("=")[0]: setting for settings, _ in parts for setting in settings}.values())
+
+
+def _step_tokens(config: Config) -> int:
+    return effective_batch(config.training) * config.window
 
 
 def _tried(task: TaskKind, config: Config, how: Execution, settings: tuple[str, ...], cost: str) -> Change | None:
@@ -106,50 +141,61 @@ def _tried(task: TaskKind, config: Config, how: Execution, settings: tuple[str, 
     optimizer = how.optimizer if training.optimizer == "auto" else training.optimizer
     how = replace(how, micro_batch=size, precision=precision, optimizer=optimizer)
     memory = memory_of(task, changed, how)
-    if "parameters" in cost:
-        cost = f"{sum(task.parameters(changed).values()) / 1e6:.0f}M parameters instead of "
-        cost += f"{sum(task.parameters(config).values()) / 1e6:.0f}M"
+    if FEWER in cost:
+        now, then = (sum(task.parameters(c).values()) / 1e6 for c in (config, changed))
+        cost = cost.replace(FEWER, f"{then:.0f}M parameters instead of {now:.0f}M")
     return Change(settings, cost, memory)
 
 
-def _candidates(config: Config, how: Execution) -> Iterator[list[tuple[tuple[str, ...], str]]]:
-    """Kinds of changes, settings and their cost: first what only costs time, then what costs quality; of each kind the
-    mildest first.
-    """
-    model, training, window = config.model, config.training, config.window
-    batch, accumulated = effective_batch(training), "training.gradient_accumulation_steps"
-    if training.batch_size != "auto":
-        cost = "the same batch in more pieces, a few per cent slower"
-        sizes = _halves(training.batch_size)[1:]
-        yield [((f"training.batch_size={size}", f"{accumulated}={-(-batch // size)}"), cost) for size in sizes]
+def _smaller_pieces(config: Config, how: Execution) -> Options:
+    if config.training.batch_size == "auto":
+        return
+    batch = effective_batch(config.training)
+    for size in _halves(config.training.batch_size)[1:]:
+        if batch % size == 0:
+            settings = (f"training.batch_size={size}", f"{ACCUMULATION}={batch // size}")
+            yield settings, "the same batch in more pieces, a few per cent slower"
+
+
+def _bf16(config: Config, how: Execution) -> Options:
     if how.precision == "fp32" and has_native_bf16():
-        yield [(("training.precision=bf16",), "products in bf16, faster here")]
-    if not model.gradient_checkpointing:
-        yield [(("model.gradient_checkpointing=true",), "activations computed twice, about a third slower")]
+        yield ("training.precision=bf16",), "products in bf16, faster here"
+
+
+def _checkpointing(config: Config, how: Execution) -> Options:
+    if not config.model.gradient_checkpointing:
+        yield ("model.gradient_checkpointing=true",), "activations computed twice, about a third slower"
+
+
+def _muon(config: Config, how: Execution) -> Options:
     if how.optimizer == "adamw":
-        yield [(("training.optimizer=muon",), "another optimizer, with a learning rate of its own")]
-    yield [
-        (
-            (f"data.max_length={window // part}", f"{accumulated}={training.gradient_accumulation_steps * part}"),
-            f"a context of {window // part} tokens",
-        )
-        for part in PARTS
-        if window // part >= LEAST_WINDOW
-    ]
-    yield [((f"model.n_layers={model.n_layers // part}",), "parameters") for part in PARTS if model.n_layers >= part]
-    yield [
-        (
-            (
-                f"model.d_model={model.d_model // part}",
-                f"model.d_ff={max(1, model.d_ff // part)}",
-                f"model.n_heads={model.n_heads // part}",
-                *((f"model.n_kv_heads={model.kv_heads // part}",) if model.n_kv_heads else ()),
-            ),
-            "parameters",
-        )
-        for part in PARTS
-        if not (model.d_model % part or model.n_heads % part or model.kv_heads % part)
-    ]
+        yield ("training.optimizer=muon",), "another optimizer, with a learning rate of its own"
+
+
+def _shorter(config: Config, how: Execution) -> Options:
+    for part in PARTS:
+        if (window := config.window // part) >= LEAST_WINDOW:
+            accumulation = config.training.gradient_accumulation_steps * part
+            yield (f"data.max_length={window}", f"{ACCUMULATION}={accumulation}"), f"a context of {window} tokens"
+
+
+def _shallower(config: Config, how: Execution) -> Options:
+    for part in PARTS:
+        if config.model.n_layers >= part:
+            yield (f"model.n_layers={config.model.n_layers // part}",), FEWER
+
+
+def _narrower(config: Config, how: Execution) -> Options:
+    model = config.model
+    for part in PARTS:
+        if not (model.d_model % part or model.n_heads % part or model.kv_heads % part):
+            settings = [f"model.{key}={max(1, getattr(model, key) // part)}" for key in ("d_model", "d_ff", "n_heads")]
+            settings += [f"model.n_kv_heads={model.kv_heads // part}"] if model.n_kv_heads else []
+            yield tuple(settings), FEWER
+
+
+# Kinds of changes: first what only costs time, then what costs quality; each has its options, the mildest first.
+KINDS = (_smaller_pieces, _bf16, _checkpointing, _muon, _shorter, _shallower, _narrower)
 
 
 def _halves(size: int) -> list[int]:

@@ -15,21 +15,21 @@ import torch
 
 from sansgpu.config import Config, SansGPUError
 from sansgpu.jobs.prepare import Machine, set_up
-from sansgpu.kernels import native
 from sansgpu.machine.compilation import compile_into
 from sansgpu.machine.memory import effective_batch
-from sansgpu.machine.probe import cache_dir, gemm_flops_per_second
+from sansgpu.machine.probe import gemm_flops_per_second
 from sansgpu.machine.usage import Strain, peak_rss_bytes, process_age
-from sansgpu.tasks import TASKS, Objective, Task
+from sansgpu.tasks import TASKS, Task
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import breakdown, synchronise
-from sansgpu.train.state import Progress, TrainState
+from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
 from sansgpu.train.writer import SnapshotWriter
 
 EVALUATED_BATCHES = 40  # that are timed; the rest of the validation part takes as long a batch
 PROFILED_STEPS = 2
+MOST_CHARACTERS = 300  # of an error that is not ours
 WARM_STEPS = 1  # behind the first, which compiles
 
 Result = dict[str, Any]
@@ -41,6 +41,7 @@ class Request:
 
     config: Config
     steps: int
+    compiled: Path | None = None  # where compiled graphs are kept, if not in the cache
     with_data: bool = False  # build the data, evaluate and save too, with nothing cached
     forward_only: bool = False
     profiled: bool = False
@@ -53,6 +54,10 @@ def measure_apart(request: Request) -> Result:
             return pool.submit(measure, request).result()
         except BrokenProcessPool:
             raise SansGPUError("the measuring process was killed, most likely as memory ran out.") from None
+        except SansGPUError:
+            raise
+        except Exception as error:  # whatever torch or its compiler may raise there
+            raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MOST_CHARACTERS]}.") from error
 
 
 def measure(request: Request) -> Result:
@@ -60,13 +65,10 @@ def measure(request: Request) -> Result:
     warnings: list[str] = []
     imported = process_age()
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
-        config = request.config
-        if request.with_data:
-            native.load(cache_dir(config.data.cache_dir))  # compiled once a machine, so no part of a run
-            compile_into(Path(folder))
-            config = config.model_copy(update={"data": config.data.model_copy(update={"cache_dir": folder})})
-        machine = set_up(config, None, warnings.append)
-        bench = _Bench(config, machine, request, Path(folder))
+        if request.compiled:
+            compile_into(request.compiled)
+        machine = set_up(request.config, None, warnings.append)  # our kernels are compiled once a machine, before this
+        bench = _Bench(request.config, machine, request, Path(folder))
         result = bench.forward() if request.forward_only else bench.train()
     gemm = gemm_flops_per_second(machine.precision, machine.device.type, machine.threads)
     return {**result, "import_seconds": imported, "gemm_flops_per_second": gemm, "warnings": warnings}
@@ -114,7 +116,7 @@ class _Bench:
         start = time.perf_counter()
         if self._request.with_data:
             stages = _Stages()
-            self._config, corpus = self._kind.prepare(self._config, self._machine.cache, stages)
+            self._config, corpus = self._kind.prepare(self._config, self._folder, stages)
             done = time.perf_counter()
             tokenizing = stages.began.get("tokenizing", done)
             result |= {"tokenizer_seconds": tokenizing - start, "data_seconds": done - tokenizing}
@@ -123,23 +125,19 @@ class _Bench:
         else:
             task = self._kind.objective(self._config)
         result["model_seconds"] = time.perf_counter() - start
-        state = self._state(task)
+        task.compile(self._config.training.compile == "on")
+        state = TrainState.begin(task.model, self._config.training, self._plan.device, self._plan.compute_dtype)
+        first = self._steps(task, state, 1 + WARM_STEPS)  # compilers at work are no strain
         strain = Strain()
-        result |= self._steps(task, state, 1 + WARM_STEPS + self._request.steps)
-        result |= {**strain.seen(), "peak_rss_bytes": peak_rss_bytes()}
+        then = self._steps(task, state, self._request.steps)
+        result |= {**{key: first[key] + then[key] for key in then}, **strain.seen()}
         if self._request.with_data:
             result |= self._around(task, state, corpus.validation_tokens)
+        result["peak_rss_bytes"] = peak_rss_bytes()
         if self._request.profiled:
             parts = breakdown(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
             result["breakdown"] = parts
         return result
-
-    def _state(self, task: Objective) -> TrainState:
-        task.model.to(self._plan.device).train()
-        task.compile(self._config.training.compile == "on")
-        optimizer = Optimizer(task.model, self._config.training, self._plan.compute_dtype)
-        optimizer.make_moments()
-        return TrainState(task.model, optimizer, Progress())
 
     def _step(self, task: Any, state: TrainState) -> Any:
         training, progress = self._config.training, state.progress
@@ -151,15 +149,16 @@ class _Bench:
         progress.step += 1
         return result
 
-    def _steps(self, task: Any, state: TrainState, steps: int) -> Result:
-        seconds, losses = [], []
+    def _steps(self, task: Any, state: TrainState, steps: int) -> dict[str, list[Any]]:
+        seconds, losses, tokens = [], [], []
         for _ in range(steps):
             start = time.perf_counter()
             outcome = self._step(task, state)
             synchronise(self._plan.device)
             seconds.append(time.perf_counter() - start)
             losses.append(outcome.loss_sum / outcome.tokens)
-        return {"step_seconds": seconds, "losses": losses}
+            tokens.append(outcome.tokens)
+        return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
 
     def _around(self, task: Task, state: TrainState, tokens: int) -> Result:
         """An evaluation of so many tokens, a snapshot, the export."""

@@ -58,7 +58,7 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
         row = {"preset": name, **_described(prepared), **_time(prepared)}
         frugal = prepared.config.model.model_copy(update={"gradient_checkpointing": True})
         smallest = replace(execution(prepared), micro_batch=1)
-        row["least_memory_bytes"] = task.memory(prepared.config.model_copy(update={"model": frugal}), smallest).total
+        row["least_memory_bytes"] = task.memory(prepared.config.model_copy(update={"model": frugal}), smallest).least
         tokens = OPTIMAL_TOKENS * row["parameters"]
         row["optimal_tokens"] = tokens
         row["optimal_seconds"] = tokens / row["tokens_per_second"] if row["tokens_per_second"] else None
@@ -151,15 +151,17 @@ def _time(prepared: Prepared) -> Result:
     if timing is not None:
         forecast = forecast_of(prepared)
         result["step_seconds"] = forecast.step_seconds
-        result["tokens_per_second"] = prepared.tokens_per_step / forecast.step_seconds
-        result["machine_share"] = sum(step_limits(prepared, roofline_of(prepared)).values()) / forecast.step_seconds
+        result["tokens_per_second"] = prepared.learned_per_step / forecast.step_seconds
+        if prepared.machine.device.type == "cpu":
+            limit = sum(step_limits(prepared, roofline_of(prepared)).values())
+            result["machine_share"] = limit / forecast.step_seconds
         allowed = seconds_allowed(config)
         if steps is None or forecast.seconds(config.training, steps) > allowed:
             steps = _steps_within(prepared, forecast, allowed)
         result["total_seconds"] = forecast.seconds(config.training, steps)
         result["finish"] = done_at(result["total_seconds"])
     if steps is not None:
-        tokens = min(steps * prepared.tokens_per_step, config.training.max_tokens or 1 << 62)
+        tokens = min(round(steps * prepared.learned_per_step), config.training.max_tokens or 1 << 62)
         result |= {"total_steps": steps, "total_tokens": tokens}
         if prepared.corpus:
             result["epochs"] = tokens / prepared.corpus.train_tokens

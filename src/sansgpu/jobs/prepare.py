@@ -17,7 +17,7 @@ from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import Shortage, fits, fitting_micro_batches, memory_of
 from sansgpu.jobs.kernels import load_kernels
 from sansgpu.kernels import native
-from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.allocator import give_back_memory, keep_freed_memory
 from sansgpu.machine.compilation import is_long, is_long_time, keep_compiled, missing_for_compile, resolve_compile
 from sansgpu.machine.memory import Execution, Memory, effective_batch, usual_micro_batch
 from sansgpu.machine.probe import (
@@ -31,7 +31,7 @@ from sansgpu.machine.probe import (
     resolve_threads,
 )
 from sansgpu.machine.remembered import remembered
-from sansgpu.tasks import TASKS, Corpus
+from sansgpu.tasks import TASKS, Corpus, TaskKind
 from sansgpu.train.budget import finish_time
 from sansgpu.train.calibrate import LONG, Timing, measure
 from sansgpu.train.optim import choose_optimizer
@@ -80,6 +80,15 @@ class Prepared:
         return effective_batch(self.config.training) * self.config.window
 
     @property
+    def learned_per_step(self) -> float:
+        """Tokens of a step that are learned from, in the mean: without padding, and with the last batch of an epoch."""
+        corpus: Corpus | None = self.corpus
+        if corpus is None:
+            return self.tokens_per_step
+        steps = steps_per_epoch(corpus.train_examples, effective_batch(self.config.training))
+        return corpus.train_tokens / steps
+
+    @property
     def step_plan(self) -> StepPlan:
         """How a step is computed."""
         return StepPlan(self.environment.micro_batch, self.machine.device, self.environment.precision)
@@ -124,8 +133,8 @@ def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
     keep_freed_memory()
     keep_compiled(cache)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
-    wanted = before.kernels if before and training.kernels == "auto" else training.kernels
-    kernels = load_kernels(wanted, cache, device, warn)
+    plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
+    kernels = load_kernels("torch" if plain else training.kernels, cache, device, warn)
     if kernels == "native":
         native.keep_blocks()
     precision = before.precision if before and training.wanted_precision == "auto" else None
@@ -153,10 +162,10 @@ def prepare(
     config, steps, long = _with_length(config, machine, corpus)
     training = config.training
     compiled = resolve_compile(training, long, machine.device.type)
-    if before and training.compile == "auto":
-        compiled = before.compile
     if machine.device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
         warn(f"{missing} is missing, so nothing is compiled and steps take longer.")
+    elif before and training.compile == "auto":
+        compiled = before.compile
     how = Execution(
         micro_batch=1,
         accumulation=1,
@@ -167,7 +176,7 @@ def prepare(
     )
     sizes = fitting_micro_batches(task, config, how, machine.available, shortage, warn)
     if before and training.batch_size == "auto":
-        sizes = [before.micro_batch]
+        sizes = [_kept_micro_batch(task, config, how, before.micro_batch, machine.available, sizes, warn)]
     elif not long or timed == "never":
         sizes = [usual_micro_batch(config.window, sizes)]  # measuring would take longer than it saves
     timing = None
@@ -251,6 +260,7 @@ def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str)
         "compile": compiled,
         "precision": machine.precision,
         "threads": machine.threads,
+        "device": machine.device.type,
         "kernels": native.available(),
         "isa": isa(),
         "torch": str(torch.__version__),
@@ -259,6 +269,7 @@ def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str)
     answer = remembered(
         machine.cache, question, lambda: measure(TASKS[config.task], config, plan, sizes, compiled).to_json()
     )
+    give_back_memory()  # of what was tried
     return Timing(**answer)
 
 
@@ -266,6 +277,18 @@ def _trial_fits(config: Config, how: Execution, available: int) -> bool:
     layers = min(config.model.n_layers, LONG)
     model = config.model.model_copy(update={"n_layers": layers})
     return fits(memory_of(TASKS[config.task], config.model_copy(update={"model": model}), how), available)
+
+
+def _kept_micro_batch(
+    task: TaskKind, config: Config, how: Execution, recorded: int, available: int, sizes: list[int], warn: Warn
+) -> int:
+    """The micro-batch of a run that is resumed, or what fits of it where memory is less than it was."""
+    if fits(memory_of(task, config, replace(how, micro_batch=recorded)), available):
+        return recorded
+    size = max((size for size in sizes if size <= recorded), default=min(sizes))
+    if size != recorded:
+        warn(f"micro-batches of {recorded} do not fit into memory now; they have {size}, and the batch stays the same.")
+    return size
 
 
 def _kept(recorded: int | None, resolved: int, asked: int | str) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,15 +49,25 @@ class Candidate:
 
 
 def propose(
-    hours: float, data: str, output: Path, progress: Progress, warn: Warn, say: Callable[[str], None]
+    hours: float,
+    data: str,
+    overrides: Sequence[str],
+    output: Path,
+    progress: Progress,
+    warn: Warn,
+    say: Callable[[str], None],
 ) -> Result:
     """Write the proposed configuration to `output`, and return its plan and what it was chosen from.
 
-    Raises ConfigError where there is no such data, or nothing fits.
+    `overrides` are of its data. Raises ConfigError where there is no such data, or nothing fits.
     """
+    if hours <= 0:
+        raise ConfigError(f"--hours is {hours:g}; give the time the run may take, as 0.5 or 8.")
+    if others := [setting for setting in overrides if not setting.startswith("data.")]:
+        raise ConfigError(f"--hours chooses the model and its training, so --set {others[0]} has no place beside it.")
     if output.exists():
         raise ConfigError(f"{output} exists already; choose another --output.")
-    base = _base(hours, data, progress, warn)
+    base = _base(data, overrides, progress, warn)
     corpus: Corpus = base.corpus
     say(f"{corpus.train_tokens:,} tokens; timing products of {len(WIDTHS)} sizes and blocks of {len(MEASURED_WIDTHS)}")
     shares = [(width, _measured_share(base, width, hours)) for width in MEASURED_WIDTHS]
@@ -82,12 +93,13 @@ def propose(
     return {**plan_prepared(prepared), "candidates": rows, "file": str(output)}
 
 
-def _base(hours: float, data: str, progress: Progress, warn: Warn) -> Prepared:
+def _base(data: str, overrides: Sequence[str], progress: Progress, warn: Warn) -> Prepared:
     """The data, with a vocabulary that suits its size."""
     file = Path(data).expanduser()
     size = file.stat().st_size if file.is_file() else USUAL_BYTES
     vocabulary = next(tokens for limit, tokens in VOCABULARIES if size < limit)
-    settings = (f"data.dataset_name={yaml.safe_dump(data).splitlines()[0]}", f"data.vocab_size={vocabulary}")
+    name = json.dumps(data, ensure_ascii=False)  # which is YAML, too
+    settings = (f"data.dataset_name={name}", f"data.vocab_size={vocabulary}", *overrides)
     return prepare(change_config(Config(), settings), None, progress, warn, "report", timed="never")
 
 

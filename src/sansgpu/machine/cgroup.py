@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+_PROGRAMS = 512 << 20  # bytes of files in use that are code, and slow to do without
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 where there is none
 
 
 def memory_left(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> int | None:
     """Bytes this process can still take before a limit of its group, or of one above it; None without a limit.
 
-    What the group holds of files is no hindrance: the kernel drops it first.
+    What the group holds of files is no hindrance: the kernel drops it first, but for programs that run.
     """
     left = [limit - used for limit, used in _memory(root, process)]
     return max(0, min(left)) if left else None
@@ -44,8 +45,11 @@ def _memory(root: Path, process: Path) -> Iterator[tuple[int, int]]:
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         if limit and limit < _NO_LIMIT:
             statistics = dict(line.split() for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
-            files = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
-            yield limit, max(0, used - files)
+            idle, active = (
+                int(statistics.get(f"total_{kind}_file", statistics.get(f"{kind}_file", 0)))
+                for kind in ("inactive", "active")
+            )
+            yield limit, max(0, used - idle - max(0, active - _PROGRAMS))
 
 
 def _folders(root: Path, process: Path, controller: str) -> Iterator[Path]:

@@ -22,6 +22,7 @@ ISA_FLAGS = (
     "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16",
     "i8mm", "sve",
 )  # fmt: skip
+_CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "soc_thermal", "scpi_sensors")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
@@ -30,7 +31,7 @@ def hardware() -> dict[str, Any]:
     allowed = allowed_cpus()
     nodes = sorted((_SYS / "node").glob("node[0-9]*"))
     return {
-        "processor": cpu_line("model name") or platform.processor() or platform.machine(),
+        "processor": processor(),
         "cores": psutil.cpu_count(logical=False) or allowed,
         "cpus": allowed,
         "cpu_quota": cgroup.cpu_quota(),
@@ -64,6 +65,11 @@ def instruction_sets() -> list[str]:
     if not flags:  # macOS and Windows: what torch found
         flags = [name for name, there in torch.cpu.get_capabilities().items() if there is True]
     return [flag for flag in ISA_FLAGS if flag in flags]
+
+
+def processor() -> str:
+    """Its name."""
+    return cpu_line("model name") or platform.processor() or platform.machine()
 
 
 def cpu_line(key: str) -> str | None:
@@ -115,7 +121,7 @@ def frequency_hz() -> float | None:
 def temperature_celsius() -> float | None:
     """The hottest of the processor's sensors, where there are any."""
     read = getattr(psutil, "sensors_temperatures", dict)
-    sensors = [s.current for group in read().values() for s in group if s.current]
+    sensors = [s.current for name, group in read().items() if name in _CPU_SENSORS for s in group if s.current]
     return max(sensors, default=None)
 
 

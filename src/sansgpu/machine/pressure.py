@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from statistics import median_low
 
 from sansgpu.machine.allocator import give_back_memory
 
@@ -39,14 +40,16 @@ class MemoryGuard:
         self._room, self._own, self._warn, self._shed, self._clock = room, own, warn, shed, clock
         self._least = LEAST_FREE_BYTES + (COMPILER_BYTES if compiled else 0)
         self._looks: deque[tuple[float, int]] = deque()  # when, and what this process could have had in all
-        self._began = clock()  # of this micro-batch
-        self._lasts = 0.0  # seconds of the one before
+        self._began: float | None = None  # of this micro-batch
+        self._passes: deque[float] = deque(maxlen=9)  # seconds between the last ones
         self._helpless = self._stopped = False
 
     def allowed(self, size: int) -> int:
         """Rows of the next micro-batch, at most `size`; asked before each."""
         now = self._clock()
-        self._lasts, self._began = now - self._began, now
+        if self._began is not None:
+            self._passes.append(now - self._began)
+        self._began = now
         if self._short() or self._stopped:
             self._relieve()
             self._stopped = False
@@ -72,7 +75,9 @@ class MemoryGuard:
     def _taken(self) -> float:
         """Bytes that others will take until the next micro-batch, at the pace of the last seconds."""
         (first, before), (last, now) = self._looks[0], self._looks[-1]
-        return max(0.0, (before - now) / max(last - first, LOOK_SECONDS)) * self._lasts
+        # The middle one of the last: compiling or an evaluation may have stood between two.
+        lasts = median_low(self._passes) if len(self._passes) > 1 else 0.0
+        return max(0.0, (before - now) / max(last - first, LOOK_SECONDS)) * lasts
 
     def _relieve(self) -> None:
         held, room = self._own(), self._room()

@@ -71,7 +71,8 @@ def available_cores() -> int:
 def available_memory(device: torch.device) -> int:
     """Bytes that can still be had: of the GPU, or of the machine and within the container's limit."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     free: int = psutil.virtual_memory().available
     left = cgroup.memory_left()
     return free if left is None else min(free, left)
@@ -84,10 +85,17 @@ def total_memory() -> int:
     return whole if limit is None else min(whole, limit)
 
 
+def held_memory(device: torch.device) -> int:
+    """Bytes this process has there."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    resident: int = psutil.Process().memory_info().rss
+    return resident
+
+
 def memory_for_run(device: torch.device) -> int:
     """Bytes a run in this process may come to: what can still be had, and what the process has already."""
-    held: int = psutil.Process().memory_info().rss if device.type == "cpu" else 0
-    return available_memory(device) + held
+    return available_memory(device) + held_memory(device)
 
 
 def resolve_threads(training: TrainingConfig) -> int:

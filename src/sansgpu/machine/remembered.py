@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sansgpu.machine.inspect import processor
+
 
 def remembered(cache: Path, question: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` answered when this very question was asked before, on this cache; else ask it.
+    """What `measure` answered when this very question was asked before, on such a processor; else ask it.
 
     A cache that cannot be read or written only costs the measuring.
     """
+    question = {**question, "processor": processor()}  # machines may share a cache
     text = json.dumps(question, sort_keys=True)
     path = cache / "measured" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     try:

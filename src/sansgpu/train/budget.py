@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,10 +42,12 @@ class Budget:
     training: TrainingConfig
     elapsed: Callable[[], float]
     validation_share: float  # tokens of an evaluation over those of a step
-    written_bytes: int  # at the end: a snapshot and the export
+    snapshot_bytes: int
+    export_bytes: int
     wall_clock: Callable[[], datetime] = datetime.now
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _evaluation_seconds: float | None = None
+    _save_seconds: float = 0.0
     _looked: float = float("-inf")
     _whole: float | None = None
 
@@ -62,18 +65,16 @@ class Budget:
         self._steps.append(seconds)
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation took so long."""
+        """An evaluation took so long, with its sample and what else the loop waited for behind that step."""
         self._evaluation_seconds = seconds
 
-    def step_seconds(self) -> float:
-        """What a step takes with its share of the evaluations between steps."""
-        step = sum(self._steps) / len(self._steps)
-        every = self.training.eval_steps
-        return step + (self._evaluation(step) / every if every else 0.0)
+    def saved(self, seconds: float) -> None:
+        """The loop waited so long for a snapshot."""
+        self._save_seconds = seconds
 
-    def steps_left(self) -> int | None:
-        """Steps that fit into what is left, with a last evaluation, snapshot and export behind them; None before any
-        step was timed.
+    def steps_left(self, done: int) -> int | None:
+        """Steps behind the `done` ones that fit into what is left, with what falls due between them, step `done`
+        included, and a last evaluation, snapshot and export behind them; None before any step was timed.
         """
         left = self.seconds_left()
         if self._whole is None:
@@ -83,7 +84,15 @@ class Budget:
             return 0
         if not self._steps:
             return None
-        return max(0, int((left - self._reserve()) / self.step_seconds()))
+        room, step = left - self._reserve(), self._step()
+        if room < 0:
+            return 0
+        return bisect_right(range(int(room / step) + 1), room, key=lambda n: n * step + self._pauses(done, n)) - 1
+
+    def idle_ratio(self, steps: int) -> float:
+        """Of the whole budget, what is left over behind so many more steps."""
+        spare = self.seconds_left() - self._reserve() - steps * self._step()
+        return spare / self._whole if self._whole else 0.0
 
     def worth_more(self) -> bool:
         """Whether what is left of the time is enough to go on with a run that was over."""
@@ -99,14 +108,25 @@ class Budget:
         wait = min(LOOK_RATIO * self._whole, LOOK_AHEAD * max(0.0, self.seconds_left() - self._reserve()))
         return self.elapsed() - self._looked >= wait
 
+    def _step(self) -> float:
+        return sum(self._steps) / max(1, len(self._steps))
+
+    def _pauses(self, done: int, more: int) -> float:
+        """Seconds of evaluations and snapshots from step `done` to the one before the last of `more`."""
+        training = self.training
+        pauses = ((training.eval_steps, self._evaluation()), (training.save_steps, self._save_seconds))
+        return sum(seconds * ((done + more - 1) // n - (done - 1) // n) for n, seconds in pauses if n)
+
     def _reserve(self) -> float:
-        step = sum(self._steps) / max(1, len(self._steps))
         margin = MARGIN_RATIO * (self._whole or 0.0) + MARGIN_SECONDS
         if self._evaluation_seconds is None:
             margin += min(FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO * (self._whole or 0.0))
-        return self._evaluation(step) + self.written_bytes / DISK_BYTES_PER_SECOND + margin
+        # The last snapshot waits for one that is still being written.
+        snapshots = 2 if self.training.save_steps or self.training.eval_steps else 1
+        written = snapshots * self.snapshot_bytes + self.export_bytes
+        return self._evaluation() + written / DISK_BYTES_PER_SECOND + margin
 
-    def _evaluation(self, step: float) -> float:
+    def _evaluation(self) -> float:
         if self._evaluation_seconds is not None:
             return self._evaluation_seconds
-        return step * self.validation_share / EVALUATED_IN_A_STEP
+        return self._step() * self.validation_share / EVALUATED_IN_A_STEP

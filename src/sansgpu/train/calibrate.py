@@ -19,6 +19,8 @@ from sansgpu.data.batch import Batch
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import Objective, TaskKind
 from sansgpu.train.optim import Optimizer
+from sansgpu.train.profile import synchronise
+from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan
 
 SHORT, LONG = 1, 3  # layers of the models that are measured
@@ -97,10 +99,13 @@ def _timed(
         for number in range(1 + REPEATS):
             if summed:  # the pass that is timed adds to the gradients of this one
                 _forward_and_backward(trial, batch, plan, config.training)
+            synchronise(plan.device)
             start = time.perf_counter()
             _forward_and_backward(trial, batch, plan, config.training)
+            synchronise(plan.device)
             middle = time.perf_counter()
             optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.norm() + 1e-6)))
+            synchronise(plan.device)
             if number:
                 passes.append(middle - start)
                 updates.append(time.perf_counter() - middle)
@@ -115,10 +120,8 @@ def _trial(
 ) -> Iterator[tuple[Objective, Optimizer]]:
     model = config.model.model_copy(update={"n_layers": layers})
     trial = task.objective(config.model_copy(update={"model": model}))
-    trial.model.to(plan.device).train()
     trial.compile(compiled == "on")
-    optimizer = Optimizer(trial.model, config.training, plan.compute_dtype)
-    optimizer.make_moments()
+    optimizer = TrainState.begin(trial.model, config.training, plan.device, plan.compute_dtype).optimizer
     try:
         yield trial, optimizer
     finally:

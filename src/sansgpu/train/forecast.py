@@ -7,6 +7,8 @@ from datetime import datetime, timedelta
 
 from sansgpu.config import TrainingConfig
 
+LONGEST_SECONDS = 1e10  # 300 years: calendars end, too
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -28,7 +30,7 @@ class Forecast:
 
 def done_at(seconds: float) -> str:
     """The local time in so many seconds, to the minute."""
-    return (datetime.now() + timedelta(seconds=seconds)).isoformat(timespec="minutes")
+    return (datetime.now() + timedelta(seconds=min(seconds, LONGEST_SECONDS))).isoformat(timespec="minutes")
 
 
 def _due(every: int, first: int, steps: int) -> int:

@@ -10,14 +10,13 @@ from sansgpu.config import Config, RunPaths, fold_seed
 from sansgpu.data.batch import Batch
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.pressure import MemoryGuard
-from sansgpu.machine.probe import Environment, available_memory
+from sansgpu.machine.probe import Environment, available_memory, held_memory
 from sansgpu.machine.usage import Usage
 from sansgpu.tasks import Task
 from sansgpu.train.budget import Budget
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate, evaluated_share
 from sansgpu.train.interrupt import Interrupt
-from sansgpu.train.optim import Optimizer
 from sansgpu.train.resume import restore
 from sansgpu.train.schedule import UNKNOWN, learning_rate, piece_length
 from sansgpu.train.state import Progress, TrainState
@@ -27,7 +26,7 @@ from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.events import Sinks
 from sansgpu.watch.jsonl import read_events
 
-LONG_BEFORE = 1.2  # times the steps that are left would fit into the time that is
+LONG_BEFORE = 0.2  # of the time a run may take, left over at its end
 
 
 @dataclass(frozen=True)
@@ -60,25 +59,24 @@ class Trainer:
         self.task, self.config, self.paths, self.plan = task, config, paths, plan
         self.environment, self.sinks, self.gemm_flops_per_second = environment, sinks, gemm_flops_per_second
         training = config.training
-        task.model.to(plan.device)
-        optimizer = Optimizer(task.model, training, plan.compute_dtype)
-        optimizer.make_moments()
-        self.state = TrainState(task.model, optimizer, Progress())
+        self.state = TrainState.begin(task.model, training, plan.device, plan.compute_dtype)
         self.total_steps = self._most_steps = steps
         self._told = False  # that another limit ends the run long before its time is up
         self._started = time.monotonic() if started is None else started
         self._before = 0.0  # seconds of the run's earlier processes
+        weights, moments = (sum(t.nbytes for t in tensors.values()) for tensors in self._tensors())
         self._budget = Budget(
             training,
             self._elapsed,
             evaluated_share(config, validation_tokens, plan.micro_batch),
-            sum(tensor.nbytes for tensors in (*self._tensors(), self.state.weights()) for tensor in tensors.values()),
+            snapshot_bytes=weights + moments,
+            export_bytes=weights,
         )
         self._guard = MemoryGuard(
             plan.micro_batch,
             environment.compile == "on",
             lambda: available_memory(plan.device),
-            lambda: self._usage.rss_bytes(),
+            lambda: held_memory(plan.device),
             lambda message: self.sinks.warn(message),
             self._shed,
         )
@@ -160,10 +158,13 @@ class Trainer:
 
     def _lay_steps(self, prefetch: Prefetcher) -> None:
         """Where time limits the run: lay its steps over what is left of it."""
-        if self._finished() or not self._budget.due() or (fitting := self._budget.steps_left()) is None:
+        if self._finished() or not self._budget.due():
+            return
+        fitting = self._budget.steps_left(self.progress.step)
+        if fitting is None:
             return
         total = min(self._most_steps, self.progress.step + fitting)
-        if fitting > LONG_BEFORE * (self._most_steps - self.progress.step) and not self._told:
+        if not self._told and self._budget.idle_ratio(self._most_steps - self.progress.step) > LONG_BEFORE:
             self._told = True
             self.sinks.warn(
                 f"num_epochs, max_steps or max_tokens end the run after {total:,} steps, long before its time is up; "
@@ -235,25 +236,30 @@ class Trainer:
 
     def _finish_step(self, interrupt: Interrupt) -> None:
         """Evaluate and save where this step is due; what an interrupt cuts short is made up for on resume."""
-        step, training = self.progress.step, self.config.training
-        if self._finished() or (training.eval_steps and step % training.eval_steps == 0):
+        step, training, start = self.progress.step, self.config.training, time.perf_counter()
+        to_evaluate = self._finished() or (training.eval_steps and step % training.eval_steps == 0)
+        evaluated = to_evaluate and self._metrics is None  # it may stand in the snapshot that was taken up
+        if to_evaluate:
             self._evaluate(stop=lambda: interrupt.signal is not None)
             if self._metrics is None:
                 return
         is_best = self._metrics is not None and self.progress.best_step == step
-        if is_best or self._finished() or (training.save_steps and step % training.save_steps == 0):
+        to_save = is_best or self._finished() or (training.save_steps and step % training.save_steps == 0)
+        if to_save:
             self._save()
+        if evaluated:
+            self._budget.evaluated(time.perf_counter() - start)
+        elif to_save:
+            self._budget.saved(time.perf_counter() - start)
 
     def _evaluate(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Evaluate this step, unless it was. The best loss so far makes it the best step."""
         progress, training = self.progress, self.config.training
         if self._metrics is not None:
             return
-        start = time.perf_counter()
         self._metrics = evaluate(self.task, self.plan, training.eval_batches, stop)
         if self._metrics is None:
             return
-        self._budget.evaluated(time.perf_counter() - start)
         event: dict[str, object] = {"event": "eval", "step": progress.step, **self._metrics}
         if training.sample_tokens:
             seed = fold_seed(training.seed, "sample", progress.step)

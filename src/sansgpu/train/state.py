@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sansgpu.config import TrainingConfig
 from sansgpu.train.optim import Optimizer
 
 
@@ -41,6 +42,16 @@ class TrainState:
     model: nn.Module
     optimizer: Optimizer
     progress: Progress
+
+    @classmethod
+    def begin(
+        cls, model: nn.Module, training: TrainingConfig, device: torch.device, compute_dtype: torch.dtype
+    ) -> TrainState:
+        """Before the first step: the model where it is trained, and all memory that steps keep taken."""
+        model.to(device).train()
+        optimizer = Optimizer(model, training, compute_dtype)
+        optimizer.make_moments()
+        return cls(model, optimizer, Progress())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's tensors by name, the trained ones in fp32."""

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup
 
 from sansgpu.watch.tables import count, gigabytes
-from sansgpu.watch.terminal import duration
+from sansgpu.watch.terminal import clock, duration
 
 Result = dict[str, Any]
 
@@ -21,7 +21,8 @@ def write_report(result: Result, folder: Path) -> None:
     pages = Environment(
         loader=PackageLoader("sansgpu.watch"), autoescape=select_autoescape(["html"]), trim_blocks=False
     )
-    pages.globals.update(count=count, gigabytes=gigabytes, duration=duration, seconds=seconds, clock=clock)
+    pages.globals.update(count=count, gigabytes=gigabytes, duration=duration, seconds=seconds)
+    pages.globals["clock"] = lambda moment: clock(datetime.fromisoformat(moment))
     text = pages.get_template("bench.md").render(r=result)
     (folder / "report.md").write_text(text.strip() + "\n", encoding="utf-8")
     html = pages.get_template("bench.html").render(
@@ -35,14 +36,6 @@ def seconds(value: float) -> str:
     if value >= 100:
         return duration(value)
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def clock(moment: str) -> str:
-    """A time of day; with the date where it is not today's, with the year where it is far off."""
-    when, now = datetime.fromisoformat(moment), datetime.now()
-    if when.date() == now.date():
-        return when.strftime("%H:%M")
-    return when.strftime("%a %d %b %H:%M" if (when - now).days < 300 else "%d %b %Y")
 
 
 def _as_html(text: str) -> Markup:

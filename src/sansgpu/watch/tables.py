@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sansgpu.watch.terminal import duration
+from sansgpu.watch.terminal import clock, duration
 
 Result = dict[str, Any]
 
@@ -57,10 +57,11 @@ def print_plan(console: Console, plan: Result) -> None:
         f"{'compiled' if plan['compile'] == 'on' else 'not compiled'}, {plan['kernels']} kernels",
     )
     if plan["step_seconds"]:
+        share = plan["machine_share"]
         table.add_row(
             "speed",
-            f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['step_seconds']:.3g} s a step: "
-            f"{plan['machine_share']:.0%} of what this machine's products and memory allow",
+            f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['step_seconds']:.3g} s a step"
+            + (f": {share:.0%} of what this machine's products and memory allow" if share else ""),
         )
     else:
         table.add_row("speed", "not measured: three layers of it do not fit into memory")
@@ -68,8 +69,8 @@ def print_plan(console: Console, plan: Result) -> None:
         epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
         length = f"{plan['total_steps']:,} steps, {count(plan['total_tokens'])} tokens{epochs}"
         if plan["total_seconds"]:
-            finish = datetime.fromisoformat(plan["finish"])
-            length += f": {duration(plan['total_seconds'])}, begun now done {finish:%a %d %b %H:%M}"
+            finish = clock(datetime.fromisoformat(plan["finish"]))
+            length += f": {duration(plan['total_seconds'])}, begun now done {finish}"
         table.add_row("time", length)
     console.print(table)
     if "candidates" in plan:
@@ -145,10 +146,8 @@ def print_bench(console: Console, result: Result) -> None:
         if "speedup" in row:
             table.add_row("what if", f"{row['name']}: {row['speedup']:.2f}x, gives up {row['gives_up']}")
     for projection in result["projections"]:
-        finish = datetime.fromisoformat(projection["done"])
-        table.add_row(
-            f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish:%a %d %b %Y %H:%M}"
-        )
+        finish = clock(datetime.fromisoformat(projection["done"]))
+        table.add_row(f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish}")
     for text in result["disturbances"]:
         table.add_row("disturbed", text, style="yellow")
     table.add_row("written", ", ".join(result["files"]))
@@ -203,7 +202,7 @@ def print_doctor(console: Console, facts: Result) -> None:
     table.add_row("cache", f"{facts['cache']}, {gigabytes(facts['cache_free_bytes'])} free")
     console.print(table)
     for advice in facts["advice"]:
-        gain = f"up to {advice['gain']:.0%} faster: " if advice["gain"] else ""
+        gain = f"up to {1 + advice['gain']:.2g} times as fast: " if advice["gain"] else ""
         console.print(f"[yellow]advice[/]  {gain}{escape(advice['text'])}", soft_wrap=True)
     if not facts["advice"]:
         console.print("nothing to change", style="dim")

@@ -140,10 +140,9 @@ class PreparationBar:
 def _figures(event: Event) -> str:
     eta = event["eta_seconds"]
     finish = datetime.now() + timedelta(seconds=eta)
-    clock = finish.strftime("%H:%M") if finish.date() == datetime.now().date() else finish.strftime("%a %d %H:%M")
     return (
         f"loss {event['loss']:.4f}  {event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
-        f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock}"
+        f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
     )
 
 
@@ -151,6 +150,14 @@ def _length(event: Event) -> str:
     if event["total_steps"]:
         return f"{event['total_steps']:,} steps"
     return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
+
+
+def clock(when: datetime) -> str:
+    """A time of day; with the date where it is not today's, with the year where it is far off."""
+    now = datetime.now()
+    if when.date() == now.date():
+        return when.strftime("%H:%M")
+    return when.strftime("%a %d %b %H:%M" if (when - now).days < 300 else "%d %b %Y")
 
 
 def duration(seconds: float) -> str:
