@@ -1,4 +1,4 @@
-"""What has to be set before torch is loaded. Imports nothing of it."""
+"""What has to be set before torch, or a part of it, is loaded. Imports nothing of it."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def share_cores() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
+
+
+def quiet_profiler() -> None:
+    """Have torch's profiler write nothing to stderr; it reads this when it is first used."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # above every kind of message it has

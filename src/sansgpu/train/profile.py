@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from sansgpu.machine.launch import quiet_profiler
 from sansgpu.train.optim import Optimizer
 
 PARTS = ("attention", "matmul", "loss", "optimizer", "other")
@@ -26,6 +27,7 @@ _EVENTS = (
 
 def breakdown(step: Callable[[], object], optimizer: Optimizer, repeats: int) -> dict[str, float]:
     """Shares of a step by PARTS, over a few steps under torch's profiler; `other` is all that is none of these."""
+    quiet_profiler()
     with _marked(optimizer), profile(activities=[ProfilerActivity.CPU]) as profiled:
         start = time.perf_counter()
         for _ in range(repeats):
