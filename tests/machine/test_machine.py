@@ -1,6 +1,10 @@
 """What the machine is asked, and what is concluded."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +47,20 @@ def test_a_measurement_is_made_once_a_question(tmp_path: Path) -> None:
     for file in (tmp_path / "measured").iterdir():
         file.write_text("{torn")
     assert ask({"threads": 2}) == {"size": 3}
+
+
+def test_a_measurement_disturbed_by_another_program_is_not_kept(tmp_path: Path) -> None:
+    def slow() -> dict[str, int]:
+        time.sleep(1.0)
+        return {"b": 2}
+
+    burn = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!"
+    stranger = int(subprocess.run(["sh", "-c", burn], capture_output=True, text=True, check=True).stdout)
+    try:
+        assert remembered(tmp_path, {"a": 1}, slow) == {"b": 2}
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+    assert list(tmp_path.rglob("*.json")) == []
 
 
 def test_precision_is_what_was_asked_for_and_auto_is_the_faster() -> None:

@@ -19,6 +19,7 @@ from sansgpu.data.shards import Progress
 from sansgpu.jobs.measure import Request, Result, measure_apart
 from sansgpu.jobs.plan import roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare
+from sansgpu.machine.compilation import missing_for_compile
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.tasks import TASKS
@@ -29,6 +30,8 @@ PROJECTED = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 WHAT_IF_STEPS = 4  # timed for each question
 FASTER = 1.03  # by less than this is noise
 SPREAD = 1.15  # of the slowest over the median step: beyond, something disturbed the measurement
+COMPILING = "half a minute at the start"
+FREE = ("nothing", "memory", COMPILING)  # what is given up without harm to what is learned
 BUILT_IN = ("python-stdlib", "bpe", "char")  # no names of files
 BUSY_CORES = 0.15  # of others, that is worth naming
 GPU_MFU = 0.4  # that a good trainer reaches; an assumption
@@ -106,6 +109,7 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         **{k: v for k, v in prepared.facts().items() if k not in ("total_steps", "max_hours", "until")},
         **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
         "tokens_per_step": tokens,
+        "padded": tokens < prepared.tokens_per_step,
         "step_seconds": {"median": middle, "min": min(seconds), "max": max(seconds)},
         "all_step_seconds": seconds,
         "tokens_per_second": tokens / middle,
@@ -249,6 +253,8 @@ def _questions(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
         found.append(("half the threads", (f"training.threads={threads // 2}",), "nothing"))
     if training.compile == "on":
         found.append(("not compiled", ("training.compile='off'",), "nothing"))
+    elif missing_for_compile() is None:
+        found.append(("compiled", ("training.compile='on'",), COMPILING))
     return found
 
 
@@ -271,7 +277,7 @@ def _gpu(
         name = torch.cuda.get_device_name()
     elif request.gpu_flops_per_second:
         seconds, estimate = needed / (request.gpu_flops_per_second * GPU_MFU), True
-        name = f"a GPU of {request.gpu_flops_per_second / 1e12:g} TFLOP/s at {GPU_MFU:.0%} of that"
+        name = f"A GPU of {request.gpu_flops_per_second / 1e12:g} TFLOP/s at {GPU_MFU:.0%} of that"
     else:
         return None
     return {
@@ -284,9 +290,9 @@ def _gpu(
 
 
 def _optimized(chosen: Config, rows: Sequence[Result]) -> tuple[Config, list[str]]:
-    """The configuration with the fastest of the changes that give nothing up, by measurement."""
+    """The configuration with the fastest of the changes that leave what is learned as it is, by measurement."""
     best = max(
-        (row for row in rows[1:] if row.get("speedup", 0) > FASTER and row["gives_up"] in ("nothing", "memory")),
+        (row for row in rows[1:] if row.get("speedup", 0) > FASTER and row["gives_up"] in FREE),
         key=lambda row: row["speedup"],
         default=None,
     )

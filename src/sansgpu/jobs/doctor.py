@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from sansgpu.machine.compilation import missing_for_compile
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.inspect import hardware, software
 from sansgpu.machine.probe import (
-    allowed_cpus,
     available_cores,
     available_memory,
     cache_dir,
@@ -72,8 +70,7 @@ def doctor(cache: Path | None = None) -> Result:
         "kernels_problem": kernels,
         "gemm_flops_per_second": rates,
         "memory_bandwidth_bytes_per_second": bandwidth(),
-        # On a host of many cores others may be busy without being in our way.
-        "busy_cores": max(0.0, others["other_cores"] - (os.cpu_count() or 1) + allowed_cpus()) + others["stolen_cores"],
+        "busy_cores": others["other_cores"] + others["stolen_cores"],
     }
     advice = sorted(_advice(facts), key=lambda a: -a.gain)
     return {**facts, "advice": [{"gain": a.gain, "text": a.text} for a in advice]}

@@ -182,7 +182,8 @@ def prepare(
     timing = None
     pays = timed == "always" or (timed != "never" and (len(sizes) > 1 or compiled == "measure"))
     if pays and _trial_fits(config, replace(how, micro_batch=sizes[0]), machine.available):
-        timing = _measured(config, machine, sizes, compiled)
+        whole = fits(memory_of(task, config, replace(how, micro_batch=sizes[-1])), machine.available)
+        timing = _measured(config, machine, sizes, compiled, whole)
     how = replace(how, micro_batch=sizes[0])
     if timing:
         how = replace(how, micro_batch=timing.micro_batch, compile=timing.compile)
@@ -249,7 +250,7 @@ def seconds_allowed(config: Config) -> float:
     return seconds
 
 
-def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str) -> Timing:
+def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str, whole: bool) -> Timing:
     """The timing of the fastest choice, measured once a cache."""
     question = {
         "timing of": sorted(field.name for field in fields(Timing)),
@@ -257,6 +258,7 @@ def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str)
         "window": config.window,
         "optimizer": config.training.optimizer,
         "sizes": sizes,
+        "whole": whole,
         "compile": compiled,
         "precision": machine.precision,
         "threads": machine.threads,
@@ -266,9 +268,8 @@ def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str)
         "torch": str(torch.__version__),
     }
     plan = StepPlan(sizes[-1], machine.device, machine.precision)
-    answer = remembered(
-        machine.cache, question, lambda: measure(TASKS[config.task], config, plan, sizes, compiled).to_json()
-    )
+    task = TASKS[config.task]
+    answer = remembered(machine.cache, question, lambda: measure(task, config, plan, sizes, compiled, whole).to_json())
     give_back_memory()  # of what was tried
     return Timing(**answer)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from sansgpu.machine import cgroup
 from sansgpu.machine.inspect import frequency_hz, temperature_celsius, throttled
+from sansgpu.machine.probe import allowed_cpus
 
 
 class Usage:
@@ -48,9 +51,11 @@ class Strain:
         own = (self._own_seconds() - self._own) / wall
         busy = sum(passed(name) for name in ("user", "nice", "system", "irq", "softirq")) / wall
         throttles = throttled()
+        usable = min(allowed_cpus(), cgroup.cpu_quota() or float("inf"))
         return {
             "own_cores": own,
-            "other_cores": max(0.0, busy - own),
+            # Others may be busy on cores that this process may not use without being in its way.
+            "other_cores": max(0.0, busy - own - max(0.0, (psutil.cpu_count() or 1) - usable)),
             "stolen_cores": passed("steal") / wall,
             "frequency_hz": [self._frequency, frequency_hz()],
             "temperature_celsius": temperature_celsius(),
@@ -58,8 +63,14 @@ class Strain:
         }
 
     def _own_seconds(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
+        """Of this process and its children: compilers at work for it are no strangers."""
+        seconds = 0.0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                times = process.cpu_times()
+                seconds += times.user + times.system
+                seconds += getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+        return seconds
 
 
 def peak_rss_bytes() -> int:

@@ -1,7 +1,7 @@
 """What only a measurement tells before a run: how long its parts take, hence the micro-batch and whether to compile.
 
-A model is measured by two short ones of its shape: what the longer takes more is its further blocks'. So a few seconds
-stand for a model of any depth, and memory for two layers of it is enough.
+A model is measured by two of its shape: what the deeper takes more is its further blocks'. The deeper one is the model
+itself where that takes a moment, else a shallow one, so that a few seconds stand for a model of any depth.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan
 
 SHORT, LONG = 1, 3  # layers of the models that are measured
+MOMENT_SECONDS = 1.0  # that a pass of the whole model may take, to be measured itself
 REPEATS = 3  # timed, behind one that warms up
 ENOUGH_SECONDS = 1.0  # of timing one thing: repeats end there
+CLOSE = 0.9  # of the time of a micro-batch that may be the best one when compiled: that is the best's
 MARGIN = 0.97  # of the time of the best so far: what is less than this faster is noise, and the smaller one stays
 
 
@@ -50,24 +53,35 @@ class Timing:
         return asdict(self)
 
 
-def measure(task: TaskKind, config: Config, plan: StepPlan, sizes: list[int], compile_wanted: str) -> Timing:
+def measure(
+    task: TaskKind, config: Config, plan: StepPlan, sizes: list[int], compile_wanted: str, whole: bool
+) -> Timing:
     """The timing of the fastest of `sizes`, and with `measure` of compiled or eager, whichever is faster.
 
-    Sizes are tried from the smallest up until memory traffic outweighs what larger products gain.
+    `whole` says that memory is enough for all layers. Sizes are tried from the smallest up until memory traffic
+    outweighs what larger products gain; compiled, those that come close to the best.
     """
-    best: Timing | None = None
     first = "off" if compile_wanted == "measure" else compile_wanted
+    tried: list[Timing] = []
     for size in sorted(sizes):
-        timing = time_parts(task, config, plan, size, first)
-        if best is not None and _a_row(config, timing) > _a_row(config, best) / MARGIN:
+        tried.append(time_parts(task, config, plan, size, first, whole))
+        if _a_row(config, tried[-1]) * MARGIN > _a_row(config, _best(config, tried)):
             break
-        if best is None or _a_row(config, timing) < _a_row(config, best) * MARGIN:
-            best = timing
-    assert best is not None
+    best = _best(config, tried)
     if compile_wanted == "measure":
-        compiled = time_parts(task, config, plan, best.micro_batch, "on")
+        close = [t.micro_batch for t in tried if _a_row(config, t) * CLOSE <= _a_row(config, best)]
+        compiled = _best(config, [time_parts(task, config, plan, size, "on", whole) for size in close])
         if _a_row(config, compiled) < _a_row(config, best) * MARGIN:
             return compiled
+    return best
+
+
+def _best(config: Config, tried: list[Timing]) -> Timing:
+    """The fastest; of those that noise may have put in order, the smallest."""
+    best = tried[0]
+    for timing in tried[1:]:
+        if _a_row(config, timing) < _a_row(config, best) * MARGIN:
+            best = timing
     return best
 
 
@@ -76,11 +90,13 @@ def _a_row(config: Config, timing: Timing) -> float:
     return (timing.ends_seconds + config.model.n_layers * timing.block_seconds) / timing.micro_batch
 
 
-def time_parts(task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str) -> Timing:
+def time_parts(task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, whole: bool) -> Timing:
     """Measure one micro-batch size."""
     short_pass, short_update = _timed(task, config, plan, size, compiled, SHORT)
-    long_pass, long_update = _timed(task, config, plan, size, compiled, LONG)
-    more = LONG - SHORT
+    whole = whole and config.model.n_layers * short_pass < MOMENT_SECONDS
+    deep = max(LONG, config.model.n_layers) if whole else LONG
+    long_pass, long_update = _timed(task, config, plan, size, compiled, deep)
+    more = deep - SHORT
     block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more
     ends, update_ends = max(0.0, short_pass - SHORT * block), max(0.0, short_update - SHORT * update)
     return Timing(size, compiled, block, ends, update, update_ends)
@@ -89,29 +105,26 @@ def time_parts(task: TaskKind, config: Config, plan: StepPlan, size: int, compil
 def _timed(
     task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, layers: int
 ) -> tuple[float, float]:
-    """Seconds of (a pass, an update) of a model with so many layers: each the best of a few."""
+    """Seconds of (a pass, an update) of a model with so many layers: each the middle one of a few."""
     with _trial(task, config, plan, compiled, layers) as (trial, optimizer):
         batch = task.random_batch(config, size).to(plan.device)
-        summed = size < effective_batch(config.training)
-        optimizer.expect_sum(summed)
+        accumulation = -(-effective_batch(config.training) // size)
+        optimizer.expect_sum(accumulation > 1)
         passes: list[float] = []
         updates: list[float] = []
         for number in range(1 + REPEATS):
-            if summed:  # the pass that is timed adds to the gradients of this one
-                _forward_and_backward(trial, batch, plan, config.training)
-            synchronise(plan.device)
+            first = _forward_and_backward(trial, batch, plan, config.training)
+            more = accumulation - 1  # which add to the gradients of the first
+            rest = more * _forward_and_backward(trial, batch, plan, config.training) if more else 0.0
             start = time.perf_counter()
-            _forward_and_backward(trial, batch, plan, config.training)
-            synchronise(plan.device)
-            middle = time.perf_counter()
             optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.norm() + 1e-6)))
             synchronise(plan.device)
             if number:
-                passes.append(middle - start)
-                updates.append(time.perf_counter() - middle)
+                passes.append((first + rest) / accumulation)
+                updates.append(time.perf_counter() - start)
             if sum(passes) + sum(updates) > ENOUGH_SECONDS:
                 break
-    return min(passes), min(updates)
+    return median(passes), median(updates)
 
 
 @contextmanager
@@ -128,9 +141,13 @@ def _trial(
         optimizer.release()
 
 
-def _forward_and_backward(trial: Objective, batch: Batch, plan: StepPlan, training: TrainingConfig) -> None:
+def _forward_and_backward(trial: Objective, batch: Batch, plan: StepPlan, training: TrainingConfig) -> float:
+    """Seconds it took."""
+    start = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold_seed(training.seed, "calibration"))
         with plan.autocast():
             loss = trial.loss(batch)
         (loss / batch.target_count()).backward()
+    synchronise(plan.device)
+    return time.perf_counter() - start

@@ -65,6 +65,7 @@ def _figures(result: Result) -> list[tuple[str, Markup]]:
         ),
         ("Hours from nothing, by steps", go.Figure(go.Scatter(x=steps, y=hours, mode="lines+markers"))),
     ]
+    found[0][1].update_yaxes(rangemode="tozero")
     found[2][1].update_xaxes(type="log").update_yaxes(type="log")
     rows = [row for row in result["what_if"] if "speedup" in row]
     if rows:
@@ -72,6 +73,7 @@ def _figures(result: Result) -> list[tuple[str, Markup]]:
         found.append(
             ("What if: speed over the configuration as it is", go.Figure(go.Bar(y=names, x=speeds, orientation="h")))
         )
+        found[-1][1].update_yaxes(autorange="reversed")
     clear = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "font_color": "#888", "height": 320}
     pages = []
     for number, (caption, figure) in enumerate(found):
@@ -79,7 +81,7 @@ def _figures(result: Result) -> list[tuple[str, Markup]]:
         figure.update_xaxes(gridcolor="#8884", zerolinecolor="#8884", automargin=True)
         figure.update_yaxes(gridcolor="#8884", zerolinecolor="#8884", automargin=True)
         page = figure.to_html(
-            full_html=False, include_plotlyjs=number == 0, config={"responsive": True, "displaylogo": False}
+            full_html=False, include_plotlyjs=number == 0, config={"responsive": True, "displayModeBar": False}
         )
         pages.append((caption, Markup(page)))
     return pages
