@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
+from sansgpu.config import SansGPUError, load_config
 from sansgpu.config.load import BUILT_IN
+from sansgpu.jobs.measure import Request, measure_apart
 from sansgpu.train.scaling_law import expected_bits_per_byte, worth_of_tokens
 from tests.processes import environment, settings, write_corpus
 
@@ -178,6 +179,14 @@ def test_bench_measures_and_what_it_writes_runs(home: Path, tmp_path: Path, caps
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "runs").glob("*/final/model.safetensors"))
+
+
+def test_a_measurement_that_fails_is_one_sentence_and_no_traceback() -> None:
+    beyond_any_machine = {"model__d_model": 1 << 24, "model__n_heads": 1 << 18, "model__d_ff": 1 << 24}
+    chosen = settings(training__optimizer="adamw", model__vocab_size=1000, **beyond_any_machine)
+    config, _ = load_config(None, [setting for setting in chosen if setting != "--set"])
+    with pytest.raises(SansGPUError, match=r"^measuring failed: .*\.$"):
+        measure_apart(Request(config, 1))
 
 
 def test_bench_of_the_model_alone_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
