@@ -20,7 +20,7 @@ from sansgpu.jobs.measure import Request, Result, measure_apart
 from sansgpu.jobs.plan import roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare
 from sansgpu.machine.compilation import missing_for_compile
-from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.tasks import TASKS
 from sansgpu.train.forecast import Forecast, done_at
@@ -233,22 +233,17 @@ def _questions(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
     note = "nothing" if other == "fp32" else "digits of products"
     if other == "fp32" or has_native_bf16():
         found.append((f"{other} products", (f"training.precision={other}",), note))
-    if accumulation % 2 == 0:
-        found.append(
-            (
-                "twice the micro-batch",
-                (f"training.batch_size={size * 2}", f"training.gradient_accumulation_steps={accumulation // 2}"),
-                "memory",
-            )
-        )
-    if size > 1 and size % 2 == 0:
-        found.append(
-            (
-                "half the micro-batch",
-                (f"training.batch_size={size // 2}", f"training.gradient_accumulation_steps={accumulation * 2}"),
-                "nothing",
-            )
-        )
+    rows = size * accumulation
+    largest = micro_batch_choices(
+        training.model_copy(update={"batch_size": "auto", "gradient_accumulation_steps": rows}), window
+    )[-1]
+    others = {"half the micro-batch": size // 2 if size % 2 == 0 else 0}
+    others |= {"twice the micro-batch": size * 2 if accumulation % 2 == 0 else 0}
+    others |= {f"a micro-batch of {largest}": largest if largest > 2 * size else 0}
+    for name, rows_each in others.items():
+        if rows_each:
+            settings = (f"training.batch_size={rows_each}", f"training.gradient_accumulation_steps={rows // rows_each}")
+            found.append((name, settings, "memory" if rows_each > size else "nothing"))
     if threads > 1:
         found.append(("half the threads", (f"training.threads={threads // 2}",), "nothing"))
     if training.compile == "on":
