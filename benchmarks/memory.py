@@ -15,7 +15,7 @@ Settings = dict[str, object]
 STEPS = 4  # with an evaluation and a snapshot on the way: the peak is reached at the second
 # A run that saves, as real ones do.
 BASE: Settings = {
-    "data.vocab_size": 8192,
+    "data.vocab_size": 8000,
     "training.max_steps": STEPS,
     "training.logging_steps": 1,
     "training.eval_steps": 2,

@@ -33,8 +33,9 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_up_to_rounding(one: Path, other: Path) -> None:
     first, second = weights(one), weights(other)
-    for name in first:
-        torch.testing.assert_close(second[name], first[name], rtol=1e-3, atol=2e-5, msg=name)
+    # In the whole: Adam makes full steps of gradients that are next to nothing, and so of their rounding.
+    apart = sum(float((second[name] - first[name]).double().square().sum()) for name in first) ** 0.5
+    assert apart < 1e-4 * sum(float(first[name].double().square().sum()) for name in first) ** 0.5
 
 
 def events(run: Path) -> list[dict[str, Any]]:

@@ -195,6 +195,16 @@ def test_sigkill_many_times_over(home: Path, straight: Path, trial: int) -> None
 
 
 @pytest.mark.long
+def test_new_processes_compute_the_same_first_step(home: Path) -> None:
+    """Large enough for threads to share sines and cosines: of eight processes three once had others."""
+    shape = {"model__d_model": 256, "model__n_heads": 4, "model__n_layers": 2, "model__max_seq_len": 256}
+    steps = {"training__max_steps": 1, "training__batch_size": 8, "training__save_steps": 1}
+    runs = [completed(home, f"first-{number}", **shape, **steps) for number in range(8)]
+    weights = [digests(run)["final/model.safetensors"] for run in runs]
+    assert len(set(weights)) == 1
+
+
+@pytest.mark.long
 def test_a_run_by_the_clock_that_is_killed_still_ends_in_its_time(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
     hours = {"training__max_hours": 0.01, "training__max_steps": "null", "training__logging_steps": 5}

@@ -31,6 +31,7 @@ from sansgpu.machine.probe import (
     resolve_threads,
 )
 from sansgpu.machine.remembered import remembered
+from sansgpu.machine.vector_math import choose_vector_math
 from sansgpu.tasks import TASKS, Corpus, TaskKind
 from sansgpu.train.budget import finish_time
 from sansgpu.train.calibrate import LONG, Timing, measure
@@ -130,6 +131,7 @@ def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
     device = resolve_device(training)
     torch.set_num_threads(_kept(before.threads if before else None, resolve_threads(training), training.threads))
     torch.set_flush_denormal(True)
+    choose_vector_math()
     keep_freed_memory()
     keep_compiled(cache)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
