@@ -49,6 +49,10 @@ class Outcome:
         """The events of one kind."""
         return [(seconds, line) for seconds, line in self.events if line.get("event") == event]
 
+    def no_result(self) -> NoResultError:
+        """The error of a process that ended too early."""
+        return NoResultError(f"exit code {self.code}: {' '.join(self.errors.split())[-300:]}")
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -76,6 +80,14 @@ class Contestant:
 
 class NoResultError(Exception):
     """A contestant gave no result; says why."""
+
+
+def row_of(name: str, measure: Callable[[], Row]) -> Row:
+    """What `measure` finds, or why it found nothing."""
+    try:
+        return measure()
+    except NoResultError as failure:
+        return {"name": name, "status": str(failure)}
 
 
 def say(message: str) -> None:

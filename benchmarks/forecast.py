@@ -6,14 +6,14 @@ import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from benchmarks import ours
-from benchmarks.contest import NoResultError, Row, print_table, say, spawn, write_json
+from benchmarks.contest import Row, print_table, row_of, say, spawn, write_json
 from benchmarks.sizes import SIZES
 
-ROOT = Path(__file__).parent.parent
 Settings = dict[str, object]
 
 M80: Settings = {**SIZES["m80"].model_keys(), "training.optimizer": "adamw", "training.learning_rate": 0.0006}
@@ -39,7 +39,7 @@ def plan(config: str, settings: Settings) -> Row:
     """What `plan` says. Raises NoResultError."""
     outcome = spawn([sys.executable, "-m", "sansgpu", "plan", config, *ours.overrides(settings), "--json"])
     if outcome.code or not outcome.events:
-        raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
+        raise outcome.no_result()
     return outcome.events[-1][1]
 
 
@@ -52,7 +52,7 @@ def measure(name: str, config: str, settings: Settings, minutes: float) -> Row:
     with tempfile.TemporaryDirectory(prefix="sansgpu-forecast-") as folder:
         outcome = spawn(ours.command(Path(folder) / "run", settings, config))
     if outcome.code:
-        raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
+        raise outcome.no_result()
     steps = [event["step_seconds"] for _, event in outcome.named("step")]
     say(json.dumps({"name": name, "planned": planned["total_seconds"], "measured": outcome.wall_seconds}))
     return {
@@ -76,10 +76,7 @@ def main() -> None:
     rows: list[Row] = []
     for name, (config, settings) in (QUICK if given.quick else RUNS).items():
         say(name)
-        try:
-            rows.append(measure(name, config, settings, given.minutes))
-        except NoResultError as failure:
-            rows.append({"name": name, "status": str(failure)})
+        rows.append(row_of(name, partial(measure, name, config, settings, given.minutes)))
     print_table(f"Runs of about {given.minutes:g} minutes, from the command to its end", COLUMNS, rows)
     write_json(given.json, "forecast", vars(given), rows)
 

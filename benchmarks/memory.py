@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from benchmarks import ours
-from benchmarks.contest import NoResultError, Row, print_table, say, spawn, write_json
+from benchmarks.contest import Row, print_table, row_of, say, spawn, write_json
 
 Settings = dict[str, object]
 
@@ -80,7 +81,7 @@ def measure(name: str, config: str, settings: Settings) -> Row:
     with tempfile.TemporaryDirectory(prefix="sansgpu-memory-") as folder:
         outcome = spawn(ours.command(Path(folder) / "run", {**BASE, **settings}, config))
     if outcome.code:
-        raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
+        raise outcome.no_result()
     start = outcome.named("start")[0][1]
     planned, measured = start["memory_bytes"]["total"], outcome.peak_rss_bytes
     return {
@@ -105,10 +106,7 @@ def main() -> None:
     rows: list[Row] = []
     for name, (config, settings) in (QUICK if given.quick else RUNS).items():
         say(name)
-        try:
-            rows.append(measure(name, config, settings))
-        except NoResultError as failure:
-            rows.append({"name": name, "status": str(failure)})
+        rows.append(row_of(name, partial(measure, name, config, settings)))
     errors = [abs(row["error"]) for row in rows if "error" in row]
     print_table("Peak memory of the process", COLUMNS, rows)
     if errors:

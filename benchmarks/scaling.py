@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import ours
-from benchmarks.contest import WARM_UP, NoResultError, Row, print_table, say, spawn, write_json
+from benchmarks.contest import WARM_UP, Row, print_table, row_of, say, spawn, write_json
 from benchmarks.corpus import PYTHON_STDLIB
 
 Settings = dict[str, object]
@@ -100,7 +101,7 @@ def measure(name: str, settings: Settings, steps: int, output: Path) -> Row:
     contestant = ours.contestant(name, output, settings, steps)
     outcome = spawn(contestant.command, contestant.until)
     if outcome.code:
-        raise NoResultError(f"exit code {outcome.code}: {' '.join(outcome.errors.split())[-300:]}")
+        raise outcome.no_result()
     sample = contestant.read(outcome)
     start = outcome.named("start")[0][1]
     counted = [event for _, event in outcome.named("step")][WARM_UP:]
@@ -135,10 +136,8 @@ def main() -> None:
     for name, settings in AXES[given.over]().items():
         say(f"{given.over} {name}")
         with tempfile.TemporaryDirectory(prefix="sansgpu-scaling-") as folder:
-            try:
-                rows.append(measure(name, {**common, **settings, **chosen}, given.steps, Path(folder) / "run"))
-            except NoResultError as failure:
-                rows.append({"name": name, "status": str(failure)})
+            chosen_here = {**common, **settings, **chosen}
+            rows.append(row_of(name, partial(measure, name, chosen_here, given.steps, Path(folder) / "run")))
         first = next((row["tokens_per_second"] for row in rows if "tokens_per_second" in row), None)
         if first and "tokens_per_second" in rows[-1]:
             rows[-1]["ratio"] = rows[-1]["tokens_per_second"] / first
