@@ -7,15 +7,24 @@ import gzip
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from sansgpu.config import ConfigError
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet")
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
 PIECE_CHARS = 1 << 20
 MAX_JSON_BYTES = 256 << 20  # a .json is parsed whole, at several times its size in memory
+
+
+class Row(NamedTuple):
+    """One row of a file or dataset; `problem` says why its value cannot be read."""
+
+    where: str
+    value: Any
+    problem: str | None = None
 
 
 class Piece(NamedTuple):
@@ -50,24 +59,48 @@ def read_documents(path: Path, column: str | None, skip_undecodable: bool = Fals
     is passed over.
     """
     try:
-        match file_form(path):
-            case ".txt" | ".md" | ".py":
-                yield from _read_text(path)
-            case ".jsonl":
-                yield from _read_rows(_jsonl_rows(path), column, path)
-            case ".json":
-                yield from _read_rows(_json_rows(path), column, path)
-            case ".csv":
-                yield from _read_rows(_csv_rows(path), column, path)
-            case ".parquet":
-                yield from _read_rows(_parquet_rows(path), column, path)
+        if file_form(path) in TEXT_SUFFIXES:
+            yield from _read_text(path)
+        else:
+            yield from _row_documents(_rows(path), column)
     except UnicodeDecodeError as error:
         if not skip_undecodable:
-            raise ConfigError(
-                f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it or leave it out."
-            ) from None
+            raise _undecodable(path, error) from None
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of one file; a line of a .jsonl that cannot be read is one with a problem.
+
+    Raises ConfigError where the file has no rows, or is not what its name says.
+    """
+    if file_form(path) in TEXT_SUFFIXES:
+        raise ConfigError(f"{path} is plain text, which has no rows; give a .jsonl, .json, .csv or .parquet file.")
+    try:
+        yield from _rows(path)
+    except UnicodeDecodeError as error:
+        raise _undecodable(path, error) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def _undecodable(path: Path, error: UnicodeDecodeError) -> ConfigError:
+    return ConfigError(
+        f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it or leave it out."
+    )
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    match file_form(path):
+        case ".jsonl":
+            yield from _jsonl_rows(path)
+        case ".json":
+            yield from _json_rows(path)
+        case ".csv":
+            yield from _csv_rows(path)
+        case ".parquet":
+            yield from _parquet_rows(path)
 
 
 def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
@@ -111,34 +144,51 @@ def _read_text(path: Path) -> Iterator[Piece]:
         yield Piece(rest, True)
 
 
-def _read_rows(rows: Iterator[tuple[int, Any]], column: str | None, path: Path) -> Iterator[Piece]:
-    for number, row in rows:
-        where = f"{path}, row {number}"
+def _row_documents(rows: Iterator[Row], column: str | None) -> Iterator[Piece]:
+    for where, row, problem in rows:
+        if problem:
+            raise ConfigError(problem)
         if not isinstance(row, (str, dict)):
             raise ConfigError(f"{where} is a {type(row).__name__}, not an object with a text.")
         text = row if isinstance(row, str) else row_text(row, column, where)
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # JSON can write half a surrogate pair, which no UTF-8 text can hold
-            raise ConfigError(f"{where} holds half a surrogate pair, which is no text; mend or drop the row.") from None
+        if not is_text(text):
+            raise ConfigError(f"{where} holds half a surrogate pair, which is no text; mend or drop the row.")
         yield from pieces(text)
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def is_text(text: str) -> bool:
+    """Whether UTF-8 can hold it: JSON can write half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
     with _open(path, newline="\n") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield number, _parse_json(line, f"{path}, line {number}")
+                where = f"{path}, line {number}"
+                try:
+                    yield Row(where, _parse_json(line, where))
+                except ConfigError as error:
+                    yield Row(where, None, str(error))
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _json_rows(path: Path) -> Iterator[Row]:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ConfigError(f"{path} is too large to parse whole; convert it to .jsonl, one object a line.")
     with _open(path) as file:
         value = _parse_json(file.read(), str(path))
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
-    yield from enumerate(value if isinstance(value, list) else [value], 1)
+    yield from _numbered(path, value if isinstance(value, list) else [value])
+
+
+def _numbered(path: Path, values: Iterable[Any]) -> Iterator[Row]:
+    for number, value in enumerate(values, 1):
+        yield Row(f"{path}, row {number}", value)
 
 
 def _parse_json(text: str, where: str) -> Any:
@@ -150,25 +200,22 @@ def _parse_json(text: str, where: str) -> Any:
         raise ConfigError(f"{where} cannot be read as JSON: {error}.") from None
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _csv_rows(path: Path) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     with _open(path) as file:
         try:
-            yield from enumerate(csv.DictReader(file, strict=True), 1)
+            yield from _numbered(path, csv.DictReader(file, strict=True))
         except csv.Error as error:
             raise ConfigError(f"{path} is no CSV: {error}.") from None
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256)
+            yield from _numbered(path, (row for batch in batches for row in batch.to_pylist()))
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from None

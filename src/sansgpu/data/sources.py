@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, file_form, pieces, read_documents, row_text
+from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, Row, file_form, pieces, read_documents, read_rows, row_text
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
 
@@ -21,12 +21,13 @@ TEST_NAMES = ("test", "testing")
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus: documents in a fixed order, whose content `fingerprint` names."""
+    """A corpus: documents or rows in a fixed order, whose content `fingerprint` names."""
 
     name: str
     fingerprint: str
     size_bytes: int  # of the files as they lie; 0 where it is not known
     read: Callable[[], Iterator[Piece]]
+    rows: Callable[[], Iterator[Row]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,11 @@ def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) ->
         for path in files:
             yield from read_documents(path, data.text_column, skip_undecodable=name == PYTHON_STDLIB)
 
-    return Source(name, digest.hexdigest(), sum(path.stat().st_size for path in files), read)
+    def rows() -> Iterator[Row]:
+        for path in files:
+            yield from read_rows(path)
+
+    return Source(name, digest.hexdigest(), sum(path.stat().st_size for path in files), read, rows)
 
 
 def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
@@ -143,5 +148,9 @@ def _dataset_source(name: str, dataset: Any, column: str | None) -> Source:
         for number, row in enumerate(dataset, 1):
             yield from pieces(row_text(row, column, f"{name}, row {number}"))
 
+    def rows() -> Iterator[Row]:
+        for number, row in enumerate(dataset, 1):
+            yield Row(f"{name}, row {number}", row)
+
     fingerprint = hashlib.sha256(repr((dataset._fingerprint, column, PIECE_CHARS)).encode()).hexdigest()
-    return Source(name, fingerprint, int(dataset.size_in_bytes or 0), read)
+    return Source(name, fingerprint, int(dataset.size_in_bytes or 0), read, rows)
