@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.config import TrainingConfig
-from sansgpu.train.schedule import learning_rate, piece_length, total_steps
+from sansgpu.data.pack import piece_length
+from sansgpu.train.schedule import learning_rate, total_steps
 
 
 def rates(total: int, **settings: object) -> list[float]:

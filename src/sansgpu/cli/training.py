@@ -92,8 +92,12 @@ def _print_dry_run(begun: Any) -> None:
 
     import yaml
 
+    from sansgpu.config import acting_values
+
     prepared = begun.prepared
     environment = dataclasses.asdict(prepared.environment)
     sections = {"output_dir": str(begun.paths.root), "environment": environment, "run": prepared.facts()}
-    config = prepared.config.model_dump(mode="json")
-    print(yaml.safe_dump({"config": config, **sections}, sort_keys=False), end="")
+    print(yaml.safe_dump({"config": acting_values(prepared.config), **sections}, sort_keys=False), end="")
+    if (preview := prepared.corpus.preview()) is not None:
+        print("# The first example; what is learned stands between ⟦ and ⟧:")
+        print("".join(f"# {line}\n" for line in preview.splitlines()), end="")

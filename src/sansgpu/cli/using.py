@@ -1,7 +1,8 @@
-"""`sansgpu eval`, `generate` and `export`: what a trained model is good for."""
+"""`sansgpu eval`, `generate`, `chat`, `predict` and `export`: what a trained model is good for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ def evaluate(
     window: Annotated[int | None, typer.Option(min=2, help="Tokens a window, with --data.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure loss, perplexity and bits per byte.
+    """Measure loss, perplexity and bits per byte; of a run of task qa exact match and F1, with the answers beside it.
 
     Example: sansgpu eval runs/default --data notes.txt
     """
@@ -40,7 +41,7 @@ def evaluate(
 
 @app.command()
 def generate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a Hugging Face folder of ours.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a Hugging Face model.")],
     prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
@@ -64,11 +65,80 @@ def generate(
 
 
 @app.command()
+def chat(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of task sft, or a Hugging Face chat model.")],
+    prompt: Annotated[str | None, typer.Option(help="Say this, print the answer, and end.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 0.9,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
+    snapshot: SnapshotOption = "latest",
+) -> None:
+    """Talk to a model: a line is what you say, /new begins anew, Ctrl-D ends. Lines may also come from a pipe.
+
+    Example: sansgpu chat runs/assistant
+    """
+    import sys
+
+    from sansgpu.jobs.chat import Conversation
+    from sansgpu.models.generate import Sampling
+
+    conversation = Conversation(run, system, snapshot, warn)
+    attended = prompt is None and sys.stdin.isatty()
+    lines = iter([prompt]) if prompt is not None else _lines("> " if attended else "")
+    for number, line in enumerate(lines):
+        if line.strip() == "/new":
+            conversation.forget()
+        elif line.strip():
+            sampling = Sampling(temperature, top_k, top_p, seed + number)
+            for piece in conversation.say(line, max_new_tokens, sampling):
+                print(piece, end="", flush=True)
+            print()
+    if attended:
+        print()
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    """Lines of standard input, each asked for by `prompt`."""
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            return
+
+
+@app.command()
+def predict(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of task qa, or a Hugging Face model for it.")],
+    question: Annotated[str, typer.Option(help="What is asked.")],
+    context: Annotated[str, typer.Option(help="The text in which the answer stands.")],
+    snapshot: SnapshotOption = "latest",
+    as_json: JsonOption = False,
+) -> None:
+    """Find the answer to a question in a text.
+
+    Example: sansgpu predict runs/squad --question "Who wrote it?" --context "It was written by Ada."
+    """
+    from sansgpu.jobs.predict import predict as job
+
+    result = job(run, question, context, snapshot, warn)
+    if as_json:
+        print_json(result)
+    else:
+        print(result["answer"] or "(no answer)")
+
+
+@app.command()
 def export(
     run: RunArgument,
     form: Annotated[str, typer.Option("--format", metavar="hf", help="hf: a Hugging Face folder.")] = "hf",
     snapshot: SnapshotOption = "latest",
     output: Annotated[Path | None, typer.Option(help="Where to write; by default RUN/export.")] = None,
+    merge: Annotated[
+        bool | None, typer.Option("--merge/--no-merge", help="Make an adapter part of the model, or write it alone.")
+    ] = None,
 ) -> None:
     """Write a snapshot as a model that others load.
 
@@ -78,4 +148,4 @@ def export(
         raise typer.BadParameter(f"--format is {form}, but only hf is known")
     from sansgpu.jobs.export import export_run
 
-    print(export_run(run, snapshot, output, warn))
+    print(export_run(run, snapshot, output, merge, warn))

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from sansgpu.config.by_task import TASKS, tasks_with
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.schema import Config
 
@@ -52,13 +53,19 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tupl
     """
     if path and str(path) in PRESETS and not path.exists():
         path = Path(__file__).parent / "presets" / f"{path}.yaml"
-    values = _read(path) if path else copy.deepcopy(BUILT_IN)
     asked = {override.partition("=")[0].strip() for override in overrides}
-    if path is None and asked & LIMITS:
+    values = _read(path) if path else {} if "task" in asked else copy.deepcopy(BUILT_IN)
+    if values and path is None and asked & LIMITS:
         del values["training"]["max_steps"]  # a length of ours, and one is asked for
     for override in overrides:
         _override(values, override)
-    return _validated(values, str(path) if path else "the configuration"), _notes(values)
+    where = str(path) if path else "the configuration"
+    if isinstance(sampling := values.get("sampling"), dict) and sampling.get("stream"):
+        raise ConfigError(
+            f"{where}: sampling.stream writes to whoever reads at the time, which no training run can repeat; leave it "
+            "out, and stream by `sansgpu generate` or `sansgpu chat`."
+        )
+    return _validated(values, where), _notes(values)
 
 
 def change_config(config: Config, overrides: Sequence[str]) -> Config:
@@ -77,10 +84,18 @@ def _validated(values: Values, where: str) -> Config:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write every key of `config`, in the form `load_config` reads."""
+    """Write every key that acts in `config`'s task, in the form `load_config` reads."""
+    path.write_text(yaml.safe_dump(acting_values(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def acting_values(config: Config) -> Values:
+    """All that acts in `config`'s task, as plain values."""
     values = config.model_dump(mode="json")
+    for name, section in values.items():
+        if isinstance(section, dict):
+            values[name] = {k: v for k, v in section.items() if config.task in tasks_with(f"{name}.{k}")}
     top = {"task": values.pop("task"), "device": values["training"].pop("device")}
-    path.write_text(yaml.safe_dump({**top, **values}, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return {**top, **values}
 
 
 def _read(path: Path) -> Values:
@@ -203,5 +218,7 @@ def describe(model: type[BaseModel] = Config, prefix: str = "") -> list[tuple[st
             continue
         choices = [str(a) for a in get_args(field.annotation) if isinstance(a, str)]
         meaning = (field.description or "") + (f" ({', '.join(choices)})" if choices else "")
+        if (tasks := tasks_with(prefix + name)) != TASKS:
+            meaning += f" · {', '.join(tasks)}"
         rows.append((prefix + name, json.dumps(field.default), meaning))
     return rows

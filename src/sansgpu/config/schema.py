@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from sansgpu.config.by_task import FINE_TUNING, PRETRAIN, as_values, default_of, tasks_with, with_defaults
 
 if TYPE_CHECKING:
     import torch
@@ -51,14 +54,23 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """The decoder's shape. `activation` chooses the layout: swiglu is Qwen3's, relu2 Apertus', the rest GPT-2's."""
+    """What is trained: a decoder's shape, or a model to go on from.
+
+    `activation` chooses the layout: swiglu is Qwen3's, relu2 Apertus', the rest GPT-2's.
+    """
 
     vocab_size: int | None = Field(
-        None, ge=1, description="rows of the embedding; by default the tokenizer's size, padded to a multiple of 64"
+        None,
+        ge=1,
+        description="rows of the embedding; by default the tokenizer's size, padded to a multiple of 64",
     )
     d_model: int = Field(256, ge=1, description="width of the residual stream")
     n_heads: int = Field(4, ge=1, description="query heads; d_model must be divisible by it")
-    n_kv_heads: int | None = Field(None, ge=1, description="key-value heads (swiglu, relu2 only); by default n_heads")
+    n_kv_heads: int | None = Field(
+        None,
+        ge=1,
+        description="key-value heads (swiglu, relu2 only); by default n_heads",
+    )
     n_layers: int = Field(6, ge=1, description="transformer blocks")
     d_ff: int = Field(768, ge=1, description="width of the feed-forward layer")
     max_seq_len: int = Field(256, ge=2, description="longest context, in tokens")
@@ -72,9 +84,36 @@ class ModelConfig(_Section):
     pre_norm: bool = Field(True, description="normalise before each branch; all layouts need true")
     tie_embeddings: bool = Field(True, description="one matrix for the embedding and the output head")
     rope_theta: float = Field(
-        10_000.0, gt=0, description="base wavelength of the rotary positions (swiglu, relu2 only)"
+        10_000.0,
+        gt=0,
+        description="base wavelength of the rotary positions (swiglu, relu2 only)",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, slower")
+    name_or_path: str | None = Field(
+        None,
+        description="the model to fine-tune: a Hugging Face folder, or a name on the hub",
+    )
+    revision: str | None = Field(None, description="branch, tag or commit of a model on the hub")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    adapter: Literal["none", "lora", "dora"] = Field(
+        "none",
+        description="none: train all weights; lora, dora: train low-rank matrices beside them, which stay as they are",
+    )
+    lora_rank: int = Field(16, ge=1, description="rank of an adapter's matrices")
+    lora_alpha: float = Field(
+        32.0,
+        gt=0,
+        description="an adapter's output is scaled by this over the rank",
+    )
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on an adapter's input")
+    lora_targets: list[str] | str = Field(
+        "all-linear",
+        description="names of the layers that get an adapter, as peft's target_modules",
+    )
+    merge_adapter: bool = Field(
+        True,
+        description="final/ is the whole model with the adapter merged in; false: the adapter alone, as peft loads it",
+    )
 
     @property
     def modern(self) -> bool:
@@ -104,6 +143,11 @@ class ModelConfig(_Section):
             problems.append(
                 f"n_kv_heads {self.kv_heads} needs activation swiglu or relu2: GPT-2's layout has no grouped queries"
             )
+        if self.adapter == "none":
+            keys = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge_adapter")
+            given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+            if given:
+                problems.append(f"{given[0]} is of an adapter, but adapter is none; set adapter to lora or dora")
         if not self.pre_norm:
             problems.append("pre_norm false is not supported: no export layout has a post-norm block; set it true")
         if problems:
@@ -154,9 +198,26 @@ class TrainingConfig(_Section):
         description="muon: Muon on hidden matrices, AdamW on the rest; adamw: AdamW on all; auto: muon where it costs "
         "less than a tenth of the step",
     )
+    master_weights: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="fp32: weights are updated in fp32 beside the bf16 copies that products read; bf16: these alone, "
+        "updated with stochastic rounding, which takes 4 bytes a weight less",
+    )
+    optimizer_state: Literal["fp32", "8bit"] = Field(
+        "fp32", description="AdamW's two moments: 8 bytes a weight in fp32, 2 in blocks of 8-bit numbers"
+    )
     max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm to this; 0: do not clip")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of each target spread over the vocabulary")
-    z_loss: float = Field(0.0, ge=0, description="times log(sum(exp(logits)))^2, which keeps logits from drifting")
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of each target spread over the vocabulary",
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="times log(sum(exp(logits)))^2, which keeps logits from drifting",
+    )
     precision: Precision = Field("auto", description="auto: bf16 where this device computes it natively and faster")
     use_amp: bool | None = Field(None, description="true: precision auto; false: precision fp32")
     compile: Switch = Field("auto", description="torch.compile of the blocks; auto: where the run is long enough")
@@ -172,7 +233,11 @@ class TrainingConfig(_Section):
     eval_batches: int | None = Field(None, ge=1, description="evaluate on this many batches; by default on all")
     logging_steps: int = Field(10, ge=1, description="steps between step events")
     keep_last: int = Field(3, ge=1, description="snapshots to keep, besides the best")
-    sample_tokens: int = Field(0, ge=0, description="tokens of a sample written with every evaluation; 0: none")
+    sample_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens of a sample written with every evaluation; 0: none",
+    )
     sample_prompt: str = Field("", description="what a sample continues")
     dataloader_num_workers: int = Field(1, ge=0, description="threads preparing batches; 0: the training thread does")
     dataloader_prefetch_factor: int | None = Field(None, ge=1, description="batches each worker keeps ready (2)")
@@ -197,6 +262,11 @@ class TrainingConfig(_Section):
     def _fits_together(self) -> TrainingConfig:
         if self.use_amp is False and self.precision == "bf16":
             raise ValueError("use_amp false means fp32, but precision says bf16; give one of the two")
+        if self.master_weights == "bf16" and self.wanted_precision == "fp32":
+            raise ValueError("master_weights bf16 needs bf16 products, but precision is fp32; change one of the two")
+        narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)
+        if narrow and self.optimizer != "adamw":
+            raise ValueError(f"{narrow} {getattr(self, narrow)} is AdamW's; set optimizer to adamw")
         return self
 
     @property
@@ -231,13 +301,37 @@ class DataConfig(_Section):
     dataset_config: str | None = Field(None, description="configuration of a Hugging Face dataset")
     validation_name: str | None = Field(None, description="another source for validation, in the same forms")
     text_column: str | None = Field(
-        None, description="column of the text; by default `text`, `content` or the only one"
+        None,
+        description="column of the text; by default `text`, `content` or the only one",
     )
     tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json, or a Hugging Face tokenizer")
     vocab_size: int = Field(8192, ge=257, description="size a bpe tokenizer is trained to")
     tokenizer_sample_mb: int = Field(32, ge=1, description="megabytes of text a tokenizer is trained on")
-    max_length: int | None = Field(None, ge=2, description="window in tokens; by default model.max_seq_len")
-    pack_sequences: bool = Field(True, description="fill windows with several documents that do not see each other")
+    max_length: int | None = Field(
+        None, ge=2, description="window in tokens, by default model.max_seq_len; of sft and qa the longest example"
+    )
+    pack_sequences: bool = Field(
+        True, description="several documents or examples one behind the other, which do not see each other; no padding"
+    )
+    long_rows: Literal["truncate", "drop"] = Field(
+        "truncate",
+        description="of a row longer than max_length, keep the end, or leave it out",
+    )
+    chat_template: str | None = Field(None, description="file with a Jinja chat template, in place of the model's own")
+    on_bad_row: Literal["fail", "skip"] = Field(
+        "fail",
+        description="fail: name the first row that cannot be learned from; skip: leave such rows out, counted",
+    )
+    doc_stride: int = Field(128, ge=0, description="tokens that two windows of a long context share")
+    n_best_size: int = Field(20, ge=1, description="answers that are weighed against each other")
+    max_answer_length: int = Field(30, ge=1, description="tokens of the longest answer")
+    null_answers: bool | None = Field(
+        None, description="whether a question may have no answer; by default whether the training part has such"
+    )
+    null_score_diff_threshold: float = Field(
+        0.0,
+        description="a question has no answer where that scores higher than the best answer by more than this",
+    )
     preprocessing_num_workers: int = Field(2, ge=1, description="threads that tokenize")
     cache_dir: str | None = Field(None, description="where tokens are kept; by default ~/.cache/sansgpu")
     validation_split: float = Field(
@@ -248,7 +342,11 @@ class DataConfig(_Section):
 class Config(_Section):
     """One run. `device` and `force_cpu` may also stand at the top level of a file."""
 
-    task: Literal["pretrain"] = Field("pretrain", description="what is learned")
+    task: Literal["pretrain", "sft", "qa"] = Field(
+        "pretrain",
+        description="pretrain: a decoder from scratch; sft: a model's answers in conversations; "
+        "qa: answers that stand in a text",
+    )
     model: ModelConfig = Field(default_factory=ModelConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     data: DataConfig = Field(default_factory=DataConfig)
@@ -260,24 +358,39 @@ class Config(_Section):
             return values
         top = {key: values[key] for key in ("device", "force_cpu") if key in values}
         rest = {key: value for key, value in values.items() if key not in top}
-        training = rest.get("training", {})
-        if isinstance(training, TrainingConfig):
-            training = training.model_dump(exclude_unset=True)
-        if top and isinstance(training, dict):
+        training = as_values(rest.get("training"))
+        if top and isinstance(rest.get("training", {}), (dict, TrainingConfig)):
             clash = [key for key in top if training.get(key, top[key]) != top[key]]
             if clash:
                 raise ValueError(f"{clash[0]} stands twice, at the top and in training, with different values")
             rest["training"] = {**training, **top}
-        return rest
+        return with_defaults(str(rest.get("task", PRETRAIN)), rest)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
-        if self.window > self.model.max_seq_len:
+        if problems := list(self._misplaced()):
+            raise ValueError("; ".join(problems))
+        if self.task in FINE_TUNING:
+            if self.model.name_or_path is None:
+                raise ValueError(f"task {self.task} goes on from a model; set model.name_or_path")
+            if self.data.dataset_name == DataConfig.model_fields["dataset_name"].default:
+                raise ValueError(f"task {self.task} needs rows to learn from; set data.dataset_name")
+        elif self.window > self.model.max_seq_len:
             raise ValueError(
                 f"data.max_length {self.window} is longer than model.max_seq_len {self.model.max_seq_len}; "
                 "lower the one or raise the other"
             )
         return self
+
+    def _misplaced(self) -> Iterator[str]:
+        """A sentence for every key that would not act."""
+        for name in ("model", "training", "data"):
+            section = getattr(self, name)
+            for key, field in type(section).model_fields.items():
+                tasks = tasks_with(f"{name}.{key}")
+                if self.task not in tasks and getattr(section, key) != default_of(self.task, name, key, field.default):
+                    known = " and ".join(tasks)
+                    yield f"{name}.{key} is for task {known}, and does nothing in {self.task}; leave it out"
 
     @property
     def device(self) -> Device:

@@ -4,10 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 
 IGNORE = -100  # a target that is not learned from, torch's and transformers' convention
+
+
+Self = TypeVar("Self", bound="Examples")  # typing has it from Python 3.11 on
+
+
+class Examples(Protocol):
+    """Numbered examples that can be cut anywhere between two of them."""
+
+    def __len__(self) -> int: ...
+
+    def target_count(self) -> int:
+        """What is predicted, and so what the summed loss is divided by."""
+
+    def token_count(self) -> int:
+        """Tokens that are read, without padding."""
+
+    def rows(self: Self, start: int, stop: int) -> Self:
+        """Examples start..stop."""
+
+    def micro_batches(self: Self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Self]:
+        """This rank's share in pieces of `size` examples; every rank gets equally many."""
+
+    def to(self: Self, device: torch.device) -> Self:
+        """These examples on `device`."""
+
+    def pinned(self: Self) -> Self:
+        """These examples in page-locked memory."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +57,10 @@ class Batch:
     def target_count(self) -> int:
         """Tokens that are predicted."""
         return int((self.targets != IGNORE).sum())
+
+    def token_count(self) -> int:
+        """The same: only padding is not predicted."""
+        return self.target_count()
 
     def rows(self, start: int, stop: int) -> Batch:
         """Rows start..stop; where the batch ends earlier, rows without targets keep the shape."""

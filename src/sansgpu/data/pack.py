@@ -5,13 +5,17 @@ Each document is [end-of-text, its tokens]; the next end-of-text is what its las
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from sansgpu.config import TrainingConfig
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.split import TokenRanges
+
+SHORTEST_PIECE = 32
 
 
 class Windows(Protocol):
@@ -26,6 +30,17 @@ class Windows(Protocol):
 def make_windows(part: TokenRanges, window: int, end_id: int, pack: bool) -> PackedWindows | PaddedWindows:
     """Windows as `data.pack_sequences` asks."""
     return PackedWindows(part, window, end_id) if pack else PaddedWindows(part, window, end_id)
+
+
+def piece_length(training: TrainingConfig, window: int, step: int, total_steps: int) -> int:
+    """Tokens of the pieces that windows are cut into at step 0 .. total_steps - 1; the window's own when it is whole.
+
+    Stages of equally many steps, each with pieces twice as long as the one before. arXiv 2108.06084 grows the window
+    itself; here its shape stays, and with it the compiled graph.
+    """
+    stages = max(0, math.ceil(math.log2(window / SHORTEST_PIECE)))
+    steps = training.window_warmup_ratio * total_steps
+    return SHORTEST_PIECE << int(step / steps * stages) if step < steps and stages else window
 
 
 class PackedWindows:

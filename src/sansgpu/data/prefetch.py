@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from sansgpu.data.batch import Batch
+from sansgpu.data.batch import Examples
 
 
 class Prefetcher:
@@ -15,13 +15,13 @@ class Prefetcher:
     batch is copying from mapped files, which holds no lock, and processes would take cores from the step.
     """
 
-    def __init__(self, make: Callable[[int], Batch], workers: int, depth: int) -> None:
+    def __init__(self, make: Callable[[int], Examples], workers: int, depth: int) -> None:
         self._make = make
         self._depth = depth if workers else 0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if self._depth else None
-        self._ready: dict[int, Future[Batch]] = {}
+        self._ready: dict[int, Future[Examples]] = {}
 
-    def __call__(self, step: int, last: int) -> Batch:
+    def __call__(self, step: int, last: int) -> Examples:
         """The batch of `step`; steps below `last` are prepared behind it."""
         if self._pool is None:
             return self._make(step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,3 +61,15 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
         TokenRanges(store.tokens, whole.starts[trained], train_stops[trained]),
         TokenRanges(store.tokens, validation_starts[held][held_order], whole.stops[held][held_order]),
     )
+
+
+def split_examples(contents: Sequence[bytes], sizes: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the examples to train on and of those held out, which are equal to none of the others.
+
+    Examples are held out in the order of their content's hash until they hold `share` of the sizes.
+    """
+    hashes = np.array([int.from_bytes(hashlib.blake2b(c, digest_size=8).digest(), "little") for c in contents], "<u8")
+    order = np.argsort(hashes, kind="stable")
+    last = int(np.searchsorted(np.cumsum(sizes[order]), share * sizes.sum()))
+    held = hashes <= hashes[order[min(last, len(order) - 1)]]
+    return np.flatnonzero(~held), np.flatnonzero(held)

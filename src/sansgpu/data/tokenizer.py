@@ -58,18 +58,8 @@ class Tokenizer:
         return text
 
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes each id stands for, (V,) int64; 0 for special tokens. Sums to a text's size."""
-        sizes = np.zeros(self.vocab_size, dtype=np.int64)
-        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
-        byte_level = "ByteLevel" in json.dumps(json.loads(self.backend.to_str()).get("decoder"))
-        for token, index in self.backend.get_vocab(with_added_tokens=True).items():
-            if token in special:
-                continue
-            if byte_level:  # one character of the token a byte
-                sizes[index] = len(token)
-            else:
-                sizes[index] = 1 if FALLBACK_BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
-        return sizes
+        """UTF-8 bytes each id stands for, (V,) int64."""
+        return token_bytes(self.backend)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them."""
@@ -83,6 +73,22 @@ class Tokenizer:
         }
         (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def token_bytes(backend: Backend) -> np.ndarray:
+    """UTF-8 bytes each id stands for, (V,) int64; 0 for special tokens. Sums to a text's size."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    sizes = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    byte_level = "ByteLevel" in json.dumps(json.loads(backend.to_str()).get("decoder"))
+    for token, index in vocabulary.items():
+        if token in special:
+            continue
+        if byte_level:  # one character of the token a byte
+            sizes[index] = len(token)
+        else:
+            sizes[index] = 1 if FALLBACK_BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+    return sizes
 
 
 class BPETokenizer(Tokenizer):

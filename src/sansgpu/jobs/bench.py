@@ -66,7 +66,7 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
         say(f"{request.steps} steps, from nothing")
         measured = measure_apart(Request(chosen, request.steps, Path(compiled), with_data=True, profiled=True))
         say("the same again, as after a snapshot")
-        baseline = measure_apart(Request(chosen, WHAT_IF_STEPS, Path(compiled)))
+        baseline = measure_apart(Request(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens))
     result = _summary(prepared, measured, baseline, request)
     result["what_if"] = _what_if(chosen, prepared, baseline, say) if request.what_if else []
     result["gpu"] = _gpu(chosen, prepared, result, request, say)
@@ -183,7 +183,7 @@ def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable
             continue  # a shape that does not divide
         say(f"what if: {name}")
         try:
-            measured = measure_apart(Request(changed, WHAT_IF_STEPS))
+            measured = measure_apart(Request(changed, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens))
         except SansGPUError as error:
             rows.append({"name": name, "set": list(settings), "gives_up": given_up, "problem": str(error)})
             continue
@@ -209,7 +209,7 @@ def _row(
         "gives_up": given_up,
         "parameters": parameters,
         "step_seconds": seconds,
-        "tokens_per_second": effective_batch(config.training) * config.window / seconds,
+        "tokens_per_second": effective_batch(config.training) * min(prepared.example_tokens, config.window) / seconds,
         "peak_rss_bytes": measured["peak_rss_bytes"],
         "speedup": 1.0,
     }
@@ -264,7 +264,9 @@ def _gpu(
             "device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16",
         )  # fmt: skip
         try:
-            measured = measure_apart(Request(change_config(chosen, settings), WHAT_IF_STEPS))
+            measured = measure_apart(
+                Request(change_config(chosen, settings), WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
+            )
         except SansGPUError as error:
             result["warnings"].append(f"the GPU was not measured: {error}")
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from sansgpu.data.shards import Progress, build_store
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
 from sansgpu.jobs.kernels import load_kernels
-from sansgpu.jobs.loading import LoadedModel, load_model
+from sansgpu.jobs.loading import LoadedModel, is_fine_tuning, load_model
 from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models import TransformerLM
-from sansgpu.tasks import Pretrain
 from sansgpu.tasks.language_modelling import LanguageModelling
+from sansgpu.tasks.pretrain import Pretrain
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 
@@ -28,6 +29,12 @@ def evaluate_model(
     target: str, data: str | None, snapshot: str, window: int | None, progress: Progress, warn: Callable[[str], None]
 ) -> dict[str, Any]:
     """The eval event of a model on `data`; without `data`, of a run on its own validation part."""
+    if is_fine_tuning(target):
+        from sansgpu.jobs.evaluate_fine_tuned import evaluate_fine_tuned  # imports transformers
+
+        if window is not None:
+            raise ConfigError("--window is for texts; rows and questions are read as they were learned.")
+        return evaluate_fine_tuned(Path(target).expanduser(), data, snapshot, progress, warn)
     loaded = load_model(target, snapshot, warn)
     config = loaded.config or Config()
     torch.set_num_threads(resolve_threads(config.training))

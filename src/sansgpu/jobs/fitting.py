@@ -35,10 +35,10 @@ class Change:
         return f"{' '.join(self.settings)} ({self.memory.least / 1e9:.1f} GB; {self.cost})"
 
 
-def memory_of(task: TaskKind, config: Config, how: Execution) -> Memory:
+def memory_of(task: TaskKind, config: Config, how: Execution, layers: int | None = None) -> Memory:
     """What a run of this configuration takes; `how.accumulation` is what its micro-batch asks for."""
     accumulation = -(-effective_batch(config.training) // how.micro_batch)
-    return task.memory(config, replace(how, accumulation=accumulation))
+    return task.memory(config, replace(how, accumulation=accumulation), layers)
 
 
 def fits(memory: Memory, available: int) -> bool:

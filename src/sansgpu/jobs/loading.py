@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import nn
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import FINE_TUNING, Config, ConfigError
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.models import TransformerLM
-from sansgpu.models.huggingface import HuggingFaceLM, load_decoder
+from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, load_decoder
 from sansgpu.train.checkpoint import Snapshot, find_snapshot
 
 UNBOUNDED_CONTEXT = 1024  # the window of models that name no longest context
@@ -60,6 +60,22 @@ def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[
     snapshot = newest if name == "latest" else find_snapshot(paths.snapshots, name, warn)
     assert snapshot is not None
     return config, snapshot
+
+
+def is_fine_tuning(target: str) -> bool:
+    """Whether this is the folder of a fine-tuning run."""
+    folder = Path(target).expanduser()
+    return (folder / "config.yaml").is_file() and open_run(folder)[0].task in FINE_TUNING
+
+
+def is_ours(target: str) -> bool:
+    """Whether this is a run of a decoder of ours, or a folder in one of its layouts."""
+    folder = Path(target).expanduser()
+    if (folder / "config.yaml").is_file():
+        return not is_fine_tuning(target)
+    if folder.is_dir():
+        return not (folder / "config.json").is_file() or decoder_config(folder) is not None
+    return folder.is_absolute() or target.startswith((".", "runs/"))  # it is not there, as loading it will say
 
 
 def load_model(target: str, snapshot_name: str, warn: Callable[[str], None]) -> LoadedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import tempfile
 import time
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 
 from sansgpu.config import Config, SansGPUError
+from sansgpu.data.batch import Examples
 from sansgpu.jobs.prepare import Machine, set_up
 from sansgpu.machine.compilation import compile_into
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import gemm_flops_per_second
 from sansgpu.machine.usage import Strain, peak_rss_bytes, process_age
-from sansgpu.tasks import TASKS, Task
+from sansgpu.tasks import TASKS, Corpus, Task
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import breakdown, synchronise
@@ -42,6 +44,7 @@ class Request:
     config: Config
     steps: int
     compiled: Path | None = None  # where compiled graphs are kept, if not in the cache
+    example_tokens: int | None = None  # of random examples; by default as many as they may have
     with_data: bool = False  # build the data, evaluate and save too, with nothing cached
     forward_only: bool = False
     profiled: bool = False
@@ -100,7 +103,7 @@ class _Bench:
         objective.model.to(self._plan.device).eval()
         objective.compile(self._config.training.compile == "on")
         Optimizer(objective.model, self._config.training, self._plan.compute_dtype)  # weights as a step has them
-        batch = self._kind.random_batch(self._config, self._plan.micro_batch).to(self._plan.device)
+        batch = self._random_batch(self._plan.micro_batch).to(self._plan.device)
         seconds = []
         with torch.no_grad(), self._plan.autocast():
             for _ in range(1 + WARM_STEPS + self._request.steps):
@@ -132,19 +135,22 @@ class _Bench:
         then = self._steps(task, state, self._request.steps)
         result |= {**{key: first[key] + then[key] for key in then}, **strain.seen()}
         if self._request.with_data:
-            result |= self._around(task, state, corpus.validation_tokens)
+            result |= self._around(task, state, corpus)
         result["peak_rss_bytes"] = peak_rss_bytes()
         if self._request.profiled:
             parts = breakdown(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
             result["breakdown"] = parts
         return result
 
+    def _random_batch(self, size: int) -> Examples:
+        return self._kind.random_batch(self._config, size, self._request.example_tokens)
+
     def _step(self, task: Any, state: TrainState) -> Any:
         training, progress = self._config.training, state.progress
         if self._request.with_data:
             batch = task.batch(progress.step)
         else:
-            batch = self._kind.random_batch(self._config, effective_batch(training))
+            batch = self._random_batch(effective_batch(training))
         result = train_step(state, task, batch, self._plan, training, training.learning_rate / 10)
         progress.step += 1
         return result
@@ -156,13 +162,13 @@ class _Bench:
             outcome = self._step(task, state)
             synchronise(self._plan.device)
             seconds.append(time.perf_counter() - start)
-            losses.append(outcome.loss_sum / outcome.tokens)
+            losses.append(outcome.loss_sum / outcome.targets)
             tokens.append(outcome.tokens)
         return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
 
-    def _around(self, task: Task, state: TrainState, tokens: int) -> Result:
-        """An evaluation of so many tokens, a snapshot, the export."""
-        in_all = -(-tokens // (self._plan.micro_batch * self._config.window))
+    def _around(self, task: Task, state: TrainState, corpus: Corpus) -> Result:
+        """An evaluation, a snapshot, the export."""
+        in_all = math.ceil(corpus.validation_tokens / (self._plan.micro_batch * corpus.example_tokens))
         limit = self._config.training.eval_batches
         in_all = in_all if limit is None else min(in_all, limit)
         timed = min(in_all, EVALUATED_BATCHES)

@@ -15,10 +15,8 @@ from sansgpu.machine.memory import Execution
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.remembered import remembered
 from sansgpu.machine.roofline import Roofline, measure_roofline
-from sansgpu.models.costs import block_products, step_traffic
 from sansgpu.tasks import TASKS
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
-from sansgpu.train.evaluate import evaluated_share
 from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.train.schedule import UNKNOWN
 
@@ -43,7 +41,7 @@ def plan_prepared(prepared: Prepared) -> Result:
     """The plan of what is prepared, with a timing."""
     config, result = prepared.config, _described(prepared)
     if not prepared.fits:
-        changes = changes_that_fit(TASKS[config.task], prepared.config, execution(prepared), prepared.machine.available)
+        changes = changes_that_fit(TASKS[config.task], config, execution(prepared), prepared.machine.available)
         result["changes"] = [{"set": list(c.settings), "cost": c.cost, "memory": c.memory.least} for c in changes]
     return {**result, **_time(prepared)}
 
@@ -76,6 +74,7 @@ def execution(prepared: Prepared) -> Execution:
         environment.compile,
         environment.kernels,
         prepared.config.training.optimizer,
+        prepared.corpus.most_tokens if prepared.corpus else None,
     )
 
 
@@ -83,7 +82,7 @@ def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
     """Seconds that each part of a step takes at least on this machine: its work at the machine's own rates."""
     config, tokens = prepared.config, prepared.tokens_per_step
     work = TASKS[config.task].work(config, tokens)
-    traffic = step_traffic(config.model, config.window, execution(prepared))
+    traffic = TASKS[config.task].traffic(config, execution(prepared))
     muon = work.muon if config.training.optimizer == "muon" else 0.0
     return {
         "attention": roofline.seconds(work.attention, 0),
@@ -97,10 +96,9 @@ def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
 def roofline_of(prepared: Prepared) -> Roofline:
     """The machine's rates at the shapes of this model, measured once a cache."""
     config, machine = prepared.config, prepared.machine
-    shapes = block_products(config.model)
-    assert config.model.vocab_size is not None
-    head = (config.model.d_model, config.model.vocab_size)
-    tokens = min(ROOFLINE_TOKENS, prepared.environment.micro_batch * config.window)
+    products = TASKS[config.task].products(config)
+    shapes, head = products.block, products.head
+    tokens = min(ROOFLINE_TOKENS, round(prepared.environment.micro_batch * prepared.example_tokens))
     question = {
         "roofline": [[*shape, count] for shape, count in shapes.items()],
         "head": head,
@@ -172,17 +170,15 @@ def forecast_of(prepared: Prepared) -> Forecast:
     """The run's parts in seconds, by the timing of its blocks."""
     timing, config, training = prepared.timing, prepared.config, prepared.config.training
     assert timing is not None
-    layers = config.model.n_layers
+    layers = TASKS[config.task].layers(config)
     step = timing.step_seconds(layers, prepared.accumulation)
     passes = prepared.accumulation * (timing.ends_seconds + layers * timing.block_seconds)
-    validation_tokens = prepared.corpus.validation_tokens if prepared.corpus else 0
-    share = evaluated_share(config, validation_tokens, timing.micro_batch)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
     held, weights = prepared.memory.snapshot, prepared.memory.weights
     return Forecast(
         startup_seconds=START_SECONDS[timing.compile],
         step_seconds=step,
-        evaluation_seconds=passes * share / EVALUATED_IN_A_STEP + sampling,
+        evaluation_seconds=passes * prepared.evaluated_share / EVALUATED_IN_A_STEP + sampling,
         save_seconds=held * SAVE_SECONDS_PER_BYTE,
         end_seconds=(held + weights) / DISK_BYTES_PER_SECOND,
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import FINE_TUNING, Config, ConfigError
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import Shortage, fits, fitting_micro_batches, memory_of
@@ -35,6 +35,7 @@ from sansgpu.machine.vector_math import choose_vector_math
 from sansgpu.tasks import TASKS, Corpus, TaskKind
 from sansgpu.train.budget import finish_time
 from sansgpu.train.calibrate import LONG, Timing, measure
+from sansgpu.train.evaluate import evaluated_share
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.schedule import UNKNOWN, total_steps
 from sansgpu.train.step import StepPlan
@@ -76,9 +77,20 @@ class Prepared:
         return -(-effective_batch(self.config.training) // self.environment.micro_batch)
 
     @property
+    def example_tokens(self) -> float:
+        """Tokens of an example, in the mean."""
+        corpus: Corpus | None = self.corpus
+        return corpus.example_tokens if corpus else self.config.window
+
+    @property
+    def usual_tokens(self) -> int:
+        """The same as a whole number, for examples made up."""
+        return math.ceil(self.example_tokens)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a full step."""
-        return effective_batch(self.config.training) * self.config.window
+        return round(effective_batch(self.config.training) * self.example_tokens)
 
     @property
     def learned_per_step(self) -> float:
@@ -88,6 +100,13 @@ class Prepared:
             return self.tokens_per_step
         steps = steps_per_epoch(corpus.train_examples, effective_batch(self.config.training))
         return corpus.train_tokens / steps
+
+    @property
+    def evaluated_share(self) -> float:
+        """Tokens of an evaluation over those of a step."""
+        corpus: Corpus | None = self.corpus
+        tokens, size = corpus.validation_tokens if corpus else 0, self.environment.micro_batch
+        return evaluated_share(self.config.training, tokens, self.example_tokens, size)
 
     @property
     def step_plan(self) -> StepPlan:
@@ -112,7 +131,7 @@ class Prepared:
             "train_tokens": corpus.train_tokens if corpus else None,
             "train_examples": corpus.train_examples if corpus else None,
             "validation_tokens": corpus.validation_tokens if corpus else None,
-            "vocab_size": self.config.model.vocab_size,
+            "vocab_size": TASKS[self.config.task].products(self.config).head[1],
             "memory_bytes": self.memory.to_json(),
             "available_bytes": self.machine.available,
         }
@@ -138,7 +157,7 @@ def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, cache, device, warn)
     if kernels == "native":
-        native.keep_blocks()
+        native.keep_blocks(varying=config.task in FINE_TUNING)
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = precision or resolve_precision(training, device)
     return Machine(device, torch.get_num_threads(), kernels, precision, memory_for_run(device), cache)
@@ -161,6 +180,7 @@ def prepare(
     machine = set_up(config, before, warn)
     task = TASKS[config.task]
     config, corpus = (config, None) if data == "unread" else _data(config, machine, progress, warn, data)
+    example_tokens = corpus.example_tokens if corpus else config.window
     config, steps, long = _with_length(config, machine, corpus)
     training = config.training
     compiled = resolve_compile(training, long, machine.device.type)
@@ -175,17 +195,18 @@ def prepare(
         compile="off" if compiled == "measure" else compiled,
         kernels=machine.kernels,
         optimizer=training.optimizer,
+        most_tokens=corpus.most_tokens if corpus else None,
     )
     sizes = fitting_micro_batches(task, config, how, machine.available, shortage, warn)
     if before and training.batch_size == "auto":
         sizes = [_kept_micro_batch(task, config, how, before.micro_batch, machine.available, sizes, warn)]
     elif not long or timed == "never":
-        sizes = [usual_micro_batch(config.window, sizes)]  # measuring would take longer than it saves
+        sizes = [usual_micro_batch(math.ceil(example_tokens), sizes)]  # measuring would take longer than it saves
     timing = None
     pays = timed == "always" or (timed != "never" and (len(sizes) > 1 or compiled == "measure"))
     if pays and _trial_fits(config, replace(how, micro_batch=sizes[0]), machine.available):
         whole = fits(memory_of(task, config, replace(how, micro_batch=sizes[-1])), machine.available)
-        timing = _measured(config, machine, sizes, compiled, whole)
+        timing = _measured(config, machine, sizes, compiled, whole, math.ceil(example_tokens))
     how = replace(how, micro_batch=sizes[0])
     if timing:
         how = replace(how, micro_batch=timing.micro_batch, compile=timing.compile)
@@ -197,7 +218,7 @@ def prepare(
 def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tuple[Config, int, bool]:
     """The configuration with its optimizer, the steps, and whether measuring and compiling pay in so many."""
     training, effective = config.training, effective_batch(config.training)
-    tokens_per_step = effective * config.window
+    tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
     work = TASKS[config.task].work(config, tokens_per_step)
     optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
     config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
@@ -233,13 +254,16 @@ def _with_finish(config: Config) -> Config:
 def _data(config: Config, machine: Machine, progress: Progress, warn: Warn, data: Data) -> tuple[Config, Corpus | None]:
     task, training = TASKS[config.task], config.training
     try:
-        return task.prepare(config, machine.cache, progress)
+        config, corpus = task.prepare(config, machine.cache, progress)
     except ConfigError as error:
         limited = training.max_steps or training.max_tokens or training.time_limited
         if data == "needed" or not limited or training.num_epochs is not None:
             raise
         warn(f"{str(error).rstrip('.')}: this is reckoned without the data.")
         return task.with_vocabulary(config), None
+    for note in corpus.notes:
+        warn(note)
+    return config, corpus
 
 
 def seconds_allowed(config: Config) -> float:
@@ -252,12 +276,12 @@ def seconds_allowed(config: Config) -> float:
     return seconds
 
 
-def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str, whole: bool) -> Timing:
+def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str, whole: bool, tokens: int) -> Timing:
     """The timing of the fastest choice, measured once a cache."""
     question = {
         "timing of": sorted(field.name for field in fields(Timing)),
         "model": config.model.model_dump(mode="json"),
-        "window": config.window,
+        "window": tokens,
         "optimizer": config.training.optimizer,
         "sizes": sizes,
         "whole": whole,
@@ -271,15 +295,18 @@ def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str,
     }
     plan = StepPlan(sizes[-1], machine.device, machine.precision)
     task = TASKS[config.task]
-    answer = remembered(machine.cache, question, lambda: measure(task, config, plan, sizes, compiled, whole).to_json())
+
+    def ask() -> dict[str, Any]:
+        return measure(task, config, plan, sizes, compiled, whole, tokens).to_json()
+
+    answer = remembered(machine.cache, question, ask)
     give_back_memory()  # of what was tried
     return Timing(**answer)
 
 
 def _trial_fits(config: Config, how: Execution, available: int) -> bool:
-    layers = min(config.model.n_layers, LONG)
-    model = config.model.model_copy(update={"n_layers": layers})
-    return fits(memory_of(TASKS[config.task], config.model_copy(update={"model": model}), how), available)
+    """Whether what is timed fits: a model of a few layers takes no more than the whole one."""
+    return fits(memory_of(TASKS[config.task], config, how, LONG), available)
 
 
 def _kept_micro_batch(

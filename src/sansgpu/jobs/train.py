@@ -78,6 +78,8 @@ def _train_in(folder: Path, request: TrainRequest, sinks: list[Sink], progress: 
     prepared = prepare(config, before, progress, early.warn, "begin" if request.force else "refuse")
     _require_disk(paths, sum(TASKS[config.task].parameters(prepared.config).values()), config.training.keep_last)
     task = TASKS[config.task](prepared.config, prepared.corpus, effective_batch(prepared.config.training))
+    for note in task.notes:
+        early.warn(note)
     return Begun(prepared, paths) if request.dry_run else _run(prepared, paths, task, snapshot, request, sinks)
 
 
@@ -106,7 +108,7 @@ def _run(
         gemm,
         prepared.total_steps,
         request.started,
-        prepared.corpus.validation_tokens,
+        prepared.evaluated_share,
     )
     if snapshot:
         trainer.resume(snapshot, request.strict)  # before anything of the old run is written over

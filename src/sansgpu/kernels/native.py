@@ -31,13 +31,14 @@ def available() -> bool:
     return _loaded
 
 
-def keep_blocks() -> None:
+def keep_blocks(varying: bool = False) -> None:
     """From now on, have large tensors' memory kept when it is freed and used again, in huge pages; see memory.cpp.
 
+    `varying` where tensors have other sizes at every step, and what is kept would become ever more.
     `machine.allocator.give_back_memory` gives the kernel back what is free.
     """
     if _loaded:
-        torch.ops.sansgpu.use_blocks()
+        torch.ops.sansgpu.use_blocks(varying)
         also_give_back(torch.ops.sansgpu.give_back)
 
 

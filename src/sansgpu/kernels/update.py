@@ -13,7 +13,7 @@ _library.define("accumulate_(Tensor(a!) sum, Tensor addend) -> ()")
 _library.define("squared_norm(Tensor x) -> float")
 _library.define(
     "adamw_(Tensor(a!) weight, Tensor(b!) first, Tensor(c!) second, Tensor grad, Tensor(d!)? working, float lr, "
-    "float beta1, float beta2, float eps, float decay, int step, float scale) -> ()"
+    "float beta1, float beta2, float eps, float decay, int step, float scale, int seed) -> ()"
 )
 
 
@@ -53,20 +53,37 @@ def adamw(
     weight_decay: float,
     step: int,
     scale: float,
+    seed: int = 0,
 ) -> None:
     """Update `step` (1, 2, ...) of AdamW (arXiv 1711.05101) in place, of `gradient` x `scale`.
 
-    weight, moments fp32; `working`, the weight in the dtype of products, is written along. All of one shape.
+    moments fp32; `working`, the weight in the dtype of products, is written along. All of one shape. A bf16 weight has
+    none; it is rounded up or down at random, right on average, by `seed` (63 bits), which each step should change.
     """
     if _takes(weight, first, second, gradient, working):
-        settings = (lr, *betas, eps, weight_decay, step, scale)
+        settings = (lr, *betas, eps, weight_decay, step, scale, seed)
         torch.ops.sansgpu.adamw_(weight, first, second, gradient, working, *settings)
         return
-    steps = torch.tensor(float(step - 1), device=weight.device)
-    gradient = gradient.to(weight.dtype) * scale
+    steps = torch.tensor(float(step), device=weight.device)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    wide, m, v, g = (t.to(dtype).contiguous() for t in (weight, first, second, gradient))  # it looks at no strides
     torch._fused_adamw_(
-        [weight], [gradient], [first], [second], [], [steps + 1],
+        [wide], [g * scale], [m], [v], [], [steps],
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
+    weight.copy_(_round_randomly(wide, seed) if weight.dtype == torch.bfloat16 else wide)
+    first.copy_(m)
+    second.copy_(v)
     if working is not None:
-        working.copy_(weight)
+        working.copy_(wide)
+
+
+def _round_randomly(wide: torch.Tensor, seed: int) -> torch.Tensor:
+    """fp32 `wide` in bf16: away from zero with the probability of what is cut off, so right on average.
+
+    Rounding to nearest would lose every step below half a unit in the last place.
+    """
+    generator = torch.Generator(wide.device).manual_seed(seed)
+    noise = torch.randint(1 << 16, wide.shape, generator=generator, dtype=torch.int32, device=wide.device)
+    rounded = (wide.view(torch.int32) + noise) & -(1 << 16)
+    return torch.where(wide.isfinite(), rounded.view(torch.float32), wide).bfloat16()

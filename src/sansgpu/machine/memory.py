@@ -21,7 +21,13 @@ class Execution:
     compile: str  # on | off
     kernels: str  # native | torch
     optimizer: str  # adamw | muon
+    most_tokens: Callable[[int], int] | None = None  # of so many examples; by default all are as long as they may be
     copies: bool = True  # snapshots are copied in memory and written behind training
+
+    def tokens(self, window: int) -> int:
+        """Of the largest micro-batch, where examples have up to `window`."""
+        most = self.micro_batch * window
+        return most if self.most_tokens is None else min(most, self.most_tokens(self.micro_batch))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sansgpu.kernels.attention import attention
+from sansgpu.kernels.attention import attention, visible_keys
 
 NAME = "sansgpu"
 _RANGES = "_sansgpu_ranges"  # of a mask: what every query sees, where that is one run of keys
@@ -45,6 +45,16 @@ def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
     return torch.stack((first.masked_fill(empty, 0), end.masked_fill(empty, 0)), dim=-1).int()
 
 
+def ranges_mask(ranges: torch.Tensor) -> torch.Tensor:
+    """Hands ranges (B, T, 2) to every layer in place of a mask (B, 1, T, T), which is never made.
+
+    transformers passes a mask of four dimensions on as it is.
+    """
+    mask = torch.ones(len(ranges), 1, 1, 1, dtype=torch.bool, device=ranges.device)
+    setattr(mask, _RANGES, ranges)
+    return mask
+
+
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     """SDPA's mask, never left out, with the ranges worked out once for all layers."""
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
@@ -68,9 +78,13 @@ def _attend(
     ranges = getattr(attention_mask, _RANGES, None)
     if attention_mask is None:
         ranges = _without_mask(module, query, key, is_causal)
+    if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):  # rotated in fp32
+        query, key = query.to(value.dtype), key.to(value.dtype)
     alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
     more = any(kwargs.get(name) is not None for name in ("position_bias", "cache"))
     if ranges is None or not alike or more:
+        if ranges is not None and attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+            attention_mask = visible_keys(ranges, key.shape[2])  # it was `ranges_mask`'s
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )

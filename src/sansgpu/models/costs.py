@@ -108,6 +108,19 @@ def decoder_memory(model: ModelConfig, window: int, how: Execution) -> Memory:
 
 
 @dataclass(frozen=True)
+class Products:
+    """(inputs, outputs) of a block's linear layers and how many have this shape, and those of the output head."""
+
+    block: dict[tuple[int, int], int]
+    head: tuple[int, int]
+
+
+def decoder_products(model: ModelConfig) -> Products:
+    """The matrix products of our decoder."""
+    return Products(block_products(model), (model.d_model, _vocabulary(model)))
+
+
+@dataclass(frozen=True)
 class StepWork:
     """FLOPs of a step by part; of attention the half that a causal mask leaves."""
 
@@ -122,7 +135,7 @@ class StepWork:
         return self.matmul + self.attention + self.loss
 
 
-def step_work(model: ModelConfig, window: int, tokens: int) -> StepWork:
+def step_work(model: ModelConfig, window: int, tokens: float) -> StepWork:
     """FLOPs of a step of `tokens`: 6 a matmul parameter, and causal attention."""
     shapes = block_products(model)
     orthogonal = sum(n * orthogonalise_flops(o, i) for (i, o), n in shapes.items()) * model.n_layers

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError, problems
 from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy
-from sansgpu.machine.hub import quiet_hub
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.text import TextCodec
@@ -49,7 +48,7 @@ def load_decoder(folder: Path) -> TransformerLM | None:
 
     Raises ConfigError where the folder is no model or its weights do not fit its config.
     """
-    config = _read_config(folder)
+    config = decoder_config(folder)
     if config is None:
         return None
     model = TransformerLM(config, seed=None)
@@ -62,7 +61,8 @@ def load_decoder(folder: Path) -> TransformerLM | None:
     return model
 
 
-def _read_config(folder: Path) -> ModelConfig | None:
+def decoder_config(folder: Path) -> ModelConfig | None:
+    """The shape of a folder in one of our layouts; None where it is another. Raises ConfigError if it is no model."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
@@ -82,31 +82,16 @@ class HuggingFaceLM(torch.nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        import transformers  # a second of imports that our own layouts never need
+        from sansgpu.models.patches import use_our_kernels  # these import transformers, which takes seconds
+        from sansgpu.models.pretrained import load_pretrained
+        from sansgpu.models.unpadded import head_is_plain
 
-        quiet_hub()
-        try:
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        except Exception as error:
-            raise ConfigError(f"{name} cannot be loaded as a causal model: {str(error).splitlines()[0]}") from None
-        from sansgpu.models.attention_interface import use_our_attention  # imports transformers' models
-
-        use_our_attention(self.model)
+        self.model = load_pretrained(ModelConfig(name_or_path=name), "causal", seed=0)
+        use_our_kernels(self.model)
         self.model.eval()
         self._loss_shape = LossShape(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
-        self._fused = self._head_is_plain()
-
-    @torch.no_grad()
-    def _head_is_plain(self) -> bool:
-        """Whether logits are the last states times the output embedding, capped: some models scale or shift them."""
-        head: Any = self.model.get_output_embeddings()
-        if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
-            return False
-        probe = torch.arange(4)[None] % head.out_features
-        logits = F.linear(self.model.base_model(probe).last_hidden_state, head.weight)
-        if cap := self._loss_shape.softcap:
-            logits = cap * torch.tanh(logits / cap)
-        return torch.allclose(logits, self.model(probe).logits, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            self._fused = head_is_plain(self.model, self._loss_shape.softcap)
 
     @property
     def context(self) -> int | None:

@@ -55,7 +55,12 @@ class LanguageModelling:
         return {"loss": float(self.loss(batch)), "tokens": float(len(targets)), "bytes": float(size)}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Loss in nats a token, perplexity, and bits per byte, which compares across vocabularies."""
-        loss = sums["loss"] / sums["tokens"]
-        bits = sums["loss"] / math.log(2) / max(1.0, sums["bytes"])
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
+        """Loss, perplexity and bits per byte."""
+        return text_metrics(sums)
+
+
+def text_metrics(sums: Sums) -> dict[str, float]:
+    """Loss in nats a token, perplexity, and bits per byte, which compares across vocabularies."""
+    loss = sums["loss"] / sums["tokens"]
+    bits = sums["loss"] / math.log(2) / max(1.0, sums["bytes"])
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from sansgpu.config import Config, ConfigError, fold_seed
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices
-from sansgpu.data.pack import Windows, make_windows
+from sansgpu.data.pack import Windows, make_windows, piece_length
 from sansgpu.data.shards import Progress, TokenStore, build_store, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
@@ -19,7 +19,16 @@ from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.kernels.cross_entropy import LossShape
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import TransformerLM
-from sansgpu.models.costs import StepWork, decoder_memory, parameters_by_part, step_work
+from sansgpu.models.costs import (
+    Products,
+    StepTraffic,
+    StepWork,
+    decoder_memory,
+    decoder_products,
+    parameters_by_part,
+    step_traffic,
+    step_work,
+)
 from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.huggingface import export_model
 from sansgpu.tasks.language_modelling import LanguageModelling
@@ -35,6 +44,7 @@ class TextCorpus:
     tokenizer: Tokenizer
     train: Windows
     validation: Windows
+    example_tokens: float
     train_tokens: int
     validation_tokens: int
     fingerprint: str
@@ -43,6 +53,19 @@ class TextCorpus:
     def train_examples(self) -> int:
         """Windows of the training part."""
         return len(self.train)
+
+    def most_tokens(self, examples: int) -> int:
+        """Tokens of so many windows."""
+        return examples * int(self.example_tokens)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """None: no text is cut or left out."""
+        return ()
+
+    def preview(self) -> str | None:
+        """None: every token is learned."""
+        return None
 
 
 class PretrainObjective:
@@ -75,7 +98,7 @@ class Pretrain(PretrainObjective):
         self.corpus, self._config = corpus, config
         self._effective_batch = effective_batch
         self._measured = LanguageModelling(self.model, corpus.tokenizer, corpus.validation)
-        self.fingerprint = corpus.fingerprint
+        self.fingerprint, self.notes = corpus.fingerprint, ()
         self.flops_per_token = self.work(config, 1).needed
 
     @staticmethod
@@ -100,24 +123,33 @@ class Pretrain(PretrainObjective):
             tokenizer,
             make_windows(train, window, tokenizer.end_id, pack),
             make_windows(validation, window, tokenizer.end_id, pack),
+            window,
             train.token_count,
             validation.token_count,
             fingerprint,
         )
 
     @staticmethod
-    def objective(config: Config) -> PretrainObjective:
+    def objective(config: Config, layers: int | None = None) -> PretrainObjective:
         """A model and its loss, without data."""
-        return PretrainObjective(config)
+        if layers is None:
+            return PretrainObjective(config)
+        model = config.model.model_copy(update={"n_layers": layers})
+        return PretrainObjective(config.model_copy(update={"model": model}))
 
     @staticmethod
-    def random_batch(config: Config, size: int) -> Batch:
+    def layers(config: Config) -> int:
+        """Blocks of the model."""
+        return config.model.n_layers
+
+    @staticmethod
+    def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
         """`size` windows of tokens drawn at random, each one document: what a step takes, without any data."""
-        assert config.model.vocab_size is not None
+        assert config.model.vocab_size is not None  # `tokens` is no question here: windows are full
         draws = torch.Generator().manual_seed(fold_seed(config.training.seed, "trial"))
         shape = (size, config.window + 1)
-        tokens = torch.randint(0, config.model.vocab_size, shape, generator=draws)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        drawn = torch.randint(0, config.model.vocab_size, shape, generator=draws)
+        inputs, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         positions = torch.arange(config.window).expand_as(inputs).contiguous()
         return Batch(inputs, targets, positions, torch.zeros_like(inputs))
 
@@ -136,19 +168,35 @@ class Pretrain(PretrainObjective):
         return parameters_by_part(config.model)
 
     @staticmethod
-    def memory(config: Config, how: Execution) -> Memory:
+    def memory(config: Config, how: Execution, layers: int | None = None) -> Memory:
         """What a step takes."""
-        return decoder_memory(config.model, config.window, how)
+        model = config.model
+        if layers is not None:
+            model = model.model_copy(update={"n_layers": min(layers, model.n_layers)})
+        return decoder_memory(model, config.window, how)
 
     @staticmethod
-    def work(config: Config, tokens: int) -> StepWork:
+    def work(config: Config, tokens: float) -> StepWork:
         """FLOPs of a step."""
         return step_work(config.model, config.window, tokens)
 
-    def batch(self, step: int) -> Batch:
-        """The global batch of a step."""
-        indices = batch_indices(self._config.training.seed, step, len(self.corpus.train), self._effective_batch)
-        return self.corpus.train.batch(indices)
+    @staticmethod
+    def traffic(config: Config, how: Execution) -> StepTraffic:
+        """Bytes a step moves at least."""
+        return step_traffic(config.model, config.window, how)
+
+    @staticmethod
+    def products(config: Config) -> Products:
+        """The shapes of a step's matrix products."""
+        return decoder_products(config.model)
+
+    def batch(self, step: int, total_steps: int | None = None) -> Batch:
+        """The global batch of a step, in the pieces that its place in the run asks for."""
+        training, window = self._config.training, self._config.window
+        indices = batch_indices(training.seed, step, len(self.corpus.train), self._effective_batch)
+        batch = self.corpus.train.batch(indices)
+        piece = window if total_steps is None else piece_length(training, window, step, total_steps)
+        return batch.in_pieces(piece) if piece < window else batch
 
     def validation_batches(self, size: int) -> Iterator[Batch]:
         """The validation part in order, `size` windows at a time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from sansgpu.config import Config
-from sansgpu.data.batch import Batch
+from sansgpu.data.batch import Examples
 from sansgpu.data.shards import Progress
 from sansgpu.machine.memory import Execution, Memory
-from sansgpu.models.costs import StepWork
+from sansgpu.models.costs import Products, StepTraffic, StepWork
 
 Sums = dict[str, float]  # a metric's numerators and denominators, which add up over batches
 
@@ -25,10 +25,10 @@ class Evaluated(Protocol):
     def model(self) -> nn.Module:
         """What is measured."""
 
-    def validation_batches(self, size: int) -> Iterator[Batch]:
+    def validation_batches(self, size: int) -> Iterator[Examples]:
         """The whole validation part, in order, `size` examples at a time."""
 
-    def evaluate(self, batch: Batch) -> Sums:
+    def evaluate(self, batch: Any) -> Sums:
         """What one validation batch adds to each sum."""
 
     def metrics(self, sums: Sums) -> dict[str, float]:
@@ -42,7 +42,7 @@ class Objective(Protocol):
     def model(self) -> nn.Module:
         """What learns."""
 
-    def loss(self, batch: Batch) -> torch.Tensor:
+    def loss(self, batch: Any) -> torch.Tensor:
         """The loss summed over the batch's targets; differentiable, ()."""
 
     def compile(self, on: bool) -> None:
@@ -60,12 +60,26 @@ class Corpus(Protocol):
         """What an epoch has of them."""
 
     @property
+    def example_tokens(self) -> float:
+        """Tokens that an example takes up, in the mean."""
+
+    def most_tokens(self, examples: int) -> int:
+        """Tokens that so many examples have at most."""
+
+    @property
     def train_tokens(self) -> int:
-        """Targets of an epoch."""
+        """Tokens of an epoch, without padding."""
 
     @property
     def validation_tokens(self) -> int:
-        """Targets of an evaluation."""
+        """Tokens of an evaluation."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the user is to hear of the data: what was cut or left out."""
+
+    def preview(self) -> str | None:
+        """An example as it is learned from, for people; None where there is nothing to see."""
 
     @property
     def fingerprint(self) -> str:
@@ -77,9 +91,12 @@ class Task(Evaluated, Objective, Protocol):
 
     fingerprint: str  # of the data
     flops_per_token: float  # that the model needs to train on one
+    notes: Sequence[str]  # what the user is to hear of the model
 
-    def batch(self, step: int) -> Batch:
-        """The global batch of a step: a pure function of the seed and the step."""
+    def batch(self, step: int, total_steps: int | None = None) -> Examples:
+        """The global batch of a step: a pure function of the seed and the step, and where the task changes it over the
+        run (`total_steps` given) of how long that is.
+        """
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         """What the model writes after `prompt`."""
@@ -106,14 +123,23 @@ class TaskKind(Protocol):
     def parameters(self, config: Config) -> dict[str, int]:
         """Parameters by part, without making the model."""
 
-    def memory(self, config: Config, how: Execution) -> Memory:
-        """Bytes at the peak of a step."""
+    def memory(self, config: Config, how: Execution, layers: int | None = None) -> Memory:
+        """Bytes at the peak of a step; with `layers` of a model of so many blocks, or fewer where it has fewer."""
 
-    def work(self, config: Config, tokens: int) -> StepWork:
+    def work(self, config: Config, tokens: float) -> StepWork:
         """FLOPs of a step of `tokens`."""
 
-    def objective(self, config: Config) -> Objective:
-        """A model and its loss, without data."""
+    def traffic(self, config: Config, how: Execution) -> StepTraffic:
+        """Bytes a step moves at least."""
 
-    def random_batch(self, config: Config, size: int) -> Batch:
-        """A micro-batch of this shape."""
+    def products(self, config: Config) -> Products:
+        """The shapes of a step's matrix products."""
+
+    def layers(self, config: Config) -> int:
+        """Blocks of the model."""
+
+    def objective(self, config: Config, layers: int | None = None) -> Objective:
+        """A model and its loss, without data; with `layers` one of so many blocks."""
+
+    def random_batch(self, config: Config, size: int, tokens: int | None = None) -> Examples:
+        """A micro-batch of this shape; where examples may be short, with `tokens` each."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sansgpu.config import Config, TrainingConfig, fold_seed
-from sansgpu.data.batch import Batch
+from sansgpu.data.batch import Examples
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import Objective, TaskKind
 from sansgpu.train.optim import Optimizer
@@ -54,48 +54,58 @@ class Timing:
 
 
 def measure(
-    task: TaskKind, config: Config, plan: StepPlan, sizes: list[int], compile_wanted: str, whole: bool
+    task: TaskKind,
+    config: Config,
+    plan: StepPlan,
+    sizes: list[int],
+    compile_wanted: str,
+    whole: bool,
+    tokens: int | None = None,
 ) -> Timing:
     """The timing of the fastest of `sizes`, and with `measure` of compiled or eager, whichever is faster.
 
-    `whole` says that memory is enough for all layers. Sizes are tried from the smallest up until memory traffic
-    outweighs what larger products gain; compiled, those that come close to the best.
+    `whole` says that memory is enough for all layers; examples have `tokens` each where they may be short. Sizes are
+    tried from the smallest up until memory traffic outweighs what larger products gain; compiled, those that come close
+    to the best.
     """
+    layers = task.layers(config)
     first = "off" if compile_wanted == "measure" else compile_wanted
     tried: list[Timing] = []
     for size in sorted(sizes):
-        tried.append(time_parts(task, config, plan, size, first, whole))
-        if _a_row(config, tried[-1]) * MARGIN > _a_row(config, _best(config, tried)):
+        tried.append(time_parts(task, config, plan, size, first, whole, tokens))
+        if _a_row(layers, tried[-1]) * MARGIN > _a_row(layers, _best(layers, tried)):
             break
-    best = _best(config, tried)
+    best = _best(layers, tried)
     if compile_wanted == "measure":
-        close = [t.micro_batch for t in tried if _a_row(config, t) * CLOSE <= _a_row(config, best)]
-        compiled = _best(config, [time_parts(task, config, plan, size, "on", whole) for size in close])
-        if _a_row(config, compiled) < _a_row(config, best) * MARGIN:
+        close = [t.micro_batch for t in tried if _a_row(layers, t) * CLOSE <= _a_row(layers, best)]
+        compiled = _best(layers, [time_parts(task, config, plan, size, "on", whole, tokens) for size in close])
+        if _a_row(layers, compiled) < _a_row(layers, best) * MARGIN:
             return compiled
     return best
 
 
-def _best(config: Config, tried: list[Timing]) -> Timing:
+def _best(layers: int, tried: list[Timing]) -> Timing:
     """The fastest; of those that noise may have put in order, the smallest."""
     best = tried[0]
     for timing in tried[1:]:
-        if _a_row(config, timing) < _a_row(config, best) * MARGIN:
+        if _a_row(layers, timing) < _a_row(layers, best) * MARGIN:
             best = timing
     return best
 
 
-def _a_row(config: Config, timing: Timing) -> float:
+def _a_row(layers: int, timing: Timing) -> float:
     """Seconds an example, without the update."""
-    return (timing.ends_seconds + config.model.n_layers * timing.block_seconds) / timing.micro_batch
+    return (timing.ends_seconds + layers * timing.block_seconds) / timing.micro_batch
 
 
-def time_parts(task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, whole: bool) -> Timing:
+def time_parts(
+    task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, whole: bool, tokens: int | None = None
+) -> Timing:
     """Measure one micro-batch size."""
-    short_pass, short_update = _timed(task, config, plan, size, compiled, SHORT)
-    whole = whole and config.model.n_layers * short_pass < MOMENT_SECONDS
-    deep = max(LONG, config.model.n_layers) if whole else LONG
-    long_pass, long_update = _timed(task, config, plan, size, compiled, deep)
+    short_pass, short_update = _timed(task, config, plan, size, compiled, SHORT, tokens)
+    whole = whole and task.layers(config) * short_pass < MOMENT_SECONDS
+    deep = max(LONG, task.layers(config)) if whole else LONG
+    long_pass, long_update = _timed(task, config, plan, size, compiled, deep, tokens)
     more = deep - SHORT
     block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more
     ends, update_ends = max(0.0, short_pass - SHORT * block), max(0.0, short_update - SHORT * update)
@@ -103,11 +113,11 @@ def time_parts(task: TaskKind, config: Config, plan: StepPlan, size: int, compil
 
 
 def _timed(
-    task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, layers: int
+    task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, layers: int, tokens: int | None
 ) -> tuple[float, float]:
     """Seconds of (a pass, an update) of a model with so many layers: each the middle one of a few."""
     with _trial(task, config, plan, compiled, layers) as (trial, optimizer):
-        batch = task.random_batch(config, size).to(plan.device)
+        batch = task.random_batch(config, size, tokens).to(plan.device)
         accumulation = -(-effective_batch(config.training) // size)
         optimizer.expect_sum(accumulation > 1)
         passes: list[float] = []
@@ -131,8 +141,7 @@ def _timed(
 def _trial(
     task: TaskKind, config: Config, plan: StepPlan, compiled: str, layers: int
 ) -> Iterator[tuple[Objective, Optimizer]]:
-    model = config.model.model_copy(update={"n_layers": layers})
-    trial = task.objective(config.model_copy(update={"model": model}))
+    trial = task.objective(config, layers)
     trial.compile(compiled == "on")
     optimizer = TrainState.begin(trial.model, config.training, plan.device, plan.compute_dtype).optimizer
     try:
@@ -141,7 +150,7 @@ def _trial(
         optimizer.release()
 
 
-def _forward_and_backward(trial: Objective, batch: Batch, plan: StepPlan, training: TrainingConfig) -> float:
+def _forward_and_backward(trial: Objective, batch: Examples, plan: StepPlan, training: TrainingConfig) -> float:
     """Seconds it took."""
     start = time.perf_counter()
     with torch.random.fork_rng(devices=[]):

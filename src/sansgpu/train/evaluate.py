@@ -7,18 +7,18 @@ from itertools import islice
 
 import torch
 
-from sansgpu.config import Config
+from sansgpu.config import TrainingConfig
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import Evaluated
 from sansgpu.train.step import StepPlan
 
 
-def evaluated_share(config: Config, validation_tokens: int, micro_batch: int) -> float:
+def evaluated_share(training: TrainingConfig, validation_tokens: int, example_tokens: float, micro_batch: int) -> float:
     """Tokens of an evaluation over those of a step."""
-    training, step_tokens = config.training, effective_batch(config.training) * config.window
+    tokens: float = validation_tokens
     if training.eval_batches is not None:
-        validation_tokens = min(validation_tokens, training.eval_batches * micro_batch * config.window)
-    return validation_tokens / step_tokens
+        tokens = min(tokens, training.eval_batches * micro_batch * example_tokens)
+    return tokens / (effective_batch(training) * example_tokens)
 
 
 def evaluate(

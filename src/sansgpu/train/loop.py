@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from sansgpu.config import Config, RunPaths, fold_seed
-from sansgpu.data.batch import Batch
+from sansgpu.data.batch import Examples
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
@@ -15,10 +15,10 @@ from sansgpu.machine.usage import Usage
 from sansgpu.tasks import Task
 from sansgpu.train.budget import Budget
 from sansgpu.train.checkpoint import Snapshot
-from sansgpu.train.evaluate import evaluate, evaluated_share
+from sansgpu.train.evaluate import evaluate
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.resume import restore
-from sansgpu.train.schedule import UNKNOWN, learning_rate, piece_length
+from sansgpu.train.schedule import UNKNOWN, learning_rate
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, StepResult, train_step
 from sansgpu.train.tensor_file import Tensors
@@ -53,9 +53,12 @@ class Trainer:
         gemm_flops_per_second: float,
         steps: int,
         started: float | None = None,
-        validation_tokens: int = 0,
+        evaluated: float = 0.0,
     ) -> None:
-        """`steps` are all of the run's, or `schedule.UNKNOWN`; it counts its time from `started` (time.monotonic)."""
+        """`steps` are all of the run's, or `schedule.UNKNOWN`; it counts its time from `started` (time.monotonic).
+
+        `evaluated` are the tokens of an evaluation over those of a step.
+        """
         self.task, self.config, self.paths, self.plan = task, config, paths, plan
         self.environment, self.sinks, self.gemm_flops_per_second = environment, sinks, gemm_flops_per_second
         training = config.training
@@ -68,7 +71,7 @@ class Trainer:
         self._budget = Budget(
             training,
             self._elapsed,
-            evaluated_share(config, validation_tokens, plan.micro_batch),
+            evaluated,
             snapshot_bytes=weights + moments,
             export_bytes=weights,
         )
@@ -137,14 +140,11 @@ class Trainer:
             prefetch.close()
             self._leave_nothing_unsaid()
 
-    def _batch(self, step: int) -> Batch:
+    def _batch(self, step: int) -> Examples:
         """The global batch of a step, as it is learned from; made ahead of it."""
-        training, window = self.config.training, self.config.window
-        batch = self.task.batch(step)
-        piece = piece_length(training, window, step, self.total_steps)
-        if piece < window:
-            batch = batch.in_pieces(piece)
-        return batch.pinned() if training.dataloader_pin_memory and self.plan.device.type == "cuda" else batch
+        batch = self.task.batch(step, self.total_steps)
+        pin = self.config.training.dataloader_pin_memory and self.plan.device.type == "cuda"
+        return batch.pinned() if pin else batch
 
     def _finished(self) -> bool:
         most_tokens = self.config.training.max_tokens
@@ -192,7 +192,7 @@ class Trainer:
         progress.tokens += result.tokens
         progress.seconds = self._elapsed()
         progress.logged_loss += result.loss_sum
-        progress.logged_tokens += result.tokens
+        progress.logged_targets += result.targets
         if not self._first_step:
             self._budget.stepped(seconds)
         if not self._first_step or training.logging_steps == 1:
@@ -213,7 +213,7 @@ class Trainer:
             {
                 "event": "step",
                 "step": progress.step,
-                "loss": progress.logged_loss / progress.logged_tokens,
+                "loss": progress.logged_loss / progress.logged_targets,
                 "lr": lr,
                 "grad_norm": result.grad_norm,
                 "tokens": progress.tokens,
@@ -227,7 +227,7 @@ class Trainer:
                 "total_steps": None if self.total_steps == UNKNOWN else self.total_steps,
             }
         )
-        progress.logged_loss, progress.logged_tokens = 0.0, 0
+        progress.logged_loss, progress.logged_targets = 0.0, 0
         self._interval = []
 
     def _eta_seconds(self, step_seconds: float) -> float:

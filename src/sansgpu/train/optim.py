@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config import TrainingConfig, fold_seed
 from sansgpu.kernels.newton_schulz import orthogonalise
+from sansgpu.kernels.quantised import adamw8, quantised_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
 
 MUON_MOMENTUM = 0.95
@@ -20,11 +22,15 @@ MUON_MOST = 0.1  # of a step may go into orthogonalising, where the choice is ou
 MUON_NUMBERS = 1 << 22  # orthogonalised at once; they take five times their memory on the way
 ORTHOGONALISE_PACE = 0.6  # time a FLOP of it takes over one of the step: it is all large products, as measured
 MUON, ADAMW = ("momentum",), ("exp_avg", "exp_avg_sq")
+ADAMW8 = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # codes, and the scales of their blocks
+QUANTISED_FROM = 4096  # numbers in a weight: the moments of smaller ones cost nothing
 
 
 @dataclass
 class Weight:
-    """One trained tensor. `parameter` is what the model multiplies with, `master` its fp32 value."""
+    """One trained tensor. `parameter` is what the model multiplies with, `master` its value, in fp32 unless that is the
+    parameter itself.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -41,7 +47,7 @@ class Weight:
         new, parameter.grad = parameter.grad, None
         assert new is not None
         if self.gradient is None:
-            self.gradient = new.to(self.master.dtype) if self.summed else new
+            self.gradient = new.to(torch.promote_types(new.dtype, torch.float32)) if self.summed else new
         else:
             self.gradient = add_product(self.gradient, new)
 
@@ -65,12 +71,20 @@ class Optimizer:
         kinds = MUON if training.optimizer == "muon" else ADAMW
         self.weights = [self._hold(name, p, kinds, training.weight_decay) for name, p in hidden]
         self.weights += [self._hold(name, p, ADAMW, 0.0) for name, p in rest]
+        for parameter in model.parameters():
+            if not parameter.requires_grad:  # as products read it, and in fp32 what no product does
+                parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
 
     def _hold(self, name: str, parameter: nn.Parameter, kinds: tuple[str, ...], decay: float) -> Weight:
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         weight = Weight(name, parameter, parameter.detach(), kinds, decay)
+        if kinds == ADAMW and self._training.optimizer_state == "8bit" and parameter.numel() >= QUANTISED_FROM:
+            weight.kinds = ADAMW8
         if parameter.ndim > 1 and self._compute_dtype != parameter.dtype:
             parameter.data = parameter.data.to(self._compute_dtype)
             parameter.grad_dtype = None  # the loss and the embedding leave fp32 sums, products what they are
+            if self._training.master_weights == "bf16":
+                weight.master = parameter.detach()
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
         return weight
 
@@ -90,9 +104,9 @@ class Optimizer:
         """Update number `step` (1, 2, ...) by the gradients x `scale`, which are dropped."""
         trained = [w for w in self.weights if w.gradient is not None]
         self.make_moments()
-        for weight in trained:
-            if weight.kinds == ADAMW:
-                self._adamw(weight, lr, step, scale)
+        for number, weight in enumerate(self.weights):
+            if weight.gradient is not None and weight.kinds != MUON:
+                self._adamw(weight, lr, step, scale, fold_seed(self._training.seed, "rounding", step, number))
         orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.master.shape)
         for shape, same in groupby(orthogonal, key=lambda w: w.master.shape):
             group, together = list(same), max(1, MUON_NUMBERS // shape.numel())
@@ -104,19 +118,20 @@ class Optimizer:
         """Take the memory of the moments. Before the first step, as what stays would tear holes into its heap."""
         for weight in self.weights:
             if not weight.moments:
-                weight.moments = {kind: torch.zeros_like(weight.master) for kind in weight.kinds}
+                weight.moments = _zeros(weight)
 
     def drop_gradients(self) -> None:
         """Forget what backward has left."""
         for weight in self.weights:
             weight.gradient = None
 
-    def _adamw(self, weight: Weight, lr: float, step: int, scale: float) -> None:
+    def _adamw(self, weight: Weight, lr: float, step: int, scale: float, seed: int) -> None:
         assert weight.gradient is not None
-        adamw(
+        moments = [weight.moments[kind] for kind in weight.kinds]
+        update: Callable[..., None] = adamw8 if weight.kinds == ADAMW8 else adamw
+        update(
             weight.master,
-            weight.moments["exp_avg"],
-            weight.moments["exp_avg_sq"],
+            *moments,
             weight.gradient,
             weight.working,
             lr=lr,
@@ -125,6 +140,7 @@ class Optimizer:
             weight_decay=weight.decay,
             step=step,
             scale=scale,
+            seed=seed,
         )
 
     def _muon(self, weights: list[Weight], lr: float, scale: float) -> None:
@@ -175,6 +191,16 @@ class Optimizer:
             weight.moments = {kind: tensors[f"{kind}.{weight.name}"].to(weight.master.device) for kind in weight.kinds}
 
 
+def _zeros(weight: Weight) -> dict[str, torch.Tensor]:
+    """Moments before the first step."""
+    if weight.kinds == ADAMW8:
+        parts = [*quantised_zeros(weight.master), *quantised_zeros(weight.master)]
+    else:
+        dtype = torch.promote_types(weight.master.dtype, torch.float32)
+        parts = [torch.zeros_like(weight.master, dtype=dtype) for _ in weight.kinds]
+    return dict(zip(weight.kinds, parts, strict=True))
+
+
 def choose_optimizer(wanted: str, step_flops: float, muon_flops: float) -> str:
     """`muon` or `adamw`: of `auto` Muon, where orthogonalising costs less than a tenth of a step.
 
@@ -187,10 +213,15 @@ def choose_optimizer(wanted: str, step_flops: float, muon_flops: float) -> str:
 
 
 def split_parameters(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """(matrices of linear layers inside the model, everything else): what Muon and weight decay are for, and not.
+    """(matrices of layers inside the model, everything else): what Muon and weight decay are for, and not.
 
     Embeddings, the output head, norms and biases are in the second list. A tied parameter stands once.
     """
-    inner = {id(m.weight) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "head"}
+    find_head = getattr(model, "get_output_embeddings", lambda: getattr(model, "head", None))
+    head = find_head()
+    layers = [m for m in model.modules() if not isinstance(m, nn.Embedding) and m is not head]
+    inner = {id(m.weight) for m in layers if isinstance(getattr(m, "weight", None), nn.Parameter)}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [(n, p) for n, p in trained if id(p) in inner], [(n, p) for n, p in trained if id(p) not in inner]
+    matrices = [(name, p) for name, p in trained if id(p) in inner and p.ndim > 1]
+    found = {id(p) for _, p in matrices}
+    return matrices, [(name, p) for name, p in trained if id(p) not in found]

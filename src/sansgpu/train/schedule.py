@@ -6,7 +6,6 @@ import math
 
 from sansgpu.config import TrainingConfig
 
-SHORTEST_PIECE = 32
 WARMUP_PART = 10
 UNKNOWN = 1 << 40  # steps of a run that ends by the clock, before any was timed
 
@@ -34,17 +33,6 @@ def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
     """Steps of the warm-up: at most a tenth of a run whose length is an amount of time."""
     most = total_steps // WARMUP_PART if training.time_limited else training.warmup_steps
     return min(training.warmup_steps, most)
-
-
-def piece_length(training: TrainingConfig, window: int, step: int, total_steps: int) -> int:
-    """Tokens of the pieces that windows are cut into at step 0 .. total_steps - 1; the window's own when it is whole.
-
-    Stages of equally many steps, each with pieces twice as long as the one before. arXiv 2108.06084 grows the window
-    itself; here its shape stays, and with it the compiled graph.
-    """
-    stages = max(0, math.ceil(math.log2(window / SHORTEST_PIECE)))
-    steps = training.window_warmup_ratio * total_steps
-    return SHORTEST_PIECE << int(step / steps * stages) if step < steps and stages else window
 
 
 def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch: int) -> int:

@@ -23,7 +23,7 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     logged_loss: float = 0.0  # summed since the last step event
-    logged_tokens: int = 0
+    logged_targets: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a snapshot's state.json."""
@@ -54,11 +54,14 @@ class TrainState:
         return cls(model, optimizer, Progress())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's tensors by name, the trained ones in fp32."""
-        return {**self.model.state_dict(), **self.optimizer.masters()}
+        """The model's tensors by name, but for frozen ones; what is trained as the optimizer holds it."""
+        masters = self.optimizer.masters()
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        rest = {name: value for name, value in self.model.state_dict().items() if name not in parameters}
+        return {**rest, **masters}
 
     def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """The inverse of `weights`."""
         with torch.no_grad():
-            self.model.load_state_dict(tensors)
+            self.model.load_state_dict(tensors, strict=False)  # `resume` has compared the names
             self.optimizer.load_masters(tensors)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sansgpu.config import SansGPUError, TrainingConfig, fold_seed
-from sansgpu.data.batch import Batch
+from sansgpu.data.batch import Examples
 from sansgpu.machine.pressure import MemoryShortError
 from sansgpu.tasks import Task
 from sansgpu.train.state import TrainState
@@ -41,6 +41,7 @@ class StepResult:
     """What a step did."""
 
     loss_sum: float
+    targets: int  # that it is summed over
     tokens: int
     grad_norm: float
 
@@ -48,7 +49,7 @@ class StepResult:
 def train_step(
     state: TrainState,
     task: Task,
-    batch: Batch,
+    batch: Examples,
     plan: StepPlan,
     training: TrainingConfig,
     lr: float,
@@ -56,12 +57,12 @@ def train_step(
 ) -> StepResult:
     """Accumulate the gradient of `batch` in micro-batches, clip it and update.
 
-    The loss is summed over tokens and divided once by the targets of the whole batch, so no split changes it; `allowed`
+    The loss is summed over targets and divided once by those of the whole batch, so no split changes it; `allowed`
     is asked before each micro-batch how much of one memory allows. One whose forward pass raises MemoryShortError is
     cut and tried again.
     Raises SansGPUError, before any weight changes, where loss or gradient are not finite.
     """
-    tokens = batch.target_count()
+    targets = batch.target_count()
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
     pending = deque(batch.micro_batches(plan.micro_batch, plan.rank, plan.world_size))
     index = 0
@@ -80,17 +81,17 @@ def train_step(
                 continue
             if not index:
                 state.optimizer.expect_sum(bool(pending))
-            (loss / tokens).backward()
+            (loss / targets).backward()
         loss_sum += loss.detach()
         index += 1
     total = float(loss_sum)
     grad_norm = state.optimizer.norm()
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
         raise SansGPUError(
-            f"step {state.progress.step + 1}: the loss is {total / tokens:g} and the gradient norm {grad_norm:g}; "
+            f"step {state.progress.step + 1}: the loss is {total / targets:g} and the gradient norm {grad_norm:g}; "
             "earlier snapshots are kept; go on from one with a lower learning_rate or more warmup_steps."
         )
     limit = training.max_grad_norm
     scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
     state.optimizer.step(lr, state.progress.step + 1, scale)
-    return StepResult(total, tokens, grad_norm)
+    return StepResult(total, targets, batch.token_count(), grad_norm)

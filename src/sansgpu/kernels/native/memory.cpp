@@ -1,7 +1,8 @@
 // Memory of large tensors: blocks straight from the kernel, kept when freed and used again for what is about as large.
 //
 // glibc's aligned allocation cannot use a freed block again for the same size, so an eager step touches twice the
-// memory that is live in it. Here it touches what is live, in huge pages where the kernel has them.
+// memory that is live in it. Here it touches what is live, in huge pages where the kernel has them. Where tensors have
+// other sizes at every step, blocks are cut from regions and joined again, as there would come to be some of every size.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -9,11 +10,14 @@
 #include <sys/mman.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <set>
 #include <unordered_map>
+#include <utility>
 
 namespace {
 
@@ -21,15 +25,34 @@ constexpr size_t kLarge = size_t{1} << 20;  // below, the C allocator serves
 constexpr size_t kHuge = size_t{2} << 20;   // a huge page, which blocks of eight and more are multiples of
 constexpr size_t kStep = size_t{64} << 10;
 constexpr double kWaste = 1.5;  // of a block over what it is used for
+constexpr size_t kRegion = size_t{128} << 20;
 
 size_t rounded(size_t bytes) {
   const size_t unit = bytes >= 8 * kHuge ? kHuge : kStep;
   return (bytes + unit - 1) / unit * unit;
 }
 
-class Blocks {
+void* map(size_t size) {
+  void* block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (block == MAP_FAILED) return nullptr;
+#ifdef MADV_HUGEPAGE
+  if (size >= 8 * kHuge) madvise(block, size, MADV_HUGEPAGE);
+#endif
+  return block;
+}
+
+class Memory {
  public:
-  void* take(size_t bytes) {
+  virtual ~Memory() = default;
+  virtual void* take(size_t bytes) = 0;
+  virtual bool put(void* block) = 0;  // false where the block is not one of these
+  virtual int64_t give_back() = 0;
+};
+
+// A block is used again for what is about as large.
+class Blocks final : public Memory {
+ public:
+  void* take(size_t bytes) override {
     const size_t size = rounded(bytes);
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -42,22 +65,18 @@ class Blocks {
         return block;
       }
     }
-    void* block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (block == MAP_FAILED) {
+    void* block = map(size);
+    if (block == nullptr) {
       give_back();
-      block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      TORCH_CHECK(block != MAP_FAILED, "out of memory: ", bytes, " bytes cannot be had");
+      block = map(size);
+      TORCH_CHECK(block != nullptr, "out of memory: ", bytes, " bytes cannot be had");
     }
-#ifdef MADV_HUGEPAGE
-    if (size >= 8 * kHuge) madvise(block, size, MADV_HUGEPAGE);
-#endif
     std::lock_guard<std::mutex> lock(mutex_);
     used_[block] = size;
     return block;
   }
 
-  // False where the block is not one of these.
-  bool put(void* block) {
+  bool put(void* block) override {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = used_.find(block);
     if (found == used_.end()) return false;
@@ -66,7 +85,7 @@ class Blocks {
     return true;
   }
 
-  int64_t give_back() {
+  int64_t give_back() override {
     std::lock_guard<std::mutex> lock(mutex_);
     int64_t given = 0;
     for (const auto& [size, block] : free_) {
@@ -83,19 +102,98 @@ class Blocks {
   std::unordered_map<void*, size_t> used_;
 };
 
-Blocks& blocks() {
-  static Blocks* all = new Blocks;  // never destroyed: tensors may be freed after everything else
-  return *all;
-}
+// Regions that blocks are cut from: each takes the smallest free piece it fits into, and what is freed is joined with
+// the free pieces beside it.
+class Regions final : public Memory {
+ public:
+  void* take(size_t bytes) override {
+    const size_t size = (bytes + kStep - 1) / kStep * kStep;
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = by_size_.lower_bound({size, nullptr});
+    if (found == by_size_.end()) found = grow(size);
+    auto [whole, start] = *found;
+    drop(start);
+    if (whole > size) add(start + size, whole - size);
+    used_[start] = size;
+    return start;
+  }
+
+  bool put(void* block) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = used_.find(static_cast<char*>(block));
+    if (found == used_.end()) return false;
+    char* start = found->first;
+    size_t size = found->second;
+    used_.erase(found);
+    const auto behind = free_.find(start + size);
+    if (behind != free_.end() && regions_.count(behind->first) == 0) {
+      size += behind->second;
+      drop(behind->first);
+    }
+    auto before = free_.lower_bound(start);
+    if (regions_.count(start) == 0 && before != free_.begin()) {
+      --before;
+      if (before->first + before->second == start) {
+        start = before->first;
+        size += before->second;
+        drop(start);
+      }
+    }
+    add(start, size);
+    return true;
+  }
+
+  // The pages of free pieces, which stay in their regions.
+  int64_t give_back() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    int64_t given = 0;
+    for (const auto& [start, size] : free_) {
+      madvise(start, size, MADV_DONTNEED);
+      given += static_cast<int64_t>(size);
+    }
+    return given;
+  }
+
+ private:
+  std::set<std::pair<size_t, char*>>::iterator grow(size_t size) {
+    const size_t length = (std::max(size, kRegion) + kHuge - 1) / kHuge * kHuge;
+    char* region = static_cast<char*>(map(length));
+    TORCH_CHECK(region != nullptr, "out of memory: ", size, " bytes cannot be had");
+    regions_.insert(region);
+    add(region, length);
+    return by_size_.find({length, region});
+  }
+
+  void add(char* start, size_t size) {
+    free_[start] = size;
+    by_size_.insert({size, start});
+  }
+
+  void drop(char* start) {
+    const auto found = free_.find(start);
+    by_size_.erase({found->second, start});
+    free_.erase(found);
+  }
+
+  std::mutex mutex_;
+  std::set<char*> regions_;  // where each begins: pieces are not joined over that
+  std::map<char*, size_t> free_;
+  std::set<std::pair<size_t, char*>> by_size_;
+  std::unordered_map<char*, size_t> used_;
+};
+
+// Never destroyed: tensors may be freed after everything else.
+Memory* const kinds[] = {new Blocks, new Regions};
+bool varying = false;
 
 void release(void* pointer) {
-  if (pointer != nullptr && !blocks().put(pointer)) c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);
+  if (pointer != nullptr && !kinds[0]->put(pointer) && !kinds[1]->put(pointer)) c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);
 }
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes < kLarge) return c10::GetDefaultCPUAllocator()->allocate(bytes);
-    void* block = blocks().take(bytes);
+    void* block = kinds[varying]->take(bytes);
     return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -104,16 +202,17 @@ struct Allocator final : c10::Allocator {
   }
 };
 
-void use_blocks() {
+void use_blocks(bool sizes_vary) {
   static Allocator allocator;
+  varying = sizes_vary;
   c10::SetCPUAllocator(&allocator, /*priority=*/100);
 }
 
-int64_t give_back() { return blocks().give_back(); }
+int64_t give_back() { return kinds[0]->give_back() + kinds[1]->give_back(); }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(sansgpu, library) {
-  library.def("use_blocks() -> ()", &use_blocks);
+  library.def("use_blocks(bool varying) -> ()", &use_blocks);
   library.def("give_back() -> int", &give_back);
 }

@@ -59,35 +59,193 @@ double squared_norm(const at::Tensor& tensor) {
   return total;
 }
 
-struct AdamW {
-  float lr, beta1, beta2, eps, decay, scale, correction1, correction2;
+// 32 random bits for each number of a tensor, from a seed and its place alone: the same whatever the threads.
+struct Random {
+  uint32_t key;
+  explicit Random(int64_t seed)
+      : key(Dropout::mix(Dropout::mix(static_cast<uint32_t>(seed)) + static_cast<uint32_t>(seed >> 32))) {}
+  uint32_t row(int64_t block) const { return Dropout::mix(key + static_cast<uint32_t>(block)); }
+  static uint32_t at(uint32_t row, int64_t place) {
+    return Dropout::mix(row ^ static_cast<uint32_t>(place) * 0x9E3779B1u);
+  }
 };
 
-template <typename G>
-void adamw_range(float* weight, float* first, float* second, const G* grad, bf16* working, int64_t begin, int64_t end,
-                 const AdamW& a) {
-  for (int64_t i = begin; i < end; ++i) {
-    const float g = load(grad + i) * a.scale;
-    first[i] += (1.0f - a.beta1) * (g - first[i]);
-    second[i] += (1.0f - a.beta2) * (g * g - second[i]);
-    weight[i] -= a.lr * (a.decay * weight[i] + first[i] * a.correction1 / (std::sqrt(second[i] * a.correction2) + a.eps));
-    if (working) store(working + i, weight[i]);
+// Away from zero with the probability of what is cut off: right on average, where rounding to nearest would lose every
+// step below half a unit in the last place. NaN stays one, as a carry could make it a zero.
+inline void round_randomly(bf16* to, float x, uint32_t random) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  const bool nan = (word & 0x7FFFFFFF) > 0x7F800000;
+  bits(to)[0] = static_cast<uint16_t>((nan ? word | 0x400000 : word + (random >> 16)) >> 16);
+}
+inline void round_randomly(float* to, float x, uint32_t) { *to = x; }
+
+struct AdamW {
+  float lr, beta1, beta2, eps, decay, scale, correction1, correction2;
+  AdamW(double lr, double beta1, double beta2, double eps, double decay, int64_t step, double scale)
+      : lr(static_cast<float>(lr)),
+        beta1(static_cast<float>(beta1)),
+        beta2(static_cast<float>(beta2)),
+        eps(static_cast<float>(eps)),
+        decay(static_cast<float>(decay)),
+        scale(static_cast<float>(scale)),
+        correction1(static_cast<float>(1.0 / (1.0 - std::pow(beta1, step)))),
+        correction2(static_cast<float>(1.0 / (1.0 - std::pow(beta2, step)))) {}
+
+  float next(float weight, float& first, float& second, float grad) const {
+    const float g = grad * scale;
+    first += (1.0f - beta1) * (g - first);
+    second += (1.0f - beta2) * (g * g - second);
+    return weight - lr * (decay * weight + first * correction1 / (std::sqrt(second * correction2) + eps));
+  }
+};
+
+// weight[i] = next of it for i < count, written to `working` too; `place` is that of number 0 in its row of random bits.
+template <typename W, typename G>
+void update(const AdamW& a, W* weight, float* first, float* second, const G* grad, bf16* working, int64_t count,
+            uint32_t row, int64_t place) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float next = a.next(load(weight + i), first[i], second[i], load(grad + i));
+    round_randomly(weight + i, next, Random::at(row, place + i));
+    if (working) store(working + i, next);
   }
 }
 
+// run(weight, grad, working) with pointers of the tensors' types.
+template <typename F>
+void with_types(const at::Tensor& weight, const at::Tensor& grad, const std::optional<at::Tensor>& working, F run) {
+  bf16* cast = working ? working->data_ptr<bf16>() : nullptr;
+  const auto typed = [&](auto* w) {
+    grad.scalar_type() == at::kBFloat16 ? run(w, grad.data_ptr<bf16>(), cast) : run(w, grad.data_ptr<float>(), cast);
+  };
+  weight.scalar_type() == at::kBFloat16 ? typed(weight.data_ptr<bf16>()) : typed(weight.data_ptr<float>());
+}
+
+// In blocks of fixed size: what is left over by vectors is rounded another way, and must not depend on the threads.
 void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor& second, const at::Tensor& grad,
             const std::optional<at::Tensor>& working, double lr, double beta1, double beta2, double eps, double decay,
-            int64_t step, double scale) {
-  const AdamW a{static_cast<float>(lr),  static_cast<float>(beta1), static_cast<float>(beta2), static_cast<float>(eps),
-                static_cast<float>(decay), static_cast<float>(scale), static_cast<float>(1.0 / (1.0 - std::pow(beta1, step))),
-                static_cast<float>(1.0 / (1.0 - std::pow(beta2, step)))};
-  float *w = weight.data_ptr<float>(), *m = first.data_ptr<float>(), *v = second.data_ptr<float>();
-  bf16* cast = working ? working->data_ptr<bf16>() : nullptr;
-  const auto run = [&](const auto* g) {
-    at::parallel_for(0, weight.numel(), GRAIN,
-                     [&](int64_t begin, int64_t end) { adamw_range(w, m, v, g, cast, begin, end, a); });
-  };
-  grad.scalar_type() == at::kBFloat16 ? run(grad.data_ptr<bf16>()) : run(grad.data_ptr<float>());
+            int64_t step, double scale, int64_t seed) {
+  const AdamW a(lr, beta1, beta2, eps, decay, step, scale);
+  const Random random(seed);
+  const int64_t size = weight.numel();
+  float *m = first.data_ptr<float>(), *v = second.data_ptr<float>();
+  with_types(weight, grad, working, [&](auto* w, const auto* g, bf16* cast) {
+    at::parallel_for(0, at::divup(size, GRAIN), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t at = block * GRAIN;
+        update(a, w + at, m + at, v + at, g + at, cast ? cast + at : nullptr, std::min(GRAIN, size - at),
+               random.row(block), 0);
+      }
+    });
+  });
+}
+
+// --- moments in 8 bits: kernels/quantised.py says what the codes mean
+
+constexpr int64_t BLOCK = 256;
+constexpr int DECADES = 7;
+
+// Finds the nearest code without a search: within a decade the map is linear, value number `place` in the middle of
+// [place, place + 1) of x * slope + offset. The lowest decade has `lowest` values, each one above twice as many.
+struct Places {
+  float edge[DECADES], slope[DECADES], offset[DECADES], one;  // edges are midpoints between neighbours, as `one` is
+  constexpr explicit Places(int lowest) : edge(), slope(), offset(), one() {
+    double unit = 1e-6, count = lowest;
+    for (int d = 0; d < DECADES; ++d, unit *= 10, count *= 2) {
+      slope[d] = static_cast<float>(count / (0.9 * unit));
+      offset[d] = static_cast<float>(count - count / 9);
+      if (d + 1 < DECADES) edge[d + 1] = static_cast<float>(unit * (1 + 0.9 / count));
+      one = static_cast<float>(1 - 0.225 / count);
+    }
+  }
+  int32_t operator()(float x) const {  // of 0 <= x <= 1, and at least lowest - 1 even where 0 is nearer
+    float a = slope[0], b = offset[0];
+    for (int d = 1; d < DECADES; ++d) {
+      a = x >= edge[d] ? slope[d] : a;
+      b = x >= edge[d] ? offset[d] : b;
+    }
+    const int32_t last = static_cast<int32_t>(b * 2.25f - 0.5f);  // of the decade, 2 * count - 1
+    return std::min(static_cast<int32_t>(x * a + b), last) + (x >= one);
+  }
+};
+
+inline uint8_t signed_code(float x) {
+  constexpr Places places(1);
+  const int32_t place = std::fabs(x) < 0.275e-6f ? 0 : places(std::fabs(x));
+  return static_cast<uint8_t>(x < 0 ? std::max(-place, -127) : place);
+}
+
+// Not 0 for what is not: a first moment divided by the root of nothing would throw the weight out of the model.
+inline uint8_t unsigned_code(float x) {
+  constexpr Places places(2);
+  return static_cast<uint8_t>(x > 0 ? std::max(places(x) - 1, 1) : 0);
+}
+
+// The largest absolute value, or NaN where there is one: they are above all others as integers.
+inline float largest(const float* x, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t word;
+    std::memcpy(&word, x + i, 4);
+    most = std::max(most, word & 0x7FFFFFFF);
+  }
+  float y;
+  std::memcpy(&y, &most, 4);
+  return y;
+}
+
+// One block's codes; returns their scale. Scales whose inverse overflows are 0; what is not finite spoils its block.
+template <uint8_t (*code)(float)>
+float quantise(const float* from, uint8_t* codes, int64_t count) {
+  const float scale = largest(from, count);
+  if (!(scale >= std::numeric_limits<float>::min() && scale <= std::numeric_limits<float>::max())) {
+    std::fill(codes, codes + count, 0);
+    return scale < 1.0f ? 0.0f : scale;
+  }
+  const float inverse = 1.0f / scale;
+  for (int64_t i = 0; i < count; ++i) codes[i] = code(from[i] * inverse);
+  return scale;
+}
+
+struct Moments {
+  uint8_t* codes;
+  float* scales;
+  const float* map;
+  Moments(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& map)
+      : codes(codes.data_ptr<uint8_t>()), scales(scales.data_ptr<float>()), map(map.data_ptr<float>()) {}
+  void read(int64_t block, int64_t count, float* to) const {
+    const uint8_t* from = codes + block * BLOCK;
+    const float scale = scales[block];
+    for (int64_t i = 0; i < count; ++i) to[i] = scale * map[from[i]];
+  }
+  template <uint8_t (*code)(float)>
+  void write(int64_t block, int64_t count, const float* from) const {
+    scales[block] = quantise<code>(from, codes + block * BLOCK, count);
+  }
+};
+
+void adamw8_(const at::Tensor& weight, const at::Tensor& first_codes, const at::Tensor& first_scales,
+             const at::Tensor& second_codes, const at::Tensor& second_scales, const at::Tensor& grad,
+             const std::optional<at::Tensor>& working, const at::Tensor& first_map, const at::Tensor& second_map,
+             double lr, double beta1, double beta2, double eps, double decay, int64_t step, double scale,
+             int64_t seed) {
+  const AdamW a(lr, beta1, beta2, eps, decay, step, scale);
+  const Random random(seed);
+  const int64_t size = weight.numel();
+  const Moments first(first_codes, first_scales, first_map), second(second_codes, second_scales, second_map);
+  with_types(weight, grad, working, [&](auto* w, const auto* g, bf16* cast) {
+    at::parallel_for(0, at::divup(size, BLOCK), GRAIN / BLOCK, [&](int64_t begin, int64_t end) {
+      float m[BLOCK], v[BLOCK];
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t at = block * BLOCK, count = std::min(BLOCK, size - at);
+        first.read(block, count, m);
+        second.read(block, count, v);
+        update(a, w + at, m, v, g + at, cast ? cast + at : nullptr, count, random.row(at / GRAIN), at % GRAIN);
+        first.write<signed_code>(block, count, m);
+        second.write<unsigned_code>(block, count, v);
+      }
+    });
+  });
 }
 
 }  // namespace
@@ -97,6 +255,7 @@ TORCH_LIBRARY_IMPL(sansgpu, CPU, library) {
   library.impl("accumulate_", &accumulate_);
   library.impl("squared_norm", &squared_norm);
   library.impl("adamw_", &adamw_);
+  library.impl("adamw8_", &adamw8_);
 }
 
 }  // namespace sansgpu

@@ -1,0 +1,155 @@
+"""Fine-tuning Qwen2.5-0.5B's exact shape, against Hugging Face's Trainer with the same rows in the same order.
+
+    python -m benchmarks.fine_tuning --data ROWS.jsonl [--model FOLDER] [--steps 5] [--rounds 2] [--json FILE]
+
+Without --model the weights are drawn at random, and the tokenizer is trained on Python's own source. Tokens are real
+ones: padding is not counted. Everyone takes 4 rows a step, in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contest import (
+    WARM_UP,
+    Contestant,
+    Outcome,
+    Sample,
+    add_ratios,
+    print_table,
+    say,
+    spawn,
+    take_turns,
+    write_json,
+)
+from benchmarks.ours import MEASURED, at_step, command, overrides, sample
+
+# Qwen/Qwen2.5-0.5B's config.json.
+SHAPE = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "max_position_embeddings": 32768, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+OURS, HF = "sansgpu", "Hugging Face Trainer"
+ROWS = 4
+COLUMNS = {
+    "": ("name", "s"),
+    "real tokens/s": ("tokens_per_second", ",.0f"),
+    "step": ("median_step_seconds", ".2f"),
+    "peak memory, GB": ("peak_gb", ".2f"),
+    "speed": ("ratio", ".2f"),
+    "last loss": ("loss", ".3f"),
+}
+
+
+def settings(model: Path, data: Path, adapter: str, **more: object) -> dict[str, object]:
+    """What both sides train."""
+    return {
+        "task": "sft",
+        **MEASURED,
+        "model.name_or_path": model,
+        "model.adapter": adapter,
+        "data.dataset_name": data,
+        "data.max_length": 1024,
+        "training.batch_size": ROWS,
+        "training.gradient_accumulation_steps": 1,
+        "training.precision": "bf16",
+        "training.learning_rate": 1e-5,
+        **more,
+    }
+
+
+def contestants(model: Path, data: Path, steps: int, threads: int, folder: Path) -> list[Contestant]:
+    """Ours and theirs, whole and with LoRA."""
+    found = []
+    total = WARM_UP + steps
+    frugal: dict[str, object] = {"training.master_weights": "bf16", "training.optimizer_state": "8bit"}
+    for adapter, label in (("none", "whole"), ("lora", "LoRA")):
+        asked = {k: v for k, v in settings(model, data, adapter).items() if k != "training.window_warmup_ratio"}
+        asked |= {"training.max_steps": total, "training.threads": threads}
+        variants: dict[str, dict[str, object]] = {"": {}}
+        if adapter == "none":
+            variants[", bf16 weights, 8-bit moments"] = frugal
+        for suffix, changes in variants.items():
+            name = f"{OURS}, {label}{suffix}"
+            output = folder / f"{name.replace(' ', '-')}"
+            line = command(output, {**asked, **changes})
+            found.append(Contestant(name, line, partial(our_sample, folder, name), until=at_step(total)))
+        job = folder / f"hf-{adapter}.json"
+        given = [part for part in overrides(asked) if part != "--set"]
+        job.write_text(
+            json.dumps({"overrides": given, "steps": total, "threads": threads, "cache": str(folder / "cache")})
+        )
+        line = [sys.executable, "-m", "benchmarks.fine_tuning_peer", str(job)]
+        name = f"{HF}, {label}"
+        found.append(Contestant(name, line, partial(their_sample, folder, name), needs=("accelerate", "peft")))
+    return found
+
+
+def our_sample(folder: Path, name: str, outcome: Outcome) -> Sample:
+    """The measured steps; their tokens are noted beside."""
+    counts = [event["tokens"] for _, event in outcome.named("step")]
+    note_tokens(folder, name, [after - before for before, after in zip([0, *counts], counts, strict=False)])
+    return sample(outcome)
+
+
+def their_sample(folder: Path, name: str, outcome: Outcome) -> Sample:
+    """The same of the peer."""
+    if not outcome.named("result"):
+        raise outcome.no_result()
+    result = outcome.named("result")[0][1]
+    note_tokens(folder, name, result["tokens"])
+    seconds = result["step_seconds"]
+    return Sample(seconds[WARM_UP:], seconds[0], outcome.peak_rss_bytes, result["losses"][-1], outcome.wall_seconds)
+
+
+def note_tokens(folder: Path, name: str, tokens: list[int]) -> None:
+    """Real tokens of the measured steps, which are the same in every round."""
+    (folder / f"{name}.tokens").write_text(json.dumps(tokens[WARM_UP:]))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="rows as task sft takes them")
+    parser.add_argument("--model", type=Path, help="a folder; by default a random one of Qwen2.5-0.5B's shape")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="sansgpu-fine-tuning-") as name:
+        folder = Path(name)
+        model = arguments.model or made_model(folder / "model")
+        field = contestants(model.absolute(), arguments.data.absolute(), arguments.steps, arguments.threads, folder)
+        rows = take_turns(field, arguments.rounds)
+        for row in rows:
+            if "runs" in row:
+                measured = json.loads((folder / f"{row['name']}.tokens").read_text())
+                seconds = [second for one in row["runs"] for second in one["step_seconds"]]
+                row["tokens_per_second"] = sum(measured) * len(row["runs"]) / sum(seconds)
+                row["peak_gb"] = row["peak_rss_bytes"] / 1e9
+    add_ratios(rows, "tokens_per_second", f"{HF}, whole")
+    print_table("4 rows a step, bf16; speed against the Trainer's whole fine-tuning", COLUMNS, rows)
+    asked: dict[str, Any] = {**vars(arguments), "data": str(arguments.data), "model": str(arguments.model)}
+    write_json(arguments.json, "fine_tuning", asked, rows)
+
+
+def made_model(folder: Path) -> Path:
+    """A random model of the shape, made in a process of its own: this one stays small."""
+    say("drawing weights")
+    shape = ["--vocabulary", "16384", "--bf16", "--shape", json.dumps(SHAPE)]
+    outcome = spawn([sys.executable, "-m", "benchmarks.tiny_model", str(folder), *shape])
+    if outcome.code:
+        raise outcome.no_result()
+    return folder
+
+
+if __name__ == "__main__":
+    main()

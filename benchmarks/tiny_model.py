@@ -1,0 +1,116 @@
+"""Makes small Hugging Face folders with random weights: a model of any architecture, a tokenizer, a chat template.
+
+python -m benchmarks.tiny_model FOLDER [--architecture qwen2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+from sansgpu.config import DataConfig
+from sansgpu.data.sources import open_sources
+from sansgpu.data.tokenizer import BPETokenizer
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[PAD]", "[CLS]", "[SEP]")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+VOCABULARY, CONTEXT = 1024, 512
+PIECES_A_TOKEN = 25  # of the vocabulary: how much of the library a tokenizer is trained on
+_LAYERED = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}  # fmt: skip
+_GROUPED = {**_LAYERED, "num_key_value_heads": 2, "head_dim": 16}
+# What each architecture's config calls the same few sizes.
+CAUSAL: dict[str, dict[str, Any]] = {
+    "llama": {**_GROUPED, "tie_word_embeddings": False},
+    "smollm": {**_GROUPED, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {**_LAYERED, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": _GROUPED,
+    "gemma": _GROUPED,
+    "gemma2": {**_GROUPED, "sliding_window": 32},
+    "gemma3_text": {**_GROUPED, "sliding_window": 32},
+    "mistral": {**_GROUPED, "sliding_window": 32},
+    "phi": _LAYERED,
+    "phi3": {**_LAYERED, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": _LAYERED,
+    "roberta": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # positions begin behind it
+    "distilbert": {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4, "max_position_embeddings": CONTEXT},
+    "modernbert": {**_LAYERED, "local_attention": 32, "global_attn_every_n_layers": 2},
+}
+
+
+def make_tokenizer(encoder: bool, vocabulary: int = VOCABULARY) -> Any:
+    """A byte-level tokenizer trained on some of Python's own source; of an encoder with [CLS] and [SEP]."""
+    pieces = open_sources(DataConfig()).train.read()
+    texts = [piece.text for piece in islice(pieces, vocabulary // PIECES_A_TOKEN)]
+    backend = BPETokenizer.train(texts, vocabulary - len(SPECIAL) + 1).backend
+    backend.add_special_tokens(list(SPECIAL))
+    backend.encode_special_tokens = False
+    if encoder:
+        places = [(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=places
+        )
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]"} if encoder else {"eos_token": "<|im_end|>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", **names)
+    if not encoder:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_folder(
+    folder: Path,
+    architecture: str = "qwen2",
+    seed: int = 0,
+    vocabulary: int = VOCABULARY,
+    narrow: bool = False,
+    **changes: Any,
+) -> Path:
+    """A folder that transformers loads, its tokenizer of so many tokens, `narrow` in bf16; `changes` to config.json."""
+    encoder = architecture in ENCODERS
+    tokenizer = make_tokenizer(encoder, vocabulary)
+    if encoder and architecture not in ("bert", "modernbert"):
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    sizes = {"vocab_size": vocabulary, **(ENCODERS | CAUSAL)[architecture], **changes}
+    kind = sizes.pop("model_type", architecture)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    tokens = {"pad_token_id": tokenizer.pad_token_id} if encoder else ends
+    config = transformers.AutoConfig.for_model(kind, **{**tokens, **sizes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        maker = transformers.AutoModel if encoder else transformers.AutoModelForCausalLM
+        model = maker.from_config(config, dtype=torch.bfloat16 if narrow else torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    """Make one folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--architecture", choices=[*CAUSAL, *ENCODERS], default="qwen2")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens of the tokenizer")
+    parser.add_argument("--shape", type=json.loads, default={}, help="keys of config.json, as a JSON object")
+    parser.add_argument("--bf16", action="store_true", help="weights of 16 bits")
+    arguments = parser.parse_args()
+    sizes = {"vocabulary": arguments.vocabulary, "narrow": arguments.bf16, **arguments.shape}
+    print(make_folder(arguments.folder, arguments.architecture, **sizes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Logits -> answers with their rivals -> exact match and F1.
+
+Answers are chosen as postprocess_qa_predictions of transformers' examples/pytorch/question-answering/utils_qa.py does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+
+from sansgpu.config import ConfigError
+from sansgpu.data.questions import Question, QuestionWindow
+
+NO_SPAN = "empty"  # what utils_qa answers where no span can be one, and neither can null
+SPAN = np.dtype([("begin", "i4"), ("stop", "i4"), ("start_logit", "f8"), ("end_logit", "f8")])  # characters, logits
+
+
+@dataclass(frozen=True)
+class AnswerRules:
+    """Which spans may be answers; `max_answer_length` is in tokens, the threshold in logits."""
+
+    n_best_size: int = 20
+    max_answer_length: int = 30
+    null_score_diff_threshold: float = 0.0
+
+
+class _Scored(TypedDict):
+    start_logit: float
+    end_logit: float
+    text: str
+    probability: float
+
+
+class Candidate(_Scored, total=False):
+    """A possible answer; `start`, its first character in the context, where it is a span."""
+
+    start: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The chosen text, "" for none; its rivals, best first; how much better null is than the best span, in logits."""
+
+    text: str
+    nbest: list[Candidate]
+    null_score_diff: float | None
+
+
+def best_answers(
+    question: Question,
+    windows: list[QuestionWindow],
+    logits: list[tuple[np.ndarray, np.ndarray]],
+    rules: AnswerRules,
+    may_be_null: bool,
+) -> Answer:
+    """The answer to `question` from its windows and the start and end logits of each, (T,) or padded behind.
+
+    Of equal scores the earlier window's comes first, then the larger start logit, then the earlier token; null last.
+    """
+    pairs = list(zip(windows, logits, strict=True))
+    spans = np.concatenate([_spans(window, start, end, rules) for window, (start, end) in pairs])
+    best = spans[np.argsort(-_scores(spans), kind="stable")[: rules.n_best_size]]
+    candidates = [_candidate(question, span) for span in best]
+    chosen = next((candidate for candidate in candidates if candidate["text"]), None)
+    if not may_be_null:
+        if chosen is None:
+            chosen = Candidate(start_logit=0.0, end_logit=0.0, text=NO_SPAN, probability=0.0)
+            candidates.insert(0, chosen)
+        return Answer(chosen["text"], _with_probabilities(candidates), None)
+    null = min((_null(window, start, end) for window, (start, end) in pairs), key=_score)
+    place = int(np.count_nonzero(_scores(best) >= _score(null)))
+    candidates.insert(place, null)
+    if place < rules.n_best_size:
+        del candidates[rules.n_best_size :]
+    difference = _score(null) - (_score(chosen) if chosen else 0.0)
+    text = "" if chosen is None or difference > rules.null_score_diff_threshold else chosen["text"]
+    return Answer(text, _with_probabilities(candidates), difference)
+
+
+def _spans(window: QuestionWindow, start: np.ndarray, end: np.ndarray, rules: AnswerRules) -> np.ndarray:
+    """Spans of the context between the window's best start and end tokens, best start first."""
+    start, end = (np.asarray(side[: len(window.ids)], np.float64) for side in (start, end))
+    firsts, lasts = (np.argsort(-side, kind="stable")[: rules.n_best_size] for side in (start, end))
+    first, last = np.repeat(firsts, len(lasts)), np.tile(lasts, len(firsts))
+    in_context = window.offsets[:, 0] >= 0
+    fits = in_context[first] & in_context[last] & (last >= first) & (last - first < rules.max_answer_length)
+    first, last = first[fits], last[fits]
+    spans = np.empty(len(first), SPAN)
+    spans["begin"], spans["stop"] = window.offsets[first, 0], window.offsets[last, 1]
+    spans["start_logit"], spans["end_logit"] = start[first], end[last]
+    return spans
+
+
+def _scores(spans: np.ndarray) -> np.ndarray:
+    scores: np.ndarray = spans["start_logit"] + spans["end_logit"]
+    return scores
+
+
+def _score(candidate: Candidate) -> float:
+    return candidate["start_logit"] + candidate["end_logit"]
+
+
+def _candidate(question: Question, span: np.void) -> Candidate:
+    begin, stop, start_logit, end_logit = span.tolist()
+    text = question.context[begin:stop]
+    return Candidate(start_logit=start_logit, end_logit=end_logit, text=text, probability=0.0, start=begin)
+
+
+def _null(window: QuestionWindow, start: np.ndarray, end: np.ndarray) -> Candidate:
+    start_logit, end_logit = float(start[window.cls]), float(end[window.cls])
+    return Candidate(start_logit=start_logit, end_logit=end_logit, text="", probability=0.0)
+
+
+def _with_probabilities(candidates: list[Candidate]) -> list[Candidate]:
+    """Softmax over the scores of these candidates."""
+    scores = np.array([_score(candidate) for candidate in candidates])
+    weights = np.exp(scores - scores.max())
+    for candidate, probability in zip(candidates, (weights / weights.sum()).tolist(), strict=True):
+        candidate["probability"] = probability
+    return candidates
+
+
+def exact_match_f1(questions: list[Question], predictions: dict[str, str]) -> dict[str, float]:
+    """Exact match and F1 in percent, by SQuAD's normalisation; a question without a prediction counts as "".
+
+    An impossible question is right where the prediction is "". Where there are any, the scores of both kinds stand
+    beside those of all. `answerable` and `unanswerable` are counts. Raises ConfigError where there are no questions.
+    """
+    if not questions:
+        raise ConfigError("there is no question to score answers of; give data that has some.")
+    answerable = [question for question in questions if not question.impossible]
+    impossible = [question for question in questions if question.impossible]
+    exact, f1 = _squad_scores(answerable, predictions) if answerable else (0.0, 0.0)
+    refused = sum(100.0 for question in impossible if not predictions.get(question.id, ""))
+    scores = {
+        "exact_match": (exact * len(answerable) + refused) / len(questions),
+        "f1": (f1 * len(answerable) + refused) / len(questions),
+    }
+    if impossible:
+        scores["no_answer_exact_match"] = refused / len(impossible)
+        if answerable:
+            scores |= {"has_answer_exact_match": exact, "has_answer_f1": f1}
+    return scores | {"answerable": float(len(answerable)), "unanswerable": float(len(impossible))}
+
+
+def _squad_scores(questions: list[Question], predictions: dict[str, str]) -> tuple[float, float]:
+    """Exact match and F1 in percent of questions that have answers."""
+    from torchmetrics.functional.text.squad import squad  # seconds of imports that training never needs
+
+    targets: list[Any] = [
+        {"id": q.id, "answers": {"text": [t for _, t in q.answers], "answer_start": [s for s, _ in q.answers]}}
+        for q in questions
+    ]
+    scores = squad([{"id": q.id, "prediction_text": predictions.get(q.id, "")} for q in questions], targets)
+    return float(scores["exact_match"]), float(scores["f1"])
+
+
+def predictions_json(
+    answers: dict[str, Answer],
+) -> tuple[dict[str, str], dict[str, list[dict[str, Any]]], dict[str, float]]:
+    """What run_qa writes to predictions.json, nbest_predictions.json and null_odds.json, by question id."""
+    predictions = {name: answer.text for name, answer in answers.items()}
+    nbest = {
+        name: [{key: value for key, value in candidate.items() if key != "start"} for candidate in answer.nbest]
+        for name, answer in answers.items()
+    }
+    odds = {name: a.null_score_diff for name, a in answers.items() if a.null_score_diff is not None}
+    return predictions, nbest, odds

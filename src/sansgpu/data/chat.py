@@ -1,0 +1,338 @@
+"""Rows of conversations -> tokens and which of them are learned: the assistant's words, never what it is asked.
+
+What is learned of a turn is what the model writes itself: all behind the header that the generation prompt gives it,
+up to and with the token that ends the turn.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from sansgpu.config import ConfigError
+from sansgpu.data.conversations import BadRowError, Conversation, Turn, bad_row, read_conversation
+from sansgpu.data.files import Row
+
+__all__ = [
+    "BadRowError",
+    "Conversation",
+    "Examples",
+    "Masked",
+    "build_examples",
+    "fit",
+    "mask_conversation",
+    "read_conversation",
+    "show_masked",
+]
+
+Span = tuple[int, int]  # characters start..stop of a rendered conversation
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THOUGHT_END = "</think>"
+# Some templates write today's date, and a run that is resumed tomorrow must see the same tokens: this is the date
+# that Llama 3's templates write by themselves.
+FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # of a template
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Token ids, and for each whether it is learned (as a target; the first of all has nothing to be told from)."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """N examples, one behind the other, with counts of the rows that are not among them as they were."""
+
+    tokens: np.ndarray  # (T,) int32
+    learned: np.ndarray  # (T,) bool
+    offsets: np.ndarray  # (N + 1,) int64
+    truncated: int  # rows of which the beginning was cut off
+    dropped: int  # rows that were too long, or of which nothing was left to learn
+    skipped: int  # bad rows
+    first_skipped: str | None  # what is wrong with the first of them
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (L,) int32 and their mask (L,) bool of one example."""
+        start, stop = self.offsets[index], self.offsets[index + 1]
+        return self.tokens[start:stop], self.learned[start:stop]
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example, (N,) int64."""
+        return np.diff(self.offsets)
+
+
+def build_examples(
+    rows: Iterable[Row],
+    tokenizer: Any,
+    max_length: int,
+    long_rows: Literal["truncate", "drop"],
+    on_bad_row: Literal["fail", "skip"],
+    progress: Callable[[int], None] | None = None,
+) -> Examples:
+    """Tokenize `rows` in their order; `progress` hears the number of rows read so far.
+
+    Raises BadRowError for the first bad row unless it is to be skipped, and ConfigError where the tokenizer cannot do.
+    """
+    tokens, learned, offsets = array("i"), array("b"), array("q", [0])
+    truncated = dropped = 0
+    bad: list[str] = []
+    for count, row in enumerate(rows, 1):
+        try:
+            masked = mask_conversation(read_conversation(row), tokenizer)
+        except BadRowError as error:
+            if on_bad_row == "fail":
+                raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
+            bad.append(str(error))
+        else:
+            fitted = fit(masked, max_length, long_rows)
+            if fitted is None:
+                dropped += 1
+            else:
+                truncated += len(fitted.ids) < len(masked.ids)
+                tokens.extend(fitted.ids)
+                learned.extend(fitted.learned)
+                offsets.append(len(tokens))
+        if progress is not None:
+            progress(count)
+    arrays = (np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64))
+    return Examples(*arrays, truncated, dropped, len(bad), bad[0] if bad else None)
+
+
+def fit(masked: Masked, max_length: int, long_rows: Literal["truncate", "drop"]) -> Masked | None:
+    """`masked` in at most `max_length` tokens, of which the end is kept; None where that leaves nothing to learn."""
+    if len(masked.ids) > max_length:
+        if long_rows == "drop":
+            return None
+        masked = Masked(masked.ids[-max_length:], masked.learned[-max_length:])
+    return masked if any(masked.learned[1:]) else None
+
+
+def show_masked(ids: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray, tokenizer: Any) -> str:
+    """The text of an example, special tokens and all, with what is learned between ⟦ and ⟧."""
+    shown = []
+    for is_learned, run in groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1])):
+        text = tokenizer.decode(
+            [int(token) for token, _ in run], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        shown.append(f"⟦{text}⟧" if is_learned else text)
+    return "".join(shown)
+
+
+def mask_conversation(conversation: Conversation, tokenizer: Any) -> Masked:
+    """Tokens of a conversation and which are learned. `tokenizer` is a fast one of transformers.
+
+    Raises BadRowError where the chat template refuses the conversation or there is none for it, and ConfigError
+    where the tokenizer cannot do.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("the model's tokenizer has no tokenizer.json; convert it to a fast one with transformers.")
+    if conversation.text is not None:
+        return _mask_plain("", conversation.text, tokenizer)
+    if tokenizer.chat_template is not None:
+        return _mask_chat(conversation, tokenizer)
+    if conversation.plain is None:
+        raise BadRowError(
+            f"{conversation.where}: the model's tokenizer has no chat template; set data.chat_template to a jinja file."
+        )
+    return _mask_plain(*conversation.plain, tokenizer)
+
+
+def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> Masked:
+    """[beginning] prompt, answer, end. The prompt is tokenized by itself, as it is when the model is asked."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ConfigError("the model's tokenizer has no end token (eos_token); set one in its tokenizer_config.json.")
+    before = _encode(prompt, tokenizer)
+    after = _encode_behind(answer, tokenizer) if prompt else _encode(answer, tokenizer)
+    begin = tokenizer("x")["input_ids"][:1]
+    if begin == [tokenizer.bos_token_id] and (before or after)[:1] != begin:  # a text may have it written out
+        before = begin + before
+    if after[-1:] != [end]:
+        after = [*after, end]
+    return Masked(before + after, [False] * len(before) + [True] * len(after))
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _encode_behind(text: str, tokenizer: Any) -> list[int]:
+    """Ids of a text that follows another: without the space that SentencePiece puts before a text's first word."""
+    newline, ids = _encode("\n", tokenizer), _encode("\n" + text, tokenizer)
+    return ids[len(newline) :] if ids[: len(newline)] == newline else _encode(text, tokenizer)
+
+
+def _mask_chat(conversation: Conversation, tokenizer: Any) -> Masked:
+    rendered = _Rendered(conversation, tokenizer)
+    encoded = tokenizer(rendered.full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    starts, stops = offsets[:, 0], offsets[:, 1]
+    learned = np.zeros(len(starts), np.bool_)
+    for start, stop in rendered.spans(stops):
+        # A token may begin in the header: the space of `Answer: ` is one with the word behind it, which is learned.
+        visible = stop - len(rendered.full[start:stop].lstrip())
+        learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
+    return Masked(list(encoded["input_ids"]), learned.tolist())
+
+
+class _Rendered:
+    """A conversation as its chat template writes it."""
+
+    def __init__(self, conversation: Conversation, tokenizer: Any) -> None:
+        self._where, self._turns, self._first = conversation.where, conversation.turns, conversation.first
+        self._tokenizer = tokenizer
+        try:
+            template = str(tokenizer.get_chat_template())
+        except ValueError as error:  # several templates, none of them the default
+            raise ConfigError(f"{str(error).splitlines()[0]} Set data.chat_template to a jinja file.") from None
+        self._template = FIXED_DATE + template if "strftime_now" in template else template
+        self.full = self._render(self._turns)
+        known = self.full + "".join(turn["content"] for turn in self._turns)
+        unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in known)  # of private use
+        self._start_mark, self._end_mark = next(unused), next(unused)
+
+    def spans(self, stops: np.ndarray) -> list[Span]:
+        """What is learned of the text; `stops` are where its tokens end. Raises BadRowError where it does not show."""
+        if GENERATION.search(self._template):
+            return self._generated()
+        learned = [n for n, turn in enumerate(self._turns) if n >= self._first and turn["role"] == "assistant"]
+        return [self._span(number, stops) for number in learned]
+
+    def _render(self, turns: Sequence[Turn], prompt: bool = False) -> str:
+        """The text of `turns`, with the header of the answer to come where a `prompt` is wanted."""
+        text: str = self._tried(
+            lambda: self._tokenizer.apply_chat_template(
+                list(turns), chat_template=self._template, tokenize=False, add_generation_prompt=prompt
+            )
+        )
+        return text
+
+    def _tried(self, render: Callable[[], Any]) -> Any:
+        try:
+            return render()
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"line {error.lineno} of the chat template is no Jinja ({error.message}); "
+                "mend it or set data.chat_template to another."
+            ) from None
+        except REFUSALS as error:
+            reason = str(error).strip().split("\n")[0].removesuffix(".") or type(error).__name__
+            raise bad_row(self._where, f"is refused by the chat template ({reason})") from None
+
+    def _generated(self) -> list[Span]:
+        """What the template itself marks as the model's own.
+
+        Not by `return_assistant_tokens_mask`, which takes the same marks to tokens by itself: where a marked stretch
+        ends in white space that has no token of its own, it learns all that follows.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _, spans = self._tried(
+            lambda: render_jinja_template(
+                [list(self._turns)],
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        )
+        before = self._render(self._turns[: self._first]) if self._first else ""
+        asked = _common(before, self.full)
+        return [(start, stop) for start, stop in spans[0] if start >= asked]
+
+    def _span(self, number: int, stops: np.ndarray) -> Span:
+        """Of an assistant's turn, by what the template writes without it, and where that fails by its content."""
+        header = self._header(number)
+        start = len(header) if header is not None and self.full.startswith(header) else None
+        turns = self._turns[: number + 1]
+        alone = (self.full if len(turns) == len(self._turns) else self._render(turns)).rstrip()
+        if start is not None and self.full.startswith(alone) and start < len(alone):
+            return start, len(alone)
+        found = self._find_content(number, start, stops)
+        if found is None or found[0] >= found[1]:
+            raise bad_row(self._where, f"becomes a text that does not show where turn {number + 1} begins or ends")
+        return found
+
+    def _header(self, number: int) -> str | None:
+        """All that stands before what the model writes in this turn; None where the template does not show it."""
+        before = self._turns[:number]
+        header, plain = self._render(before, prompt=True), self._render(before)
+        if header != plain:
+            return header
+        # The template knows no generation prompt; a mark in place of the turn shows whether there is a header.
+        probe = self._render([*before, {"role": "assistant", "content": self._start_mark}])
+        written, mark, _ = probe.partition(self._start_mark)
+        return written.rstrip(" ") if mark else None  # a space belongs to the token of the word behind it
+
+    def _find_content(self, number: int, start: int | None, stops: np.ndarray) -> Span | None:
+        """Templates may write a turn otherwise when more turns follow (Qwen3 leaves out its thoughts then).
+
+        So the content is rendered between marks, which must change nothing else, and what the template writes behind
+        it when it is last (the end token) is looked for in the whole text.
+        """
+        start_mark = self._start_mark if start is None else ""
+        marked = _marked(self._turns[number], start_mark, self._end_mark)
+        if marked is None:
+            return None
+        shown = self._render([*self._turns[:number], marked, *self._turns[number + 1 :]])
+        content, _, rest = shown.partition(self._end_mark)
+        if content.replace(self._start_mark, "") + rest != self.full:
+            return None
+        if start is None:
+            start = content.find(self._start_mark)
+        stop = len(content.replace(self._start_mark, ""))
+        _, mark, behind = self._render([*self._turns[:number], marked]).partition(self._end_mark)
+        if start < 0 or not mark:
+            return None
+        return start, self._written(stop, behind, stops)
+
+    def _written(self, stop: int, behind: str, stops: np.ndarray) -> int:
+        """Where what is written `behind` a content that ends at `stop` ends in the whole text."""
+        if self.full.startswith(behind.rstrip(), stop):
+            return stop + len(behind.rstrip())
+        # Phi-3 ends the last turn with one more token: what both have in common, in whole tokens.
+        common = stop + _common(behind, self.full[stop:])
+        whole = int(stops[stops <= common].max(initial=stop))
+        return max(stop, len(self.full[:whole].rstrip()))
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _marked(turn: Turn, start_mark: str, end_mark: str) -> Turn | None:
+    """The turn with marks around its content, and inside white space, which templates strip.
+
+    `start_mark` stands behind the thoughts too, for the templates that leave them out. A turn without content has
+    `end_mark` in the name of the last tool it calls; None where there is no such name.
+    """
+    content = turn["content"]
+    body = content.strip()
+    if body:
+        thoughts, ending, answer = body.rpartition(THOUGHT_END)
+        if ending:
+            body = f"{thoughts}{ending}{answer[: len(answer) - len(answer.lstrip())]}{start_mark}{answer.lstrip()}"
+        before, after = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
+        return {**turn, "content": f"{before}{start_mark}{body}{end_mark}{after}"}
+    match turn.get("tool_calls"):
+        case [*others, {"function": {"name": str(name), **rest}, **call}]:
+            last = {**call, "function": {**rest, "name": name + end_mark}}
+        case [*others, {"name": str(name), **call}]:
+            last = {**call, "name": name + end_mark}
+        case _:
+            return None
+    return {**turn, "tool_calls": [*others, last]}

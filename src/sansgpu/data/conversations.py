@@ -1,0 +1,161 @@
+"""Rows -> conversations: four forms of row, checked, with a sentence for each that cannot be learned from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sansgpu.config import ConfigError
+from sansgpu.data.files import Row, is_text
+
+Turn = dict[str, Any]  # role, content, and whatever else the chat template may read
+
+FORMS = "messages, prompt and completion, instruction and output, or text"
+# What may stand before a turn of each role; None: nothing.
+FOLLOWS: dict[str, tuple[str | None, ...]] = {
+    "system": (None,),
+    "developer": (None,),
+    "user": (None, "system", "developer", "assistant", "tool"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+# As Stanford's Alpaca writes them, for a model that has no chat template.
+INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
+INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+
+
+class BadRowError(ConfigError):
+    """A row that cannot be learned from. The sentence begins with where it stands."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What one row says: `turns`, or `text` that is learned whole."""
+
+    where: str
+    turns: tuple[Turn, ...] = ()
+    first: int = 0  # turns before this one are never learned
+    plain: tuple[str, str] | None = None  # prompt and answer, for a tokenizer without a chat template
+    text: str | None = None
+
+
+def bad_row(where: str, problem: str) -> BadRowError:
+    """The error for a row that must be changed."""
+    return BadRowError(f"{where} {problem}; mend or drop the row.")
+
+
+def read_conversation(row: Row) -> Conversation:
+    """The conversation of a row. Raises BadRowError where it has none that can be learned from."""
+    where = row.where
+    if row.problem is not None:
+        problem = row.problem.removeprefix(where).strip().removesuffix(".")
+        raise bad_row(where, problem)
+    if not isinstance(row.value, dict):
+        raise bad_row(where, f"is a {type(row.value).__name__}, not an object with {FORMS}")
+    conversation = _read(where, {name: value for name, value in row.value.items() if value is not None})
+    said = json.dumps([conversation.turns, conversation.text], ensure_ascii=False, default=str)
+    if not is_text(said):
+        raise bad_row(where, "holds half a surrogate pair, which is no text")
+    return conversation
+
+
+def _read(where: str, row: dict[str, Any]) -> Conversation:
+    if "messages" in row:
+        turns = tuple(_turns(where, row["messages"], "messages"))
+        return Conversation(where, _checked(where, turns, 0))
+    if "prompt" in row and "completion" in row:
+        return _completion(where, row["prompt"], row["completion"])
+    if "instruction" in row and "output" in row:
+        return _instruction(where, row)
+    if "text" in row:
+        return Conversation(where, text=_said(where, row, "text"))
+    columns = ", ".join(map(str, row)) or "no columns"
+    raise bad_row(where, f"has {columns}, which is none of the four forms: {FORMS}")
+
+
+def _completion(where: str, prompt: Any, completion: Any) -> Conversation:
+    plain = None
+    if isinstance(prompt, str) and isinstance(completion, str):
+        plain = (prompt, _said(where, {"completion": completion}, "completion"))
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    before = tuple(_turns(where, asked, "prompt"))
+    turns = (*before, *_turns(where, answered, "completion", len(before)))
+    return Conversation(where, _checked(where, turns, len(before)), len(before), plain)
+
+
+def _instruction(where: str, row: dict[str, Any]) -> Conversation:
+    instruction, given, output = (
+        _string(where, row, "instruction"),
+        _string(where, {"input": "", **row}, "input"),
+        _said(where, row, "output"),
+    )
+    asked, template = instruction, INSTRUCTION
+    if given.strip():
+        asked, template = f"{instruction}\n\n{given}", INSTRUCTION_WITH_INPUT
+    turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": output})
+    return Conversation(where, turns, 1, (template.format(instruction=instruction, input=given), output))
+
+
+def _string(where: str, row: dict[str, Any], column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise bad_row(where, f"holds a {type(value).__name__} in {column}, not text")
+    return value
+
+
+def _said(where: str, row: dict[str, Any], column: str) -> str:
+    """What is to be learned, so not empty."""
+    text = _string(where, row, column)
+    if not text.strip():
+        raise bad_row(where, f"has an empty {column}")
+    return text
+
+
+def _turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Turn]:
+    if not isinstance(values, (list, tuple)):
+        raise bad_row(where, f"holds a {type(values).__name__} in {column}, not a list of role and content")
+    for number, value in enumerate(values, before + 1):
+        yield _turn(where, number, value)
+
+
+def _turn(where: str, number: int, value: Any) -> Turn:
+    if not isinstance(value, dict):
+        raise bad_row(where, f"has a {type(value).__name__} as turn {number}, not an object with role and content")
+    turn = {name: part for name, part in value.items() if part is not None}
+    role, content = turn.get("role"), _joined(turn.get("content"))
+    if role not in tuple(FOLLOWS):
+        raise bad_row(where, f"has the role {role!r} in turn {number}; known are {', '.join(FOLLOWS)}")
+    calls = role == "assistant" and bool(turn.get("tool_calls"))
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise bad_row(where, f"holds a {type(content).__name__} as the content of turn {number}, not text")
+    if role == "assistant" and not calls and not content.strip():
+        raise bad_row(where, f"has an empty answer in turn {number}")
+    return {**turn, "content": content}
+
+
+def _joined(content: Any) -> Any:
+    """One text, where the content is a list of texts."""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _checked(where: str, turns: Sequence[Turn], first: int) -> tuple[Turn, ...]:
+    """`turns`, in an order that can be learned from turn `first` on."""
+    before: str | None = None
+    for number, turn in enumerate(turns, 1):
+        role = turn["role"]
+        if before not in FOLLOWS[role]:
+            place = f"follows {before}" if before else "is the first"
+            raise bad_row(where, f"has its turns in the wrong order: turn {number} ({role}) {place}")
+        before = role
+    if not any(turn["role"] == "assistant" for turn in turns[first:]):
+        raise bad_row(where, "has no assistant's turn to learn")
+    return tuple(turns)

@@ -1,0 +1,42 @@
+"""`sansgpu chat`: a conversation with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sansgpu.config import ConfigError
+from sansgpu.jobs.fine_tuned import load_fine_tuned, narrow_where_faster
+from sansgpu.jobs.loading import is_fine_tuning
+from sansgpu.models.chat import answer
+from sansgpu.models.generate import Sampling, require_possible
+
+
+class Conversation:
+    """What was said so far, and a model that goes on with it."""
+
+    def __init__(self, target: str, system: str | None, snapshot: str, warn: Callable[[str], None]) -> None:
+        """Raises ConfigError where there is no model, or none to talk to."""
+        if (Path(target).expanduser() / "config.yaml").is_file() and not is_fine_tuning(target):
+            raise ConfigError(f"{target} was not taught to talk, but to go on with a text: use `sansgpu generate`.")
+        loaded = load_fine_tuned(target, "causal", snapshot, warn)
+        self._model, self._tokenizer = loaded.objective.model, loaded.tokenizer
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(f"{target} has no chat template; use `sansgpu generate`, or give data.chat_template.")
+        narrow_where_faster(self._model)
+        self._begin = [{"role": "system", "content": system}] if system else []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new conversation."""
+        self.said = list(self._begin)
+
+    def say(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+        """The model's answer, in pieces; it is remembered when it is read to its end."""
+        require_possible(sampling)
+        self.said.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        for piece in answer(self._model, self._tokenizer, self.said, max_new_tokens, sampling):
+            pieces.append(piece)
+            yield piece
+        self.said.append({"role": "assistant", "content": "".join(pieces)})

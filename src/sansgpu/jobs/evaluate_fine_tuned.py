@@ -1,0 +1,63 @@
+"""`sansgpu eval` of fine-tuning runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.shards import Progress
+from sansgpu.data.sources import open_single
+from sansgpu.jobs.fine_tuned import FineTuned, load_fine_tuned
+from sansgpu.jobs.folders import open_run
+from sansgpu.machine.probe import cache_dir, resolve_device
+from sansgpu.tasks import TASKS, Evaluated
+from sansgpu.tasks import qa as asking
+from sansgpu.tasks import sft as talking
+from sansgpu.train.evaluate import evaluate
+from sansgpu.train.step import StepPlan
+
+EXAMPLES = 8  # read at once
+
+
+def evaluate_fine_tuned(
+    run: Path, data: str | None, snapshot: str, progress: Progress, warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """The eval event of a run on `data`, or on its own validation part; of questions, the answers are written too."""
+    config, _ = open_run(run)
+    loaded = load_fine_tuned(str(run), "qa" if config.task == "qa" else "causal", snapshot, warn)
+    measured = _measured(loaded, data, progress, warn)
+    assert loaded.snapshot is not None
+    precision = loaded.snapshot.state()["environment"]["precision"]
+    device = resolve_device(config.training)
+    measured.model.to(device)
+    metrics = evaluate(measured, StepPlan(EXAMPLES, device, precision))
+    assert metrics is not None
+    if isinstance(measured, asking.AnswerReader):
+        metrics |= measured.detailed()
+        measured.save(run)
+    return {"event": "eval", "step": loaded.snapshot.step, **metrics}
+
+
+def _measured(loaded: FineTuned, data: str | None, progress: Progress, warn: Callable[[str], None]) -> Evaluated:
+    """The model on all of `data`, or on what the run held out."""
+    config, objective, part = loaded.config, cast(Any, loaded.objective), cast(Any, None)
+    notes: list[str] = []
+    if data is None:
+        _, corpus = TASKS[config.task].prepare(config, cache_dir(config.data.cache_dir), progress)
+        part = corpus.validation
+    else:
+        source = open_single(data, DataConfig(dataset_name=data, dataset_config=config.data.dataset_config))
+        part = (
+            asking.whole_source(source, config, loaded.tokenizer, notes)
+            if config.task == "qa"
+            else talking.whole_source(source, config, loaded.tokenizer, progress, notes)
+        )
+        for note in notes:
+            warn(note)
+        if not len(part):
+            raise ConfigError(f"{data} holds nothing to evaluate on.")
+    if config.task == "qa":
+        return asking.AnswerReader(objective, part, config.data)
+    return talking.AnswerLoss(objective, loaded.tokenizer, part)

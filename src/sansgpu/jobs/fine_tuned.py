@@ -1,0 +1,60 @@
+"""A model of transformers, from a fine-tuning run, a Hugging Face folder, or a name on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.jobs.kernels import load_kernels
+from sansgpu.jobs.loading import run_snapshot
+from sansgpu.machine.probe import cache_dir, has_native_bf16, resolve_device, resolve_threads
+from sansgpu.models.pretrained import Head, load_tokenizer_of
+from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.qa import QAObjective
+from sansgpu.tasks.sft import SFTObjective
+from sansgpu.train.checkpoint import Snapshot
+
+_OBJECTIVES: dict[Head, Callable[[Config], FineTuning]] = {"causal": SFTObjective, "qa": QAObjective}
+_TASKS: dict[Head, str] = {"causal": "sft", "qa": "qa"}
+
+
+@dataclass(frozen=True)
+class FineTuned:
+    """A model with its tokenizer; `snapshot` where it is a run's."""
+
+    objective: FineTuning
+    tokenizer: Any
+    config: Config
+    snapshot: Snapshot | None
+
+
+def load_fine_tuned(target: str, head: Head, snapshot_name: str, warn: Callable[[str], None]) -> FineTuned:
+    """The model, in evaluation mode and in fp32. Raises ConfigError where there is none with such a head."""
+    folder, snapshot = Path(target).expanduser(), None
+    if (folder / "config.yaml").is_file():
+        config, snapshot = run_snapshot(folder, snapshot_name, warn)
+        if config.task != _TASKS[head]:
+            raise ConfigError(f"{target} is a run of task {config.task}; this takes one of task {_TASKS[head]}.")
+    else:
+        given = {"task": _TASKS[head], "model": {"name_or_path": target}, "data": {"dataset_name": "-"}}
+        config = Config.model_validate(given)
+    torch.set_num_threads(resolve_threads(config.training))
+    load_kernels(config.training.kernels, cache_dir(config.data.cache_dir), resolve_device(config.training), warn)
+    objective = _OBJECTIVES[head](config)
+    tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+    if snapshot is not None:
+        objective.load(snapshot.weights())
+    objective.model.eval().float()
+    return FineTuned(objective, tokenizer, config, snapshot)
+
+
+def narrow_where_faster(model: torch.nn.Module) -> None:
+    """Matrices in bf16 where this processor computes that natively: each new token reads all of them."""
+    dtype = torch.bfloat16 if has_native_bf16() else torch.float32
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype if parameter.ndim > 1 else torch.float32)

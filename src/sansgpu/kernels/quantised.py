@@ -1,0 +1,107 @@
+"""AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv 2110.02861): blocks of numbers share one fp32 scale.
+
+A moment is two tensors: codes (uint8, the weight's shape) and scales (fp32, one a block of the flattened weight, its
+largest absolute value). A code is a value's place in the sorted map, counted from that of zero, modulo 256; so
+memory of zeros is a moment of zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from sansgpu.kernels import native
+from sansgpu.kernels.update import adamw
+
+BLOCK = 256  # numbers a scale; native/update.cpp has it too
+DECADES = 7  # of magnitudes below the scale
+
+_library = torch.library.Library("sansgpu", "FRAGMENT")
+_library.define(
+    "adamw8_(Tensor(a!) weight, Tensor(b!) first_codes, Tensor(c!) first_scales, Tensor(d!) second_codes, "
+    "Tensor(e!) second_scales, Tensor grad, Tensor(f!)? working, Tensor first_map, Tensor second_map, float lr, "
+    "float beta1, float beta2, float eps, float decay, int step, float scale, int seed) -> ()"
+)
+
+
+def dynamic_map(signed: bool) -> torch.Tensor:
+    """The 256 values of the dynamic tree map, sorted, fp32: 0, 1 and, in each decade below, the middles of equal cells.
+
+    The lowest of the decades has 1 cell, or 2 unsigned, each above it twice as many; signed, their negatives too.
+    """
+    values = [0.0]
+    for decade in range(DECADES):
+        cells = (1 if signed else 2) << decade
+        values += [10.0 ** (decade + 1 - DECADES) * (0.1 + 0.9 * (cell + 0.5) / cells) for cell in range(cells)]
+    return torch.tensor(([-value for value in reversed(values[1:])] if signed else []) + [*values, 1.0])
+
+
+MAPS = {signed: dynamic_map(signed) for signed in (False, True)}
+ZEROS = {signed: int((values < 0).sum()) for signed, values in MAPS.items()}  # the place of 0 in each
+VALUES = {signed: values.roll(-ZEROS[signed]) for signed, values in MAPS.items()}  # by their codes
+
+
+def quantised_zeros(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of a moment of zeros, signed or not, for a weight of the shape and on the device of `like`."""
+    codes = torch.zeros(like.shape, dtype=torch.uint8, device=like.device)
+    return codes, torch.zeros(-(-like.numel() // BLOCK), device=like.device)
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The fp32 values of the shape of `codes`."""
+    values = VALUES[signed].to(codes.device)[codes.flatten().int()]
+    return (values * scales.repeat_interleave(BLOCK)[: codes.numel()]).view(codes.shape)
+
+
+def quantise(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of fp32 `values`, each to the nearest; unsigned are those >= 0. NaN or infinity spoils its block.
+
+    Unsigned, nothing positive gets the code of 0, but the smallest other. A second moment of 0 would divide a first
+    moment that is not, and so take a step many times the learning rate; too large a one only makes a step smaller.
+    """
+    flat = values.flatten().float()
+    blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0, scales)  # the inverse would overflow
+    relative = blocks / torch.where(scales == 0, torch.inf, scales)[:, None]
+    sorted_values = MAPS[signed].to(values.device)
+    places = torch.bucketize(relative, (sorted_values[1:] + sorted_values[:-1]) / 2) - ZEROS[signed]
+    if not signed:
+        places = places.maximum((relative > 0).long())
+    return (places & 255).to(torch.uint8).view(-1)[: len(flat)].view(values.shape), scales
+
+
+def adamw8(
+    weight: torch.Tensor,
+    first_codes: torch.Tensor,
+    first_scales: torch.Tensor,
+    second_codes: torch.Tensor,
+    second_scales: torch.Tensor,
+    gradient: torch.Tensor,
+    working: torch.Tensor | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    scale: float,
+    seed: int = 0,
+) -> None:
+    """`update.adamw` with quantised moments, the first signed, the second not; weight and gradient fp32 or bf16."""
+    moments = (first_codes, first_scales, second_codes, second_scales)
+    if _takes(weight, gradient, working, *moments):
+        settings = (lr, *betas, eps, weight_decay, step, scale, seed)
+        torch.ops.sansgpu.adamw8_(weight, *moments, gradient, working, VALUES[True], VALUES[False], *settings)
+        return
+    first, second = dequantise(first_codes, first_scales, True), dequantise(second_codes, second_scales, False)
+    adamw(
+        weight, first, second, gradient, working,
+        lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, scale=scale, seed=seed,
+    )  # fmt: skip
+    for moment, new in zip(moments, (*quantise(first, True), *quantise(second, False)), strict=True):
+        moment.copy_(new)
+
+
+def _takes(*tensors: torch.Tensor | None) -> bool:
+    return native.available() and all(t is None or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors)

@@ -1,0 +1,80 @@
+"""Talking to a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from sansgpu.config import ConfigError
+from sansgpu.models.generate import Sampling, reading, write
+from sansgpu.models.unpadded import autocast_of
+
+UNBOUNDED_CONTEXT = 4096  # of models that name no longest context
+
+
+class PretrainedReader:
+    """A model of transformers with its cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        text: Any = model.config.get_text_config()
+        self.context = int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._cache, self.length = DynamicCache(config=self._model.config), 0
+
+    def read(self, ids: list[int]) -> torch.Tensor:
+        """Logits (V,) of the token behind `ids`."""
+        inputs = torch.tensor([ids], device=self._model.device)
+        with autocast_of(self._model):
+            output = self._model(inputs, past_key_values=self._cache, use_cache=True)
+        self.length += len(ids)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+
+def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Ids of a conversation that the model is to go on with; without a chat template, of its last text alone.
+
+    Raises ConfigError where the template refuses it.
+    """
+    if tokenizer.chat_template is None:
+        return list(tokenizer(messages[-1]["content"]).input_ids)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever a template raises
+        raise ConfigError(f"the chat template refuses this conversation: {error}.") from None
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def answer(
+    model: PreTrainedModel, tokenizer: Any, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling
+) -> Iterator[str]:
+    """What the model says next, in pieces, until it ends its turn or after `max_new_tokens`."""
+    return _written(model, tokenizer, prompt_ids(tokenizer, messages), max_new_tokens, sampling)
+
+
+def continued(
+    model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, sampling: Sampling
+) -> Iterator[str]:
+    """How the model goes on with a text."""
+    ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id or tokenizer.eos_token_id]
+    return _written(model, tokenizer, ids, max_new_tokens, sampling)
+
+
+def _written(
+    model: PreTrainedModel, tokenizer: Any, ids: list[int], max_new_tokens: int, sampling: Sampling
+) -> Iterator[str]:
+    listed: Any = getattr(model.generation_config, "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
+
+    def decode(written: list[int]) -> str:
+        return str(tokenizer.decode(written, skip_special_tokens=True))
+
+    with reading(model):
+        yield from write(PretrainedReader(model), ids, ends, decode, max_new_tokens, sampling)

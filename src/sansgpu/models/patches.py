@@ -1,0 +1,43 @@
+"""Our kernels in place of a transformers model's own layers, where they compute the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sansgpu.kernels.embedding import embed
+from sansgpu.kernels.linear import Linear
+from sansgpu.models.attention_interface import use_our_attention
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding whose rows come out in fp32 and whose gradients are summed in fp32, whatever the table's type."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(B, T) -> (B, T, D)."""
+        return embed(input, self.weight)
+
+
+def use_our_kernels(model: PreTrainedModel) -> list[str]:
+    """Patch a model in place; returns what stays transformers' own."""
+    kept = []
+    if not use_our_attention(model):
+        kept.append("attention")
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+        elif type(module) is nn.Embedding and module.max_norm is None and not module.sparse:
+            module.__class__ = Embedding
+    others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
+    return kept + [f"layers of type {name}" for name in others]
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Its repeated blocks, in order: the longest list of modules with parameters."""
+    lists: list[Any] = [
+        m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
+    ]
+    return list(max(lists, key=len, default=[]))

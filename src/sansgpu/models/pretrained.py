@@ -1,0 +1,256 @@
+"""Models of the hub and of Hugging Face folders: loaded, given adapters, saved; all by transformers and peft."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from sansgpu.config import ConfigError, ModelConfig, SansGPUError, fold_seed
+from sansgpu.machine.disk import file_sha256
+from sansgpu.machine.hub import quiet_hub
+
+Head = Literal["causal", "qa"]
+_AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "qa": AutoModelForQuestionAnswering}
+_WHAT: dict[Head, str] = {"causal": "a causal model", "qa": "a model for questions"}
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
+    """Its config.json. Raises ConfigError where there is none."""
+    name, options = _source(model)
+    with _one_sentence(f"{name} cannot be loaded"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
+    return config
+
+
+def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:
+    """Its tokenizer, with the chat template of a file where one is given. Raises ConfigError."""
+    name, options = _source(model)
+    with _one_sentence(f"the tokenizer of {name} cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.chat_template {chat_template} cannot be read: {error}.") from None
+    return tokenizer
+
+
+def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
+    """The model with its weights: in fp32 to be trained whole, as they are stored under an adapter.
+
+    A question-answering head that it has not yet is drawn from `seed`. Raises ConfigError where it cannot be loaded,
+    or weights are missing.
+    """
+    name, options = _source(model)
+    dtype = torch.float32 if model.adapter == "none" else "auto"
+    with _one_sentence(f"{name} cannot be loaded as {_WHAT[head]}"), _seeded(seed, "head"):
+        loaded, info = _AUTO[head].from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
+    missing = sorted(key for key in info["missing_keys"] if head == "causal" or _is_inside(loaded, key))
+    if missing or info["mismatched_keys"]:
+        what = missing[0] if missing else str(sorted(info["mismatched_keys"])[0])
+        raise ConfigError(f"{name} is not whole: its weights do not fit its config.json, beginning with {what}.")
+    return prepared_for_training(loaded, model)
+
+
+def made_up(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
+    """A model of the same shape, or with other layers, whose weights are drawn at random: to be timed."""
+    return prepared_for_training(_from_config(model, head, layers), model)
+
+
+def shape_only(model: ModelConfig, head: Head) -> PreTrainedModel:
+    """The model without memory for its weights (meta device), with its adapter: to be counted."""
+    with torch.device("meta"):
+        loaded = _from_config(model, head)
+        if model.adapter != "none":
+            with_adapter(loaded, model, 0)
+        return loaded
+
+
+def _from_config(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
+    config = pretrained_config(model)
+    if layers is not None:
+        config = with_layers(config, layers)
+    options = {"trust_remote_code": True} if model.trust_remote_code else {}
+    with _one_sentence(f"{model.name_or_path} makes no {_WHAT[head].split(' ', 1)[1]}"), _seeded(0, "shape"):
+        made: PreTrainedModel = _AUTO[head].from_config(config, **options)
+    return made
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The config of a model with so many blocks."""
+    text = config.get_text_config()
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    text.num_hidden_layers = layers
+    return config
+
+
+def prepared_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+    """The model as our steps take it, its activations as the configuration wants them."""
+    if model.gradient_checkpointing:
+        if not loaded.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"{model.name_or_path} cannot recompute its activations; set model.gradient_checkpointing to false."
+            )
+        loaded.gradient_checkpointing_enable({"use_reentrant": False})
+    loaded.config.use_cache = False
+    for parameter in loaded.parameters():  # products are cast by autocast, sums and norms are not
+        if parameter.ndim < 2:
+            parameter.data = parameter.data.float()
+    return loaded
+
+
+def with_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
+    """peft's model around `loaded`, whose layers get low-rank matrices beside them that alone are trained, with a head
+    that is new (arXiv 2106.09685; DoRA: 2402.09353).
+    """
+    from peft import LoraConfig, get_peft_model  # a second of imports that whole training never needs
+
+    outside = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not _is_inside(loaded, name)}
+    new = list(outside) if type(loaded).__name__.endswith("QuestionAnswering") else None
+    config = LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=cast(Any, model.lora_alpha),  # any number works
+        lora_dropout=model.lora_dropout,
+        target_modules=model.lora_targets,
+        use_dora=model.adapter == "dora",
+        modules_to_save=new,
+    )
+    try:
+        with _seeded(seed, "adapter"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
+            return get_peft_model(loaded, config)
+    except ValueError as error:
+        raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None
+
+
+def _is_inside(loaded: PreTrainedModel, name: str) -> bool:
+    return name.startswith(loaded.base_model_prefix + ".")
+
+
+def weights_fingerprint(model: ModelConfig) -> str:
+    """Names the weights that a run goes on from, to notice on resume that they changed."""
+    folder = Path(str(model.name_or_path)).expanduser()
+    if not folder.is_dir():
+        return str(getattr(pretrained_config(model), "_commit_hash", None) or model.revision or "main")
+    files = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+    return "-".join(file_sha256(path)[:16] for path in files)
+
+
+def merged(adapted: Any) -> PreTrainedModel:
+    """The plain model, each adapter added to the weights it stood beside in fp32."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer):  # one after the other: the whole model in fp32 might not fit
+            base: Any = layer.get_base_layer()
+            dtype = base.weight.dtype
+            base.float()
+            layer.merge(safe_merge=True)
+            base.to(dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*adapters.*merged")
+        plain: PreTrainedModel = adapted.merge_and_unload()
+    return plain
+
+
+def save_pretrained(
+    loaded: PreTrainedModel, adapted: Any, tokenizer: Any, model: ModelConfig, merge: bool, folder: Path
+) -> None:
+    """A folder that transformers loads, or of an adapter without `merge`, peft; whole, or not at all.
+
+    Weights are written in the type they came in.
+    """
+
+    def write(partial: Path) -> None:
+        if adapted is not None and not merge:
+            adapted.save_pretrained(partial, save_embedding_layers=False)
+        else:
+            whole = loaded if adapted is None else merged(adapted)
+            whole.config.use_cache = True
+            dtype = getattr(pretrained_config(model), "dtype", None) or torch.float32
+            whole.to(dtype).save_pretrained(partial)  # type: ignore[arg-type]
+        tokenizer.save_pretrained(partial)
+
+    written_whole(folder, write)
+
+
+def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a folder, which takes `folder`'s place when it is whole. Raises SansGPUError."""
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise SansGPUError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """(name, what from_pretrained is to be told). Raises ConfigError where a path does not exist."""
+    name = str(model.name_or_path)
+    path = Path(name).expanduser()
+    quiet_hub()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
+        raise ConfigError(f"model.name_or_path {name} does not exist; give a folder, or a model's name on the hub.")
+    if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
+        raise ConfigError(f"{name} is no model's folder: it has no config.json.")
+    options = {"revision": model.revision} if model.revision else {}
+    return str(path) if path.is_dir() else name, {**options, "trust_remote_code": model.trust_remote_code}
+
+
+class _one_sentence:  # noqa: N801  read as a statement
+    """Turns what a library raises into ConfigError with its first line."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            lines = str(error).strip().splitlines()
+            raise ConfigError(f"{self._what}: {lines[0] if lines else type(error).__name__}") from None
+
+
+class _seeded:  # noqa: N801
+    """torch's generator as a seed leaves it, and afterwards as it was."""
+
+    def __init__(self, seed: int, what: str) -> None:
+        self._seed, self._fork = fold_seed(seed, what), torch.random.fork_rng(devices=[])
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+        torch.manual_seed(self._seed)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)
+
+
+def parameter_count(model: nn.Module, trained: bool = False) -> int:
+    """Parameters, a tied one counted once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)

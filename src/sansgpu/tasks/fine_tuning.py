@@ -1,0 +1,137 @@
+"""What fine-tuning tasks share: a model of transformers with our kernels, perhaps an adapter, and its costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sansgpu.config import Config, fold_seed
+from sansgpu.data.sequences import Sequences
+from sansgpu.machine.memory import Execution, Memory
+from sansgpu.models import pretrained_costs as costs
+from sansgpu.models.costs import Products, StepTraffic, StepWork
+from sansgpu.models.patches import blocks_of, use_our_kernels
+from sansgpu.models.pretrained import Head, load_pretrained, made_up, save_pretrained, with_adapter
+from sansgpu.models.unpadded import UnpaddedModel
+
+
+class FineTuning:
+    """A model that is trained already, or a `random` one of its shape (or with other `layers`), and its loss."""
+
+    head: Head
+
+    def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
+        self.config, settings, seed = config, config.model, config.training.seed
+        if random:
+            self.model = made_up(settings, self.head, layers)
+        else:
+            self.model = load_pretrained(settings, self.head, seed)
+        kept = use_our_kernels(self.model)
+        self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences)
+        self._adapted = with_adapter(self.model, settings, seed) if settings.adapter != "none" else None
+        self.notes: Sequence[str] = list(self._notes(kept))
+        self._blocks = blocks_of(self.model)
+        self._look: Callable[[], None] = lambda: None
+        self._reading = False  # in the forward pass of training, and not where backward computes a part again
+        for block in self._blocks:
+            block.register_forward_pre_hook(lambda *_: self._look() if self._reading else None)
+
+    def _notes(self, kept: Sequence[str]) -> Iterator[str]:
+        name, pack = self.config.model.name_or_path, self.config.data.pack_sequences
+        if kept:
+            yield f"{name}: {' and '.join(kept)} stay as transformers computes them, which our kernels do not."
+        if pack and not self.unpadded.packs:
+            yield f"{name} cannot read several examples in one row, so that short ones are padded."
+
+    def summed_loss(self, batch: Sequences) -> torch.Tensor:
+        """The task's loss, summed over targets; ()."""
+        raise NotImplementedError
+
+    def loss(self, batch: Sequences) -> torch.Tensor:
+        """The loss of a training pass."""
+        self._reading = True
+        try:
+            return self.summed_loss(batch)
+        finally:
+            self._reading = False
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take up what a snapshot holds: all weights, or an adapter's."""
+        self.model.load_state_dict(weights, strict=False)
+
+    def compile(self, on: bool) -> None:
+        """Compile block by block, for any length."""
+        for block in self._blocks:
+            if on:
+                block.compile(dynamic=True)
+            else:
+                block._compiled_call_impl = None
+
+    def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """`indices` as they are, or where examples are padded by their length, so that little is."""
+        return indices if self.unpadded.packs else indices[np.argsort(lengths[indices], kind="stable")]
+
+    def between_blocks(self, look: Callable[[], None]) -> None:
+        """Call `look` before every block of a training pass."""
+        self._look = look
+
+    def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
+        """Write a Hugging Face folder; an adapter is merged as asked for, or as the configuration says."""
+        settings = self.config.model
+        merge = settings.merge_adapter if merge is None else merge
+        save_pretrained(self.model, self._adapted, tokenizer, settings, merge, folder)
+
+    @classmethod
+    def shape(cls, config: Config) -> costs.PretrainedShape:
+        """The model's sizes."""
+        return costs.pretrained_shape(config.model, cls.head)
+
+    @classmethod
+    def with_vocabulary(cls, config: Config) -> Config:
+        """As it is: the vocabulary is the model's."""
+        return config
+
+    @classmethod
+    def parameters(cls, config: Config) -> dict[str, int]:
+        """Parameters by part."""
+        return costs.parameters_by_part(cls.shape(config))
+
+    @classmethod
+    def memory(cls, config: Config, how: Execution, layers: int | None = None) -> Memory:
+        """Bytes at the peak of the largest micro-batch."""
+        training, tokens = config.training, how.tokens(config.window)
+        shape = cls.shape(config) if layers is None else cls.shape(config).with_layers(layers)
+        masters, state = training.master_weights, training.optimizer_state
+        return costs.pretrained_memory(shape, config.model, tokens, how, masters, state)
+
+    @classmethod
+    def work(cls, config: Config, tokens: float) -> StepWork:
+        """FLOPs of a step in which all is learned."""
+        return costs.pretrained_work(cls.shape(config), config.window, tokens)
+
+    @classmethod
+    def traffic(cls, config: Config, how: Execution) -> StepTraffic:
+        """Bytes a step moves at least."""
+        return costs.pretrained_traffic(cls.shape(config), cls.memory(config, how), how)
+
+    @classmethod
+    def products(cls, config: Config) -> Products:
+        """The shapes of a step's matrix products."""
+        return costs.pretrained_products(cls.shape(config))
+
+    @classmethod
+    def layers(cls, config: Config) -> int:
+        """Blocks of the model."""
+        return cls.shape(config).layers
+
+    @classmethod
+    def random_tokens(cls, config: Config, size: int, tokens: int | None) -> list[np.ndarray]:
+        """`size` examples of `tokens` drawn at random."""
+        length = min(tokens or config.window, config.window)
+        draws = torch.Generator().manual_seed(fold_seed(config.training.seed, "trial"))
+        return list(torch.randint(0, cls.shape(config).vocabulary, (size, length), generator=draws).numpy())

@@ -1,0 +1,307 @@
+"""Extractive question answering: where in a text the answer stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sansgpu.config import Config, ConfigError, DataConfig, SansGPUError
+from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
+from sansgpu.data.order import batch_indices
+from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
+from sansgpu.data.sequences import Sequences
+from sansgpu.data.shards import Progress
+from sansgpu.data.sources import Source, open_sources
+from sansgpu.data.split import split_examples
+from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.pretrained_costs import pretrained_work
+from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.task import Sums
+
+PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Questions with the windows they are read in."""
+
+    questions: list[Question]
+    windows: list[QuestionWindow]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each window."""
+        return np.array([len(window.ids) for window in self.windows], np.int64)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return int(self.lengths.sum())
+
+    def batch(self, numbers: np.ndarray) -> Sequences:
+        """The windows of these numbers, each with the places of its answer's first and last token."""
+        windows = [self.windows[number] for number in numbers]
+        types = [w.type_ids for w in windows if w.type_ids is not None]
+        places = np.array([(w.start, w.end) for w in windows], np.int64).reshape(-1, 2)
+        return Sequences.of([w.ids for w in windows], places, types or None, numbers)
+
+
+@dataclass(frozen=True)
+class QuestionCorpus:
+    """Questions and their windows, to train on and held out."""
+
+    tokenizer: Any
+    train: Asked
+    validation: Asked
+    notes: Sequence[str]
+    fingerprint: str
+
+    @property
+    def train_examples(self) -> int:
+        """Windows of the training part."""
+        return len(self.train)
+
+    @property
+    def example_tokens(self) -> float:
+        """Tokens of a window, in the mean."""
+        return self.train.tokens / len(self.train)
+
+    def most_tokens(self, examples: int) -> int:
+        """Tokens of the longest ones."""
+        return max(int(np.sort(part.lengths)[-examples:].sum()) for part in (self.train, self.validation))
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of an epoch."""
+        return self.train.tokens
+
+    @property
+    def validation_tokens(self) -> int:
+        """Tokens of an evaluation."""
+        return self.validation.tokens
+
+    def preview(self) -> str | None:
+        """The first window, with its answer in brackets."""
+        window = self.train.windows[0]
+        parts = (window.ids[: window.start], window.ids[window.start : window.end + 1], window.ids[window.end + 1 :])
+        before, within, behind = (self.tokenizer.decode(part) for part in parts)
+        return f"{before} ⟦{within}⟧ {behind}"
+
+
+class QAObjective(FineTuning):
+    """A model with a question-answering head, and its loss."""
+
+    head = "qa"
+
+    def summed_loss(self, batch: Sequences) -> torch.Tensor:
+        """Cross-entropy of the answer's begin and of its end among the window's tokens, the mean of both; summed over
+        windows.
+        """
+        losses = [(_of_span(s, t[0]) + _of_span(e, t[1])) / 2 for s, e, t in self.scores(batch)]
+        return torch.stack(losses).sum()
+
+    def scores(self, batch: Sequences) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each window: logits of the begin (T,), of the end (T,), and the places of both (2,)."""
+        starts, ends = self.unpadded.spans(batch.tokens, batch.lengths, batch.types)
+        lengths = batch.lengths.tolist()
+        return zip(starts.split(lengths), ends.split(lengths), batch.targets, strict=True)
+
+
+def _of_span(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[None], place[None])
+
+
+class QA(QAObjective):
+    """`task: qa`."""
+
+    def __init__(self, config: Config, corpus: QuestionCorpus, effective_batch: int) -> None:
+        super().__init__(config)
+        self.corpus, self._effective_batch = corpus, effective_batch
+        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
+        self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1).needed
+        self._reader = AnswerReader(self, corpus.validation, config.data)
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, QuestionCorpus]:
+        """Read and tokenize the questions. Raises ConfigError where there are too few, or one that cannot be used."""
+        sources, data = open_sources(config.data), config.data
+        tokenizer = load_tokenizer_of(config.model)
+        notes: list[str] = []
+        questions = _questions(sources.train, data, notes)
+        if sources.validation is not None:
+            train, held = questions, _questions(sources.validation, data, notes)
+        else:
+            contents = [question.context.encode() for question in questions]
+            sizes = np.ones(len(questions))
+            train, held = (
+                [questions[n] for n in part] for part in split_examples(contents, sizes, data.validation_split)
+            )
+        if not train or not held:
+            raise ConfigError(
+                f"{sources.train.name} has {len(questions)} questions, too few to hold some out; give more, or set "
+                "data.validation_name."
+            )
+        asked = []
+        for part in (train, held):
+            size = sum(len(question.context) for question in part)
+            progress("tokenizing", size, size)
+            asked.append(asked_of(part, config, tokenizer))
+        if data.null_answers is None:
+            null = any(question.impossible for question in train)
+            config = config.model_copy(update={"data": data.model_copy(update={"null_answers": null})})
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(asked[0])}-{asked[0].tokens}"
+        return config, QuestionCorpus(tokenizer, asked[0], asked[1], notes, fingerprint)
+
+    @classmethod
+    def objective(cls, config: Config, layers: int | None = None) -> QAObjective:
+        """A model of this shape and its loss, without data."""
+        return QAObjective(config, random=True, layers=layers)
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Sequences:
+        """`size` windows of tokens drawn at random, with the answer at the first."""
+        drawn = cls.random_tokens(config, size, tokens)
+        return Sequences.of(drawn, np.zeros((size, 2), np.int64))
+
+    def batch(self, step: int, total_steps: int | None = None) -> Sequences:
+        """The windows of a step."""
+        part = self.corpus.train
+        indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
+        return part.batch(self.ordered(indices, part.lengths))
+
+    def validation_batches(self, size: int) -> Iterator[Sequences]:
+        """The validation part, about `size` windows at a time, all of a question together."""
+        return self._reader.validation_batches(size)
+
+    def evaluate(self, batch: Sequences) -> Sums:
+        """Loss, and the questions that are answered right."""
+        return self._reader.evaluate(batch)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Loss, exact match and F1 in per cent."""
+        return self._reader.metrics(sums)
+
+    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+        """Nothing: questions are answered, no text is written."""
+        return ""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer."""
+        self.corpus.tokenizer.save_pretrained(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the model, and beside it the answers to the validation part."""
+        self.export_to(self.corpus.tokenizer, folder)
+        self._reader.save(folder.parent)
+
+
+class AnswerReader:
+    """Has a model answer questions, and counts how many are right."""
+
+    def __init__(self, objective: QAObjective, asked: Asked, data: DataConfig) -> None:
+        self._objective, self._asked = objective, asked
+        self._rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
+        self._may_be_null = bool(data.null_answers)
+        self.answers: dict[str, Answer] = {}  # of the questions read so far, by their ids
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """What is measured."""
+        return self._objective.model
+
+    def validation_batches(self, size: int) -> Iterator[Sequences]:
+        """About `size` windows at a time, all of a question together."""
+        self.answers = {}
+        windows_of = _grouped(self._asked)
+        lengths = self._asked.lengths
+        longest = np.array([lengths[numbers].max() for numbers in windows_of])
+        pending: list[int] = []
+        for question in self._objective.ordered(np.arange(len(windows_of)), longest):
+            pending += windows_of[question]
+            if len(pending) >= size:
+                yield self._asked.batch(np.array(pending))
+                pending = []
+        if pending:
+            yield self._asked.batch(np.array(pending))
+
+    def evaluate(self, batch: Sequences) -> Sums:
+        """Loss and windows, and what the batch adds to exact match and F1."""
+        assert batch.numbers is not None
+        scored = list(self._objective.scores(batch))
+        loss = sum(float(_of_span(s, t[0]) + _of_span(e, t[1])) / 2 for s, e, t in scored)
+        logits = {
+            int(n): (s.cpu().numpy(), e.cpu().numpy()) for n, (s, e, _) in zip(batch.numbers, scored, strict=True)
+        }
+        by_question: dict[int, list[int]] = {}
+        for number in logits:
+            by_question.setdefault(self._asked.windows[number].question, []).append(number)
+        questions = [self._asked.questions[place] for place in by_question]
+        for question, numbers in zip(questions, by_question.values(), strict=True):
+            windows = [self._asked.windows[number] for number in numbers]
+            rules, null = self._rules, self._may_be_null
+            self.answers[question.id] = best_answers(question, windows, [logits[n] for n in numbers], rules, null)
+        right = exact_match_f1(questions, {q.id: self.answers[q.id].text for q in questions})
+        sums = {"loss": loss, "windows": float(len(scored)), "questions": float(len(questions))}
+        return {**sums, "exact_match": right["exact_match"] * len(questions), "f1": right["f1"] * len(questions)}
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Loss a window; exact match and F1 in per cent of the questions."""
+        by_question = {name: sums[name] / sums["questions"] for name in ("exact_match", "f1")}
+        return {"loss": sums["loss"] / sums["windows"], **by_question, "questions": sums["questions"]}
+
+    def detailed(self) -> dict[str, float]:
+        """Exact match and F1 of the answers so far, apart for questions with and without an answer."""
+        answered = [question for question in self._asked.questions if question.id in self.answers]
+        return exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write predictions.json and its companions, as run_qa.py does; returns what was written."""
+        written = []
+        predictions, nbest, null_odds = predictions_json(self.answers)
+        for name, value in zip(PREDICTION_FILES, (predictions, nbest, null_odds), strict=True):
+            if value:
+                try:
+                    text = json.dumps(value, indent=4, ensure_ascii=False)
+                    (folder / name).write_text(text + "\n", encoding="utf-8")
+                except OSError as error:
+                    raise SansGPUError(f"{folder / name} cannot be written: {error.strerror}.") from None
+                written.append(folder / name)
+        return written
+
+
+def _grouped(asked: Asked) -> list[list[int]]:
+    """The windows of each question, by their numbers."""
+    groups: list[list[int]] = [[] for _ in asked.questions]
+    for number, window in enumerate(asked.windows):
+        groups[window.question].append(number)
+    return groups
+
+
+def _questions(source: Source, data: DataConfig, notes: list[str]) -> list[Question]:
+    return read_questions(source.rows(), data.on_bad_row, lambda note: notes.append(f"{source.name}: {note}"))
+
+
+def whole_source(source: Source, config: Config, tokenizer: Any, notes: list[str]) -> Asked:
+    """All questions of a source. Raises ConfigError at one that cannot be used."""
+    return asked_of(_questions(source, config.data, notes), config, tokenizer)
+
+
+def asked_of(questions: list[Question], config: Config, tokenizer: Any) -> Asked:
+    """Questions with their windows."""
+    return Asked(questions, make_windows(questions, tokenizer, _longest(config, tokenizer), config.data.doc_stride))
+
+
+def _longest(config: Config, tokenizer: Any) -> int:
+    """Tokens of a window: as configured, or what the model has places for."""
+    assert config.data.max_length is not None
+    return min(config.data.max_length, int(tokenizer.model_max_length))

@@ -1,0 +1,249 @@
+"""Supervised fine-tuning: a causal model learns the answers of conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.chat import Examples, build_examples, show_masked
+from sansgpu.data.order import batch_indices
+from sansgpu.data.sequences import Sequences
+from sansgpu.data.shards import Progress
+from sansgpu.data.sources import Source, open_sources
+from sansgpu.data.split import split_examples
+from sansgpu.data.tokenizer import token_bytes
+from sansgpu.kernels.cross_entropy import LossShape
+from sansgpu.models.chat import answer
+from sansgpu.models.generate import Sampling
+from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.pretrained_costs import pretrained_work
+from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.language_modelling import text_metrics
+from sansgpu.tasks.task import Sums
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the examples, by their numbers."""
+
+    examples: Examples
+    numbers: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each that are read: the last is only told."""
+        lengths: np.ndarray = self.examples.lengths()[self.numbers] - 1
+        return lengths
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read, in all."""
+        return int(self.lengths.sum())
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are learned."""
+        return sum(int(self.examples.example(number)[1][1:].sum()) for number in self.numbers)
+
+    def batch(self, indices: np.ndarray) -> Sequences:
+        """The examples at these places, each shifted so that a token stands at what it is told from."""
+        pairs = [self.examples.example(self.numbers[index]) for index in indices]
+        targets = [np.where(learned[1:], ids[1:], IGNORE) for ids, learned in pairs]
+        return Sequences.of([ids[:-1] for ids, _ in pairs], targets)
+
+
+@dataclass(frozen=True)
+class ChatCorpus:
+    """Conversations as tokens, with what is learned of each."""
+
+    tokenizer: Any
+    train: Part
+    validation: Part
+    notes: Sequence[str]
+    fingerprint: str
+
+    @property
+    def train_examples(self) -> int:
+        """Conversations of the training part."""
+        return len(self.train)
+
+    @property
+    def example_tokens(self) -> float:
+        """Tokens of a conversation, in the mean."""
+        return self.train.tokens / len(self.train)
+
+    def most_tokens(self, examples: int) -> int:
+        """Tokens of the longest ones."""
+        return max(int(np.sort(part.lengths)[-examples:].sum()) for part in (self.train, self.validation))
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of an epoch."""
+        return self.train.tokens
+
+    @property
+    def validation_tokens(self) -> int:
+        """Tokens of an evaluation."""
+        return self.validation.tokens
+
+    def preview(self) -> str | None:
+        """The first example, with what is learned in brackets."""
+        return show_masked(*self.train.examples.example(self.train.numbers[0]), self.tokenizer)
+
+
+class SFTObjective(FineTuning):
+    """A causal model and its loss."""
+
+    head = "causal"
+
+    def summed_loss(self, batch: Sequences) -> torch.Tensor:
+        """Cross-entropy summed over what is learned."""
+        training = self.config.training
+        shape = LossShape(training.label_smoothing, training.z_loss)
+        return self.unpadded.summed_loss(batch.tokens, batch.lengths, batch.targets, shape)
+
+
+class SFT(SFTObjective):
+    """`task: sft`."""
+
+    def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
+        super().__init__(config)
+        self.corpus, self._effective_batch = corpus, effective_batch
+        self._measured = AnswerLoss(self, corpus.tokenizer, corpus.validation)
+        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
+        share = corpus.train.targets / corpus.train.tokens
+        self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, ChatCorpus]:
+        """Tokenize the rows. Raises ConfigError where there are too few, or one that cannot be learned from."""
+        sources = open_sources(config.data)
+        tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        notes: list[str] = []
+        examples = _examples(sources.train, config, tokenizer, progress, notes)
+        if sources.validation is not None:
+            train = Part(examples, np.arange(len(examples)))
+            validation = whole_source(sources.validation, config, tokenizer, progress, notes)
+        else:
+            contents = [examples.example(number)[0].tobytes() for number in range(len(examples))]
+            split = split_examples(contents, examples.lengths(), config.data.validation_split)
+            train, validation = (Part(examples, numbers) for numbers in split)
+        if not len(train) or not len(validation):
+            raise ConfigError(
+                f"{sources.train.name} has {len(examples)} rows to learn from, too few to hold some out; give more, or "
+                "set data.validation_name."
+            )
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{train.tokens}-{train.targets}"
+        return config, ChatCorpus(tokenizer, train, validation, notes, fingerprint)
+
+    @classmethod
+    def objective(cls, config: Config, layers: int | None = None) -> SFTObjective:
+        """A model of this shape and its loss, without data."""
+        return SFTObjective(config, random=True, layers=layers)
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Sequences:
+        """`size` examples of tokens drawn at random, of which all are learned."""
+        drawn = cls.random_tokens(config, size, tokens)
+        return Sequences.of(drawn, drawn)
+
+    def batch(self, step: int, total_steps: int | None = None) -> Sequences:
+        """The conversations of a step."""
+        part = self.corpus.train
+        indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
+        return part.batch(self.ordered(indices, part.lengths))
+
+    def validation_batches(self, size: int) -> Iterator[Sequences]:
+        """The validation part, `size` conversations at a time."""
+        return self._measured.validation_batches(size)
+
+    def evaluate(self, batch: Sequences) -> Sums:
+        """Loss, targets and the bytes they stand for."""
+        return self._measured.evaluate(batch)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Loss, perplexity and bits per byte, of what is learned."""
+        return text_metrics(sums)
+
+    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+        """What the model answers to `prompt`."""
+        said = [{"role": "user", "content": prompt}]
+        return "".join(answer(self.model, self.corpus.tokenizer, said, tokens, Sampling(seed=seed)))
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer with its chat template."""
+        self.corpus.tokenizer.save_pretrained(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the model, or its adapter alone."""
+        self.export_to(self.corpus.tokenizer, folder)
+
+
+class AnswerLoss:
+    """A model and the conversations whose answers it is to foretell."""
+
+    def __init__(self, objective: SFTObjective, tokenizer: Any, part: Part) -> None:
+        self._objective, self._part = objective, part
+        self._token_bytes = token_bytes(tokenizer.backend_tokenizer)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """What is measured."""
+        return self._objective.model
+
+    def validation_batches(self, size: int) -> Iterator[Sequences]:
+        """`size` conversations at a time."""
+        order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
+        for start in range(0, len(self._part), size):
+            yield self._part.batch(order[start : start + size])
+
+    def evaluate(self, batch: Sequences) -> Sums:
+        """Loss, targets and the bytes they stand for."""
+        targets = batch.targets[batch.targets != IGNORE].cpu().numpy()
+        loss = float(self._objective.summed_loss(batch))
+        return {"loss": loss, "tokens": float(len(targets)), "bytes": float(self._token_bytes[targets].sum())}
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Loss, perplexity and bits per byte, of what is learned."""
+        return text_metrics(sums)
+
+
+def whole_source(source: Source, config: Config, tokenizer: Any, progress: Progress, notes: list[str]) -> Part:
+    """All rows of a source. Raises ConfigError at one that cannot be learned from."""
+    examples = _examples(source, config, tokenizer, progress, notes)
+    return Part(examples, np.arange(len(examples)))
+
+
+def _examples(source: Source, config: Config, tokenizer: Any, progress: Progress, notes: list[str]) -> Examples:
+    data = config.data
+    assert data.max_length is not None
+    rows, window = source.rows(), data.max_length
+    examples = build_examples(
+        rows,
+        tokenizer,
+        window,
+        data.long_rows,
+        data.on_bad_row,
+        lambda count: progress("tokenizing rows", count, count),
+    )
+    if examples.truncated:
+        notes.append(
+            f"{source.name}: {examples.truncated} rows are longer than {window} tokens and lost their beginning."
+        )
+    if examples.dropped:
+        notes.append(
+            f"{source.name}: {examples.dropped} rows are left out, longer than {window} tokens or without an answer."
+        )
+    if examples.skipped:
+        notes.append(f"{source.name}: {examples.skipped} bad rows are skipped; the first: {examples.first_skipped}")
+    return examples

@@ -1,0 +1,64 @@
+"""Tiny models and rows for the tests of fine-tuning."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from benchmarks.tiny_model import make_folder
+
+NAMES = "red blue green fast slow old new warm cold loud quiet light dark round flat sweet"
+WORDS = tuple(NAMES.split())
+
+
+@lru_cache(maxsize=32)
+def model_folder(architecture: str, **changes: Any) -> Path:
+    """A folder with a random model, made once a session."""
+    return make_folder(Path(mkdtemp(prefix=f"tiny-{architecture}-")), architecture, **changes)
+
+
+def sentence(random_: random.Random, words: int) -> str:
+    return " ".join(random_.choice(WORDS) for _ in range(words))
+
+
+def chat_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
+    """Conversations of one to three turns and other forms, of unequal length."""
+    draw, rows = random.Random(seed), []
+    for number in range(count):
+        if number % 3 == 0:
+            turns = [
+                {"role": role, "content": sentence(draw, draw.randint(1, 12))}
+                for _ in range(draw.randint(1, 3))
+                for role in ("user", "assistant")
+            ]
+            rows.append({"messages": turns})
+        elif number % 3 == 1:
+            rows.append({"instruction": sentence(draw, 4), "input": "", "output": sentence(draw, draw.randint(1, 20))})
+        else:
+            rows.append({"prompt": sentence(draw, 3), "completion": sentence(draw, draw.randint(1, 9))})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def squad(path: Path, paragraphs: int = 8, words: int = 60, impossible: bool = False, seed: int = 0) -> Path:
+    """SQuAD's nested JSON; the answer is the word behind a name."""
+    draw, articles = random.Random(seed), []
+    for number in range(paragraphs):
+        context = sentence(draw, words) + f". The fox{number} is brown. " + sentence(draw, draw.randint(1, words))
+        start = context.index("brown")
+        qas: list[dict[str, Any]] = [
+            {
+                "id": f"q{number}",
+                "question": f"Which colour has the fox{number}?",
+                "answers": [{"text": "brown", "answer_start": start}],
+            }
+        ]
+        if impossible:
+            qas.append({"id": f"n{number}", "question": "Who sang?", "answers": [], "is_impossible": True})
+        articles.append({"title": str(number), "paragraphs": [{"context": context, "qas": qas}]})
+    path.write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
+    return path

@@ -1,0 +1,69 @@
+"""The losses of our steps are those of Hugging Face's Trainer with the same batches: masks, packing, weighting."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.fine_tuning_peer import batches, train
+
+from sansgpu.config import load_config
+from sansgpu.models.pretrained import load_pretrained
+from sansgpu.tasks import TASKS
+from sansgpu.train.state import TrainState
+from sansgpu.train.step import StepPlan, train_step
+from tests.tasks.folders import chat_rows, model_folder, squad
+
+STEPS, ROWS = 20, 4
+
+
+def our_losses(overrides: list[str], micro_batch: int) -> list[float]:
+    config, _ = load_config(None, overrides)
+    kind = TASKS[config.task]
+    config, corpus = kind.prepare(config, Path("unused"), lambda *_: None)
+    task = kind(config, corpus, ROWS)
+    device = torch.device("cpu")
+    state = TrainState.begin(task.model, config.training, device, torch.float32)
+    plan = StepPlan(micro_batch, device, "fp32")
+    losses = []
+    for step in range(STEPS):
+        result = train_step(state, task, task.batch(step), plan, config.training, config.training.learning_rate)
+        state.progress.step += 1
+        losses.append(result.loss_sum / result.targets)
+    return losses
+
+
+def settings(task: str, model: Path, data: Path, pack: bool) -> list[str]:
+    return [
+        f"task={task}", f"model.name_or_path={model}", f"data.pack_sequences={pack}",
+        f"data.dataset_name={data}", f"data.validation_name={data}",
+        f"training.batch_size={ROWS}", "training.gradient_accumulation_steps=1", "training.precision=fp32",
+        "training.learning_rate=0.001", "training.weight_decay=0", "data.max_length=96",
+        *(["data.doc_stride=16"] if task == "qa" else []),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt2"])
+def test_conversations(tmp_path: Path, architecture: str, pack: bool) -> None:
+    dropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture == "gpt2" else {}
+    asked = settings("sft", model_folder(architecture, **dropped), chat_rows(tmp_path / "rows.jsonl"), pack)
+    ours = our_losses(asked, micro_batch=ROWS)
+    config, tokenizer, given = batches(asked, STEPS, tmp_path)
+    _, theirs = train(config, tokenizer, given, ROWS, 1)
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert ours[-1] < ours[0] - 0.5
+    assert our_losses(asked, micro_batch=1) == pytest.approx(ours, abs=1e-4)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("architecture", ["bert", "roberta"])
+def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
+    """Their loss lets padding take part in the softmax, so they get windows one by one, without any."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    asked = settings("qa", model_folder(architecture, **still), squad(tmp_path / "squad.json", paragraphs=60), pack)
+    ours = our_losses(asked, micro_batch=ROWS)
+    config, tokenizer, given = batches(asked, STEPS, tmp_path)
+    model = load_pretrained(config.model, "qa", config.training.seed)  # theirs, with the head as ours is drawn
+    _, theirs = train(config, tokenizer, given, 1, ROWS, model)
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert ours[-1] < ours[0] - 0.5
