@@ -4,7 +4,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-long lint setup clean
+.PHONY: train test test-long smoke lint setup clean
 
 train: setup
 	$(BIN)/sansgpu train configs/default.yaml --output-dir runs/default --resume latest
@@ -12,6 +12,9 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest -q
+
+smoke: setup
+	$(BIN)/python -m benchmarks.smoke
 
 test-long: setup
 	$(BIN)/python -m pytest -q -m long

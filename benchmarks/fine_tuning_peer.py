@@ -1,6 +1,7 @@
 """Hugging Face's Trainer on the same rows in the same order: `python -m benchmarks.fine_tuning_peer JOB.json`.
 
-Prints one JSON line. Rows are tokenised and masked by our code, so that only the training is compared.
+Prints JSON lines. Rows are tokenised and masked by our code, so that only the training is compared. A job with `steps`
+measures these; one without learns to answer questions, and answers those held out after every epoch.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
 from sansgpu.config import Config, load_config
+from sansgpu.data.answers import AnswerRules, best_answers, exact_match_f1
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.order import batch_indices
+from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.sequences import Sequences
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import TASKS
+from sansgpu.tasks.qa import Asked, QuestionCorpus
 
 Row = dict[str, list[int]]
 
@@ -110,32 +114,42 @@ def load_model(config: Config) -> Any:
     return model
 
 
+def trainer_arguments(config: Config, folder: str, **more: Any) -> TrainingArguments:
+    """What every Trainer here is told."""
+    training = config.training
+    return TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=training.precision == "bf16",
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.beta1,
+        adam_beta2=training.beta2,
+        adam_epsilon=1e-8,
+        max_grad_norm=training.max_grad_norm,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_drop_last=False,
+        **more,
+    )
+
+
 def train(
     config: Config, tokenizer: Any, given: list[Sequences], micro_batch: int, accumulation: int, model: Any = None
 ) -> tuple[list[float], list[float]]:
     """(seconds, loss) of each step."""
-    watch, training = Watch(), config.training
+    watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=training.precision == "bf16",
+        arguments = trainer_arguments(
+            config,
+            folder,
             max_steps=len(given),
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=accumulation,
-            learning_rate=training.learning_rate,
             lr_scheduler_type="constant",
-            weight_decay=training.weight_decay,
-            adam_beta1=training.beta1,
-            adam_beta2=training.beta2,
-            adam_epsilon=1e-8,
-            max_grad_norm=training.max_grad_norm,
             logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            dataloader_drop_last=False,
         )
         trainer = InOrder(
             model if model is not None else load_model(config),
@@ -148,15 +162,116 @@ def train(
     return watch.seconds, watch.losses
 
 
+class Shuffled(Sampler[int]):
+    """Examples in the order of our runs: every epoch is a permutation of its own."""
+
+    def __init__(self, seed: int, examples: int, batch_size: int) -> None:
+        self._seed, self._examples, self._batch_size = seed, examples, batch_size
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return self._examples
+
+    def __iter__(self) -> Iterator[int]:
+        steps = steps_per_epoch(self._examples, self._batch_size)
+        first, self._epoch = self._epoch * steps, self._epoch + 1
+        for step in range(first, first + steps):
+            yield from batch_indices(self._seed, step, self._examples, self._batch_size).tolist()
+
+
+class Answering(Trainer):
+    """Learns to answer questions; after every epoch says how many of those held out it answers right."""
+
+    def __init__(self, config: Config, corpus: QuestionCorpus, arguments: TrainingArguments) -> None:
+        self._config, self._held = config, corpus.validation
+        self._watch = Epochs()
+        train, held = (Rows(list(rows_of(part.batch(np.arange(len(part)))))) for part in (corpus.train, self._held))
+        collator = DataCollatorForSeq2Seq(corpus.tokenizer, padding=True)
+        model = load_model(config)
+        super().__init__(model, arguments, collator, train, held, callbacks=[self._watch])
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        training = self._config.training
+        return Shuffled(training.seed, len(self.train_dataset), effective_batch(training))  # type: ignore[arg-type]
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Loss, exact match and F1, with the seconds of training so far, as a JSON line."""
+        found: Any = self.predict(self.eval_dataset)  # type: ignore[arg-type]
+        scores = answers_score(self._config, self._held, list(zip(*found.predictions[:2], strict=True)))
+        scores["loss"] = found.metrics["test_loss"]
+        say({"event": "eval", "step": self.state.global_step, "seconds": self._watch.seconds, **scores})
+        return scores
+
+
+class Epochs(TrainerCallback):
+    """Seconds in epochs, without what comes between them: evaluation."""
+
+    seconds = 0.0
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """An epoch begins."""
+        self._start = time.perf_counter()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """It is over."""
+        self.seconds += time.perf_counter() - self._start
+
+
+def answers_score(config: Config, asked: Asked, logits: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    """Exact match and F1 of the answers by the logits of each window, as run_qa.py finds them."""
+    data = config.data
+    rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
+    windows_of: list[list[int]] = [[] for _ in asked.questions]
+    for number, window in enumerate(asked.windows):
+        windows_of[window.question].append(number)
+    answers = {}
+    for question, numbers in zip(asked.questions, windows_of, strict=True):
+        windows, scores = [asked.windows[n] for n in numbers], [logits[n] for n in numbers]
+        answers[question.id] = best_answers(question, windows, scores, rules, bool(data.null_answers)).text
+    return exact_match_f1(asked.questions, answers)
+
+
+def learn_answers(config: Config, corpus: QuestionCorpus) -> None:
+    """Train for all epochs, and say what comes of it."""
+    training = config.training
+    steps = steps_per_epoch(len(corpus.train), effective_batch(training))
+    say({"event": "start", "steps_per_epoch": steps, "epoch_tokens": corpus.train_tokens})
+    transformers.set_seed(training.seed)  # before the head is drawn
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = trainer_arguments(
+            config,
+            folder,
+            num_train_epochs=training.num_epochs,
+            per_device_train_batch_size=int(training.batch_size),
+            per_device_eval_batch_size=int(training.batch_size),
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            lr_scheduler_type=training.lr_scheduler,
+            warmup_steps=training.warmup_steps,
+            seed=training.seed,
+            logging_strategy="no",
+            eval_strategy="epoch",
+        )
+        Answering(config, corpus, arguments).train()
+
+
+def say(event: dict[str, Any]) -> None:
+    """One JSON line."""
+    print(json.dumps(event), flush=True)
+
+
 def main() -> None:
     """Run one job."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
+    if "steps" not in job:
+        config, _ = load_config(None, job["overrides"])
+        learn_answers(*TASKS[config.task].prepare(config, Path(job["cache"]), lambda *_: None))
+        return
     config, tokenizer, given = batches(job["overrides"], job["steps"], Path(job["cache"]))
     size = int(config.training.batch_size)
     seconds, losses = train(config, tokenizer, given, size, config.training.gradient_accumulation_steps)
     tokens = [batch.token_count() for batch in given]
-    print(json.dumps({"event": "result", "step_seconds": seconds, "losses": losses, "tokens": tokens}), flush=True)
+    say({"event": "result", "step_seconds": seconds, "losses": losses, "tokens": tokens})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import typer
 from sansgpu import __version__
 from sansgpu.cli import planning, tools, training, using  # noqa: F401  what they define is in app
 from sansgpu.cli.options import CONFIG_SUFFIXES, app
-from sansgpu.machine.launch import share_cores
+from sansgpu.machine.launch import settle_randomness, share_cores
 
 __all__ = ["app", "main", "run"]
 
@@ -19,6 +19,7 @@ __all__ = ["app", "main", "run"]
 def main() -> None:
     """Run the command line; errors are one sentence on stderr."""
     share_cores()
+    settle_randomness()
     sys.exit(run(sys.argv[1:]))
 
 

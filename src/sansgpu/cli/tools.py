@@ -75,7 +75,7 @@ def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
     for row in rows:
         loss = "not evaluated" if row["loss"] is None else f"validation loss {row['loss']:.4f}"
         marks = ("  best" if row["best"] else "") + ("  torn" if row.get("torn") else "")
-        print(f"{row['name']}  {loss}  {row['bytes'] / 1e6:.1f} MB{marks}")
+        print(f"{row['name']}  {loss}  {row['bytes'] / 1e6:.1f} MB  {row.get('content_id', '')[:12]}{marks}")
 
 
 @snapshots_app.command("show")

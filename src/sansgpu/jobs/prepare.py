@@ -150,6 +150,7 @@ def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
     device = resolve_device(training)
     torch.set_num_threads(_kept(before.threads if before else None, resolve_threads(training), training.threads))
     torch.set_flush_denormal(True)
+    torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
     choose_vector_math()
     keep_freed_memory()
     keep_compiled(cache)

@@ -28,7 +28,8 @@ def _row(snapshot: Snapshot) -> dict[str, Any]:
     try:
         state = snapshot.state()
         row |= {"loss": (state["metrics"] or {}).get("loss"), "tokens": state["progress"]["tokens"]}
-    except (OSError, ValueError, KeyError):
+        row["content_id"] = snapshot.content_id()
+    except (OSError, ValueError, KeyError, ConfigError):
         row["torn"] = True
     return row | {"bytes": snapshot.size_bytes()}
 
@@ -36,7 +37,8 @@ def _row(snapshot: Snapshot) -> dict[str, Any]:
 def show_snapshot(run: Path, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
     """All a snapshot holds but its tensors."""
     _, snapshot = run_snapshot(run, name, warn)
-    return {"name": snapshot.folder.name, **snapshot.manifest(), **snapshot.state(), "bytes": snapshot.size_bytes()}
+    known = {"name": snapshot.folder.name, "content_id": snapshot.content_id(), "bytes": snapshot.size_bytes()}
+    return {**known, **snapshot.manifest(), **snapshot.state()}
 
 
 def verify_snapshots(run: Path) -> list[tuple[str, str | None]]:

@@ -7,8 +7,6 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-import torch._dynamo.config
-
 from sansgpu.config import ConfigError, TrainingConfig
 
 COMPILE_SECONDS = 30.0  # of a 12-layer model on two cores, training and evaluation graphs, and timing it
@@ -63,4 +61,10 @@ def compile_into(folder: Path) -> None:
 def keep_compiled(cache: Path) -> None:
     """Keep compiled graphs where they survive a reboot; torch's own place is the temporary folder."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+
+
+def expect_shapes() -> None:
+    """Have torch compile one graph for each shape there may be in a process."""
+    import torch._dynamo.config  # two seconds of imports that only compiling needs
+
     torch._dynamo.config.recompile_limit = SHAPES

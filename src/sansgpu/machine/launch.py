@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 SPINS = 20_000  # tens of microseconds: about as long as the next product takes to come
 
@@ -15,6 +16,19 @@ def share_cores() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
+
+
+def settle_randomness() -> None:
+    """Have everything that may differ between two equal processes be equal; what the user has set stays.
+
+    The order of Python's sets is fixed when the interpreter starts, so another takes this process's place.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else its sums take whatever order
+    os.environ.setdefault("OMP_DYNAMIC", "FALSE")  # as many threads as were asked for, at any load
+    if "PYTHONHASHSEED" not in os.environ:
+        os.environ["PYTHONHASHSEED"] = "0"
+        if os.name == "posix" and sys.executable:
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def quiet_profiler() -> None:

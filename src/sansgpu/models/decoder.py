@@ -20,6 +20,7 @@ from sansgpu.kernels.cross_entropy import PLAIN, LossShape, linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
+from sansgpu.machine.compilation import expect_shapes
 
 RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of the modern layouts and GPT-2, written to the export's config
 INIT_STD = 0.02  # GPT-2's and Qwen's
@@ -215,6 +216,8 @@ class TransformerLM(nn.Module):
 
     def compile_blocks(self, on: bool = True) -> None:
         """torch.compile block by block, one graph for all; embedding and head stay eager (their sums use atomics)."""
+        if on:
+            expect_shapes()
         for block in self.blocks:
             if on:
                 block.compile(dynamic=False)

@@ -18,7 +18,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(B, T) -> (B, T, D)."""
-        return embed(input, self.weight)
+        return embed(input, self.weight, sparse=True)
 
 
 def use_our_kernels(model: PreTrainedModel) -> list[str]:

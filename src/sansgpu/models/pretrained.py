@@ -110,7 +110,9 @@ def prepared_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTra
             raise ConfigError(
                 f"{model.name_or_path} cannot recompute its activations; set model.gradient_checkpointing to false."
             )
-        loaded.gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every transformers 5
+            loaded.gradient_checkpointing_enable({"use_reentrant": False})
     loaded.config.use_cache = False
     for parameter in loaded.parameters():  # products are cast by autocast, sums and norms are not
         if parameter.ndim < 2:
@@ -137,6 +139,7 @@ def with_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
     try:
         with _seeded(seed, "adapter"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # which peft sees by itself
             return get_peft_model(loaded, config)
     except ValueError as error:
         raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None

@@ -11,6 +11,7 @@ import torch
 
 from sansgpu.config import Config, fold_seed
 from sansgpu.data.sequences import Sequences
+from sansgpu.machine.compilation import expect_shapes
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import pretrained_costs as costs
 from sansgpu.models.costs import Products, StepTraffic, StepWork
@@ -43,7 +44,7 @@ class FineTuning:
     def _notes(self, kept: Sequence[str]) -> Iterator[str]:
         name, pack = self.config.model.name_or_path, self.config.data.pack_sequences
         if kept:
-            yield f"{name}: {' and '.join(kept)} stay as transformers computes them, which our kernels do not."
+            yield f"{name}: transformers computes its {' and '.join(kept)}, which our kernels cannot."
         if pack and not self.unpadded.packs:
             yield f"{name} cannot read several examples in one row, so that short ones are padded."
 
@@ -66,6 +67,8 @@ class FineTuning:
 
     def compile(self, on: bool) -> None:
         """Compile block by block, for any length."""
+        if on:
+            expect_shapes()
         for block in self._blocks:
             if on:
                 block.compile(dynamic=True)

@@ -245,5 +245,5 @@ def _examples(source: Source, config: Config, tokenizer: Any, progress: Progress
             f"{source.name}: {examples.dropped} rows are left out, longer than {window} tokens or without an answer."
         )
     if examples.skipped:
-        notes.append(f"{source.name}: {examples.skipped} bad rows are skipped; the first: {examples.first_skipped}")
+        notes.append(f"{source.name}: bad rows skipped: {examples.skipped}; the first: {examples.first_skipped}")
     return examples

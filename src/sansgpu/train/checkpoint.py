@@ -6,6 +6,7 @@ with the SHA-256 of each. It is written beside its place, synced to disk and ren
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from sansgpu.machine.disk import file_sha256, sync_to_disk
 from sansgpu.train.tensor_file import save_tensors
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+LAID = "total_steps"  # of the progress, what time has to do with: steps as laid over what is left of it
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -48,6 +50,22 @@ class Snapshot:
             return {"step": int(manifest["step"]), "files": dict(manifest["files"])}
         except (OSError, ValueError, KeyError, TypeError):
             raise ConfigError(f"{self.folder} is no whole snapshot: {MANIFEST} cannot be read.") from None
+
+    def content_id(self) -> str:
+        """SHA-256 of what was learned: the hashes of weights and moments, and how far the run is, as canonical JSON.
+
+        Equal states have equal ids on any machine: neither the time taken nor the environment is part of it. Raises
+        ConfigError where the snapshot is torn.
+        """
+        files = self.manifest()["files"]
+        try:
+            progress = self.state()["progress"]
+            learned = {key: value for key, value in progress.items() if key != LAID}
+            content = {"weights": files[WEIGHTS], "moments": files[MOMENTS], "progress": learned}
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(f"{self.folder} is no whole snapshot: {STATE} cannot be read.") from None
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def problem(self) -> str | None:
         """What is torn or altered, or None."""

@@ -103,7 +103,7 @@ class Trainer:
         self._metrics = restore(self.state, snapshot, self.environment, self.task.fingerprint, strict, self.sinks.warn)
         self._snapshot, self._snapshot_said = snapshot, False
         events = read_events(self.paths.metrics)  # a process that was killed took time that no snapshot knows of
-        self._before = max([self.progress.seconds, *(event.get("elapsed_seconds", 0.0) for event in events)])
+        self._before = max((event.get("elapsed_seconds", 0.0) for event in events), default=0.0)
         laid = self.progress.total_steps
         if self.config.training.time_limited and laid and (self.progress.step < laid or not self._budget.worth_more()):
             self.total_steps = min(self._most_steps, laid)
@@ -190,7 +190,6 @@ class Trainer:
         seconds = time.perf_counter() - start
         progress.step += 1
         progress.tokens += result.tokens
-        progress.seconds = self._elapsed()
         progress.logged_loss += result.loss_sum
         progress.logged_targets += result.targets
         if not self._first_step:
@@ -300,7 +299,8 @@ class Trainer:
         if self._unsettled is not None:
             snapshot, self._unsettled = self._unsettled, None
             self._writer.wait()
-            self.sinks.release({"event": "snapshot", "step": snapshot.step, "path": snapshot.folder.name})
+            said = {"event": "snapshot", "step": snapshot.step, "path": snapshot.folder.name}
+            self.sinks.release({**said, "elapsed_seconds": self._elapsed()})
 
     def _leave_nothing_unsaid(self) -> None:
         """However training ends: a snapshot begun is made whole, and the events held back are handed on."""

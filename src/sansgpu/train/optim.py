@@ -46,6 +46,8 @@ class Weight:
         """Add what backward has left."""
         new, parameter.grad = parameter.grad, None
         assert new is not None
+        if new.is_sparse and self.gradient is None:
+            new = new.to_dense()
         if self.gradient is None:
             self.gradient = new.to(torch.promote_types(new.dtype, torch.float32)) if self.summed else new
         else:

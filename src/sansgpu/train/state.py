@@ -18,7 +18,6 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0  # the run has taken, over all its processes
     total_steps: int | None = None  # as laid over the time left, where time limits the run
     best_loss: float | None = None
     best_step: int | None = None

@@ -1,0 +1,169 @@
+"""Every architecture of the tiny models: trained, resumed, taken away, with and without padding."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.tiny_model import CAUSAL, ENCODERS
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
+
+from sansgpu.config import load_config
+from sansgpu.jobs.fine_tuned import load_fine_tuned
+from sansgpu.jobs.snapshots import fork_snapshot
+from sansgpu.jobs.train import TrainRequest, train
+from sansgpu.models.pretrained import Head, load_pretrained
+from sansgpu.tasks import TASKS
+from sansgpu.watch.events import Event
+from tests.processes import digests, record
+from tests.tasks.folders import chat_rows, model_folder, squad
+
+# Whether several examples are read in one row.
+PACKS = {
+    "llama": True, "smollm": True, "qwen2": True, "qwen3": True, "gemma": True, "gemma2": True, "gemma3_text": True,
+    "mistral": True, "phi": True, "phi3": True, "gpt2": True, "bert": True, "roberta": True, "distilbert": True,
+    "modernbert": False,
+}  # fmt: skip
+# Layers of every kind that an adapter stands beside: apart and fused, with and without bias, Conv1D, new heads.
+ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "roberta", "distilbert", "modernbert")
+RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
+ROWS = 8
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("architectures")
+    chat_rows(folder / "chat.jsonl")
+    squad(folder / "squad.json")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    torch.set_num_threads(1)  # of models this small more take longer; conftest puts it back
+
+
+class Collected:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+def head_of(architecture: str) -> Head:
+    return "qa" if architecture in ENCODERS else "causal"
+
+
+def settings(home: Path, architecture: str, model: Path, **changes: object) -> tuple[str, ...]:
+    asking = head_of(architecture) == "qa"
+    chosen = {
+        "task": "qa" if asking else "sft", "model.name_or_path": model,
+        "data.dataset_name": home / ("squad.json" if asking else "chat.jsonl"), "data.max_length": 96,
+        "training.batch_size": 2, "training.gradient_accumulation_steps": 1, "training.max_steps": 4,
+        "training.learning_rate": 0.002, "training.warmup_steps": 1, "training.logging_steps": 1,
+        "training.save_steps": 2, "training.eval_steps": 2, "training.precision": "fp32", "training.compile": "off",
+        "training.report_to": "none", "training.threads": 1, "device": "cpu",
+        **({"data.doc_stride": 16} if asking else {}),
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }  # fmt: skip
+    return tuple(f"{key}={value}" for key, value in chosen.items())
+
+
+def run_job(folder: Path, overrides: tuple[str, ...], resume: str | None = None) -> list[Event]:
+    sink = Collected()
+    train(TrainRequest(None, overrides, folder, resume), [sink], lambda *_: None)
+    return sink.events
+
+
+@cache
+def trained(home: Path, architecture: str, adapter: str) -> tuple[Path, list[Event]]:
+    """A run of four steps, made once for all tests."""
+    run = home / f"{architecture}-{adapter}"
+    chosen = {"model__adapter": adapter, **({"model__lora_dropout": 0.1} if adapter != "none" else {})}
+    return run, run_job(run, settings(home, architecture, model_folder(architecture), **chosen))
+
+
+def warnings_of(events: list[Event], words: str) -> list[str]:
+    return [e["message"] for e in events if e["event"] == "warning" and words in e["message"]]
+
+
+def test_every_architecture_is_tested() -> None:
+    assert PACKS.keys() == {**CAUSAL, **ENCODERS}.keys()
+
+
+@pytest.mark.parametrize(("architecture", "adapter"), RUNS)
+def test_a_run_resumed_in_its_middle_is_the_run_that_was_not(home: Path, architecture: str, adapter: str) -> None:
+    """gpt2, the encoders and the adapters draw dropout on the way."""
+    straight, _ = trained(home, architecture, adapter)
+    resumed = fork_snapshot(straight, "2", home / f"{architecture}-{adapter}-resumed", pytest.fail)
+    run_job(resumed, (), resume="latest")
+    last = [{k: v for k, v in digests(run).items() if "step-000002" not in k} for run in (straight, resumed)]
+    assert last[0] == last[1]
+    assert {name.split("/")[0] for name in last[0]} == {"snapshots", "final"}
+    steps = [[e for e in record(run) if e["event"] in ("step", "eval")] for run in (straight, resumed)]
+    assert steps[0] == steps[1]
+    assert [e["step"] for e in steps[0] if e["event"] == "step"] == [1, 2, 3, 4]
+
+
+def outputs(model: Any) -> torch.Tensor:
+    tokens = torch.arange(40).reshape(2, 20) * 23 % 1000
+    with torch.no_grad():
+        out = model.eval()(tokens)
+    return out.logits if "logits" in out else torch.stack((out.start_logits, out.end_logits))
+
+
+@pytest.mark.parametrize(("architecture", "adapter"), RUNS)
+def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str, adapter: str) -> None:
+    run, _ = trained(home, architecture, adapter)
+    ours = load_fine_tuned(str(run), head_of(architecture), "latest", pytest.fail)
+    kind = AutoModelForQuestionAnswering if architecture in ENCODERS else AutoModelForCausalLM
+    theirs, info = kind.from_pretrained(run / "final", output_loading_info=True)
+    assert not any(info.values()), info
+    assert architecture in ENCODERS or theirs.config.use_cache
+    torch.testing.assert_close(outputs(theirs), outputs(ours.objective.model), rtol=1e-4, atol=1e-4)
+    before = load_pretrained(ours.config.model, head_of(architecture), ours.config.training.seed)
+    assert (outputs(theirs) - outputs(before)).abs().max() > 1e-2, "nothing was trained"
+
+
+@pytest.mark.parametrize(("architecture", "packs"), PACKS.items())
+def test_what_cannot_be_packed_is_padded_and_that_is_said_once(home: Path, architecture: str, packs: bool) -> None:
+    _, events = trained(home, architecture, "none")
+    assert len(warnings_of(events, "in one row")) == (0 if packs else 1)
+
+
+def test_padding_that_was_asked_for_is_no_news(home: Path) -> None:
+    chosen = settings(home, "modernbert", model_folder("modernbert"), data__pack_sequences=False)
+    events = run_job(home / "asked-for", (*chosen, "training.max_steps=1"))
+    assert not warnings_of(events, "in one row")
+
+
+def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) -> list[float]:
+    """The mean loss of the first batch, cut into micro-batches of each size."""
+    overrides = settings(home, architecture, model_folder(architecture), data__pack_sequences=pack)
+    config, _ = load_config(None, overrides)
+    kind: Any = TASKS[config.task]
+    config, corpus = kind.prepare(config, home / "cache", lambda *_: None)
+    task = kind(config, corpus, ROWS)
+    task.model.eval()  # without dropout
+    assert task.unpadded.packs == (pack and PACKS[architecture])
+    batch = task.batch(0)
+    with torch.no_grad():
+        sums = [sum(float(task.loss(piece)) for piece in batch.micro_batches(size)) for size in micro_batches]
+    return [total / batch.target_count() for total in sums]
+
+
+@pytest.mark.parametrize("architecture", PACKS)
+def test_neither_packing_nor_micro_batches_change_the_loss(home: Path, architecture: str) -> None:
+    """Examples are longer than the windows in which some of these models look back."""
+    packed = losses(home, architecture, True, [1, 3, ROWS])
+    padded = losses(home, architecture, False, [1, 3, ROWS])
+    assert packed == pytest.approx([padded[0]] * 3, rel=2e-5)  # the first is of examples by themselves
+    assert padded == pytest.approx([padded[0]] * 3, rel=2e-5)

@@ -1,0 +1,400 @@
+"""Whole runs of fine-tuning by the command line: exact, resumed, exported, talked to, and refused in one sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.tiny_model import make_folder
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForQuestionAnswering
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from sansgpu.cli import run as cli
+from sansgpu.jobs.chat import Conversation
+from sansgpu.jobs.fine_tuned import load_fine_tuned
+from sansgpu.machine.probe import has_native_bf16
+from sansgpu.models.generate import Sampling
+from tests import processes
+from tests.processes import digests, finish, kill_when, record, start, write_corpus
+from tests.tasks.folders import NAMES, chat_rows, model_folder, squad
+
+Captured = pytest.CaptureFixture[str]
+TINY = {
+    "data.max_length": 96, "training.batch_size": 2, "training.gradient_accumulation_steps": 2,
+    "training.learning_rate": 0.002, "training.warmup_steps": 2, "training.max_steps": 4, "training.logging_steps": 1,
+    "training.save_steps": 2, "training.eval_steps": 2, "training.precision": "fp32", "training.compile": "off",
+    "training.report_to": "none", "training.threads": 1, "device": "cpu",
+}  # fmt: skip
+ADAPTED = {"model__adapter": "lora", "model__lora_dropout": 0.1}
+NARROW = {"training__master_weights": "bf16", "training__optimizer_state": "8bit", "training__precision": "bf16"}
+NEEDS_BF16 = pytest.mark.skipif(not has_native_bf16(), reason="this CPU has no native bf16")
+TEXT = "The red house is old. The green house is new and it stands on a cold hill."
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fine-tuning")
+    chat_rows(folder / "chat.jsonl")
+    squad(folder / "squad.json", impossible=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+
+
+def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
+    own: dict[str, object] = {
+        "task": task,
+        "model.name_or_path": model_folder("qwen2" if task == "sft" else "bert"),
+        "data.dataset_name": home / ("chat.jsonl" if task == "sft" else "squad.json"),
+        **({"data.doc_stride": 16} if task == "qa" else {}),
+    }
+    merged = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return [part for key, value in merged.items() if value != "" for part in ("--set", f"{key}={value}")]
+
+
+def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
+    """A run in this process, made once for all tests."""
+    run = home / name
+    if not run.exists():
+        assert cli(["train", *settings(home, task, **changes), "--output-dir", str(run)]) == 0
+    return run
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def sentence(capsys: Captured) -> str:
+    """The one line after what was being done."""
+    captured = capsys.readouterr()
+    doing = ("tokenizing", "warning: ")
+    lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("sansgpu: ")
+    assert "Traceback" not in captured.err + captured.out
+    return lines[0]
+
+
+def outputs(model: Any) -> torch.Tensor:
+    tokens = torch.arange(40).reshape(2, 20) * 23 % 1000
+    with torch.no_grad():
+        out = model.eval()(tokens)
+    return out.logits if "logits" in out else torch.stack((out.start_logits, out.end_logits))
+
+
+def assert_equal_outputs(exported: Any, run: Path, task: str = "sft") -> None:
+    ours = load_fine_tuned(str(run), "qa" if task == "qa" else "causal", "latest", pytest.fail).objective.model
+    torch.testing.assert_close(outputs(exported), outputs(ours), rtol=1e-4, atol=1e-4)
+
+
+# Processes
+
+
+def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
+    """The last snapshot and final/ by digest, and every event but for times."""
+    kept = {k: v for k, v in digests(run).items() if k.startswith(("snapshots/step-000010", "final"))}
+    assert len(kept) == 3
+    return kept, record(run)
+
+
+def in_a_process(home: Path, run: str, *more: str, **changes: object) -> list[str]:
+    long = {"training__max_steps": 10, "training__gradient_accumulation_steps": 8, **changes}
+    return ["train", *settings(home, **long), "--output-dir", str(home / run), *more]
+
+
+@pytest.mark.parametrize("changes", [ADAPTED, pytest.param(NARROW, marks=NEEDS_BF16)], ids=["lora", "narrow"])
+def test_two_runs_and_one_that_was_killed_are_byte_identical(home: Path, changes: dict[str, object]) -> None:
+    names = [f"{name}-{len(changes)}" for name in ("first", "second", "killed")]
+    together = [start(in_a_process(home, name, **changes), home / "cache") for name in names[:2]]
+    assert [(process.communicate(timeout=240), process.returncode)[1] for process in together] == [0, 0]
+    first, second, killed = (home / name for name in names)
+    assert digests(first) == digests(second)
+    assert record(first) == record(second)
+    process = start(in_a_process(home, killed.name, **changes), home / "cache")
+    assert kill_when(process, (killed / "snapshots/step-000004/MANIFEST.json").exists) == -9
+    assert events_of(killed, "step")[-1]["step"] < 10
+    code, _, error = finish(in_a_process(home, killed.name, "--resume", **changes), home / "cache")
+    assert code == 0, error
+    assert outcome(killed) == outcome(first)
+
+
+# What is trained, saved and exported
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_an_adapter_is_exported_merged_or_alone(home: Path, tmp_path: Path, adapter: str) -> None:
+    run = made(home, adapter, model__adapter=adapter, model__merge_adapter="false")
+    assert not (run / "final/model.safetensors").exists()
+    assert_equal_outputs(AutoPeftModelForCausalLM.from_pretrained(run / "final"), run)
+    for choice in ("--merge", "--no-merge"):
+        assert cli(["export", str(run), choice, "--output", str(tmp_path / choice)]) == 0
+    assert_equal_outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "--merge"), run)
+    assert not (tmp_path / "--merge/adapter_config.json").exists()
+    assert_equal_outputs(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "--no-merge"), run)
+    losses = [event["loss"] for event in events_of(run, "eval")]
+    assert losses[-1] < losses[0]
+
+
+def test_a_base_of_16_bits_stays_one_under_an_adapter(home: Path, tmp_path: Path) -> None:
+    base = model_folder("qwen2", narrow=True)
+    run = made(home, "narrow-base", model__name_or_path=base, model__adapter="lora")
+    merged = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
+    assert {weight.dtype for weight in merged.parameters()} == {torch.bfloat16}
+    ours = load_fine_tuned(str(run), "causal", "latest", pytest.fail).objective.model
+    before = AutoModelForCausalLM.from_pretrained(base)
+    away = (outputs(ours) - outputs(before.float())).norm()
+    assert (outputs(merged.float()) - outputs(ours)).norm() < 0.2 * away
+
+
+def test_a_run_without_adapter_has_none_to_merge(home: Path, capsys: Captured) -> None:
+    run = made(home, "whole")
+    capsys.readouterr()
+    assert cli(["export", str(run), "--merge"]) == 2
+    assert "has no adapter" in sentence(capsys)
+
+
+def names_in(run: Path) -> set[str]:
+    with safe_open(run / "snapshots/step-000004/model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def test_snapshots_hold_only_what_is_trained(home: Path) -> None:
+    adapted = names_in(made(home, "lora", model__adapter="lora", model__merge_adapter="false"))
+    assert adapted
+    assert all("lora_" in name for name in adapted)
+    asked = names_in(made(home, "asked-lora", "qa", model__adapter="lora"))
+    heads = {name for name in asked if "lora_" not in name}
+    assert heads == {f"qa_outputs.modules_to_save.default.{part}" for part in ("weight", "bias")}
+
+
+def predicted(capsys: Captured, target: Path, *more: str) -> str:
+    capsys.readouterr()
+    asked = ["--question", "Which house is old?", "--context", TEXT]
+    assert cli(["predict", str(target), *asked, *more]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_new_head_leaves_with_its_adapter(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = made(home, "asked-lora", "qa", model__adapter="lora")
+    assert cli(["export", str(run), "--no-merge", "--output", str(tmp_path / "adapter")]) == 0
+    assert_equal_outputs(AutoPeftModelForQuestionAnswering.from_pretrained(tmp_path / "adapter"), run, "qa")
+    ours, exported = (json.loads(predicted(capsys, path, "--json")) for path in (run, run / "final"))
+    named = [answer for answer in ours["nbest"] if answer["text"]]
+    others = [answer for answer in exported["nbest"] if answer["text"]]
+    assert [a["text"] for a in named[:3]] == [a["text"] for a in others[:3]]
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__adapter": "lora"}])
+def test_activations_computed_again_change_no_loss(
+    home: Path, changes: dict[str, object], recwarn: pytest.WarningsRecorder
+) -> None:
+    """With dropout, which must be drawn again as it was; and what libraries have to say of it is none of the user's."""
+    chosen = {"model__name_or_path": model_folder("gpt2"), "training__max_steps": 3, **changes}
+    runs = [
+        made(home, f"again-{again}-{len(changes)}", model__gradient_checkpointing=again, **chosen)
+        for again in ("true", "false")
+    ]
+    first, second = ([event["loss"] for event in events_of(run, "step")] for run in runs)
+    assert first == pytest.approx(second, rel=1e-6)
+    assert not [str(w.message) for w in recwarn if issubclass(w.category, (UserWarning, FutureWarning))]
+
+
+# A model that has learned something
+
+
+def answers() -> dict[str, str]:
+    words = NAMES.split()
+    return {
+        f"What follows {word}?": f"{words[(n * 7 + 3) % 16]} {words[(n * 5 + 1) % 16]}" for n, word in enumerate(words)
+    }
+
+
+@pytest.fixture(scope="module")
+def learned(home: Path) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in answers().items()
+    ]
+    (home / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    try:
+        return made(
+            home, "learned", data__dataset_name=home / "short.jsonl", data__validation_name=home / "short.jsonl",
+            training__batch_size=16, training__gradient_accumulation_steps=1, training__max_steps=120,
+            training__learning_rate=0.005, training__eval_steps=60, training__save_steps=0,
+            training__sample_tokens=20, training__sample_prompt="What follows red?",
+        )  # fmt: skip
+    finally:
+        patch.undo()
+
+
+def test_a_model_learns_and_repeats_what_it_learned(learned: Path, capsys: Captured) -> None:
+    assert events_of(learned, "step")[-1]["loss"] < 0.1
+    assert events_of(learned, "eval")[-1]["loss"] < 0.1
+    for question, answer in list(answers().items())[:2]:
+        for target in (learned, learned, learned / "final"):
+            capsys.readouterr()
+            assert cli(["chat", str(target), "--prompt", question, "--temperature", "0"]) == 0
+            assert capsys.readouterr().out == answer + "\n"
+
+
+def test_a_conversation_comes_from_a_pipe(learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    first, second = list(answers().items())[:2]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first[0]}\n/new\n\n{second[0]}\n"))
+    assert cli(["chat", str(learned), "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"{first[1]}\n{second[1]}\n"
+
+
+def test_what_was_said_is_remembered_until_it_is_forgotten(learned: Path) -> None:
+    conversation = Conversation(str(learned), "Be short.", "latest", pytest.fail)
+    question, said = "What follows red?", []
+    for _ in range(2):
+        said.append("".join(conversation.say(question, 8, Sampling(temperature=0))))
+    assert [turn["content"] for turn in conversation.said] == ["Be short.", question, said[0], question, said[1]]
+    conversation.forget()
+    assert [turn["role"] for turn in conversation.said] == ["system"]
+    assert "".join(conversation.say(question, 8, Sampling(temperature=0))) == said[0]
+
+
+def test_what_cannot_talk_is_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    data = write_corpus(tmp_path / "corpus.jsonl")
+    small = processes.settings(data__dataset_name=data, training__max_steps=1)
+    assert cli(["train", *small, "--output-dir", str(tmp_path / "pretrained")]) == 0
+    silent = shutil.copytree(model_folder("qwen2"), tmp_path / "silent")
+    (silent / "chat_template.jinja").unlink()
+    asked = made(home, "asked", "qa")
+    capsys.readouterr()
+    for target, words in (
+        (tmp_path / "pretrained", "sansgpu generate"),
+        (silent, "has no chat template"),
+        (asked, "task qa"),
+        (tmp_path / "nowhere", "does not exist"),
+    ):
+        assert cli(["chat", str(target), "--prompt", "hello"]) == 2
+        assert words in sentence(capsys)
+
+
+# Questions
+
+
+def test_an_answer_stands_in_the_context(home: Path, capsys: Captured) -> None:
+    run = made(home, "sure", "qa", data__null_answers="false")
+    printed = predicted(capsys, run).removesuffix("\n")
+    assert printed
+    assert printed in TEXT
+    result = json.loads(predicted(capsys, run, "--json"))
+    assert result["answer"] == printed
+    assert TEXT[result["start"] :].startswith(printed)
+    assert 0 < result["probability"] <= 1
+    assert result["nbest"][0]["text"] == printed
+
+
+def evaluated(capsys: Captured, run: Path, *more: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli(["eval", str(run), "--json", *more]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_runs_are_evaluated_on_their_own_data_and_on_other(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    run, other = made(home, "whole"), chat_rows(tmp_path / "other.jsonl", count=9, seed=5)
+    last = events_of(run, "eval")[-1]
+    assert evaluated(capsys, run)["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    elsewhere = evaluated(capsys, run, "--data", str(other))
+    assert elsewhere["loss"] != pytest.approx(last["loss"], rel=1e-5)
+    assert elsewhere.keys() >= {"loss", "perplexity", "bits_per_byte"}
+
+
+def test_questions_are_evaluated_and_their_answers_written(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    run, other = made(home, "asked", "qa"), squad(tmp_path / "other.json", paragraphs=3, seed=5)
+    last = events_of(run, "eval")[-1]
+    (run / "predictions.json").unlink()
+    own = evaluated(capsys, run)
+    assert own["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert own["exact_match"] == pytest.approx(last["exact_match"])
+    assert len(json.loads((run / "predictions.json").read_text())) == last["questions"]
+    assert 0 <= evaluated(capsys, run, "--data", str(other))["f1"] <= 100
+    assert json.loads((run / "predictions.json").read_text()).keys() == {"q0", "q1", "q2"}
+
+
+# What goes wrong
+
+
+BAD_ROWS = {
+    "sft": ['{"messages": [{"role": "user", "content": "hello"}]}', '{"messages": ['],
+    "qa": ['{"id": "x", "question": "Who?", "context": "", "answers": {"text": ["a"], "answer_start": [0]}}', "{"],
+}
+
+
+@pytest.mark.parametrize(("task", "bad"), [(task, bad) for task, rows in BAD_ROWS.items() for bad in rows])
+def test_a_bad_row_is_named_or_skipped(home: Path, tmp_path: Path, task: str, bad: str, capsys: Captured) -> None:
+    good = chat_rows(tmp_path / "rows.jsonl").read_text().splitlines() if task == "sft" else flat_questions()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*good[:2], bad, *good[2:]]) + "\n")
+    chosen = settings(home, task, data__dataset_name=tmp_path / "rows.jsonl", training__max_steps=1)
+    assert cli(["train", *chosen, "--output-dir", str(tmp_path / "failed")]) == 2
+    said = sentence(capsys)
+    assert "rows.jsonl, line 3" in said
+    assert not (tmp_path / "failed/snapshots").exists()
+    skipping = [*chosen, "--set", "data.on_bad_row=skip", "--headless"]
+    assert cli(["train", *skipping, "--output-dir", str(tmp_path / "skipped")]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (warning,) = [e["message"] for e in printed if e["event"] == "warning" and "bad rows skipped: 1" in e["message"]]
+    assert "rows.jsonl, line 3" in warning
+
+
+def flat_questions() -> list[str]:
+    def row(number: int) -> dict[str, object]:
+        context = f"The fox{number} is brown and fast."
+        answer = {"text": ["brown"], "answer_start": [context.index("brown")]}
+        return {"id": f"q{number}", "question": "Which colour?", "context": context, "answers": answer}
+
+    return [json.dumps(row(number)) for number in range(12)]
+
+
+def test_a_model_that_changed_before_a_resume_is_noticed(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    base = make_folder(tmp_path / "base")
+    chosen = settings(home, model__name_or_path=base, model__adapter="lora")
+    folder = ["--output-dir", str(tmp_path / "run")]
+    assert cli(["train", *chosen, *folder]) == 0
+    again = ["train", "--resume", *folder, "--headless"]
+    assert cli([*again, "--strict"]) == 0
+    assert "was made with" not in capsys.readouterr().out
+    make_folder(base, seed=1)
+    capsys.readouterr()
+    assert cli([*again, "--strict"]) == 2
+    assert "Without --strict" in sentence(capsys)
+    assert cli(again) == 0
+    assert "was made with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__name_or_path": ""}, "set model.name_or_path"),
+        ({"model__name_or_path": "./nowhere"}, "./nowhere does not exist"),
+        ({"data__dataset_name": ""}, "set data.dataset_name"),
+        ({"data__dataset_name": "./nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"model__d_model": 32}, "model.d_model is for task pretrain"),
+        ({"data__doc_stride": 16}, "data.doc_stride is for task qa"),
+        ({"model__lora_rank": 8}, "set adapter to lora or dora"),
+        ({"model__adapter": "lora", "model__lora_targets": "nothing"}, "model.lora_targets"),
+        ({"sampling__stream": "true"}, "sampling"),
+        ({"task": "chatting"}, "task"),
+    ],
+)
+def test_what_cannot_act_is_refused_before_any_work(
+    home: Path, tmp_path: Path, changes: dict[str, object], words: str, capsys: Captured
+) -> None:
+    assert cli(["train", *settings(home, **changes), "--output-dir", str(tmp_path / "run")]) == 2
+    assert words in sentence(capsys)
