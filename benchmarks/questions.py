@@ -25,7 +25,6 @@ from benchmarks.contest import (
     NoResultError,
     Outcome,
     Row,
-    describe_machine,
     print_table,
     say,
     spawn,
@@ -186,8 +185,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    machine, ours, theirs = describe_machine(), [], []
-    say(f"load {machine['load_average'][0]:.1f} on {machine['cpus']} CPUs")
+    ours: list[Learned] = []
+    theirs: list[Learned] = []
     with tempfile.TemporaryDirectory(prefix="sansgpu-questions-") as name:
         for seed in range(1, asked.seeds + 1):
             given, folder = settings(asked, seed), Path(name)

@@ -244,21 +244,24 @@ def test_linear(kernels: str, tokens: int, outputs: int, inputs: int, bias: bool
 
 
 @RANDOM
-@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 30), st.booleans(), st.integers(0, 99))
-def test_embedding_adds_up_gradients_in_fp32(batch: int, time: int, rows: int, narrow: bool, seed: int) -> None:
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 90), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_embedding_adds_up_gradients_in_fp32(
+    batch: int, time: int, rows: int, narrow: bool, sparse: bool, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(rows, 4, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
     indices = torch.randint(0, rows, (batch, time), generator=generator)
     weight = torch.randn(batch, time, 4, generator=generator)
     leaf = table.clone().requires_grad_()
     leaf.grad_dtype = None
-    out = embed(indices, leaf)
+    out = embed(indices, leaf, sparse)
     (out * weight).sum().backward()
     assert torch.equal(out, table.float()[indices])
     expected = torch.zeros(rows, 4, dtype=torch.float64).index_add_(0, indices.flatten(), weight.double().flatten(0, 1))
     assert leaf.grad is not None
     assert leaf.grad.dtype == torch.float32
-    torch.testing.assert_close(leaf.grad.double(), expected, rtol=1e-5, atol=1e-5)
+    assert leaf.grad.is_sparse == (sparse and rows > 8 * indices.numel())
+    torch.testing.assert_close(leaf.grad.to_dense().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=30)

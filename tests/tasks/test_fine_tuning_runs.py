@@ -116,13 +116,15 @@ def in_a_process(home: Path, run: str, *more: str, **changes: object) -> list[st
 def test_two_runs_and_one_that_was_killed_are_byte_identical(home: Path, changes: dict[str, object]) -> None:
     names = [f"{name}-{len(changes)}" for name in ("first", "second", "killed")]
     together = [start(in_a_process(home, name, **changes), home / "cache") for name in names[:2]]
-    assert [(process.communicate(timeout=240), process.returncode)[1] for process in together] == [0, 0]
+    for process in together:
+        error = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, error
     first, second, killed = (home / name for name in names)
     assert digests(first) == digests(second)
     assert record(first) == record(second)
     process = start(in_a_process(home, killed.name, **changes), home / "cache")
     assert kill_when(process, (killed / "snapshots/step-000004/MANIFEST.json").exists) == -9
-    assert events_of(killed, "step")[-1]["step"] < 10
+    assert not (killed / "final").exists()
     code, _, error = finish(in_a_process(home, killed.name, "--resume", **changes), home / "cache")
     assert code == 0, error
     assert outcome(killed) == outcome(first)
@@ -145,7 +147,7 @@ def test_an_adapter_is_exported_merged_or_alone(home: Path, tmp_path: Path, adap
     assert losses[-1] < losses[0]
 
 
-def test_a_base_of_16_bits_stays_one_under_an_adapter(home: Path, tmp_path: Path) -> None:
+def test_a_base_of_16_bits_stays_one_under_an_adapter(home: Path) -> None:
     base = model_folder("qwen2", narrow=True)
     run = made(home, "narrow-base", model__name_or_path=base, model__adapter="lora")
     merged = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
@@ -292,7 +294,6 @@ def test_an_answer_stands_in_the_context(home: Path, capsys: Captured) -> None:
     run = made(home, "sure", "qa", data__null_answers="false")
     printed = predicted(capsys, run).removesuffix("\n")
     assert printed
-    assert printed in TEXT
     result = json.loads(predicted(capsys, run, "--json"))
     assert result["answer"] == printed
     assert TEXT[result["start"] :].startswith(printed)
@@ -303,8 +304,7 @@ def test_an_answer_stands_in_the_context(home: Path, capsys: Captured) -> None:
 def evaluated(capsys: Captured, run: Path, *more: str) -> dict[str, Any]:
     capsys.readouterr()
     assert cli(["eval", str(run), "--json", *more]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
+    return dict(json.loads(capsys.readouterr().out))
 
 
 def test_runs_are_evaluated_on_their_own_data_and_on_other(home: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -329,7 +329,6 @@ def test_questions_are_evaluated_and_their_answers_written(home: Path, tmp_path:
 
 
 # What goes wrong
-
 
 BAD_ROWS = {
     "sft": ['{"messages": [{"role": "user", "content": "hello"}]}', '{"messages": ['],

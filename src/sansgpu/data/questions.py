@@ -63,7 +63,7 @@ def read_questions(
                 raise _bad(row, f"the id {question.id} was given before")
         except ConfigError as error:
             if on_bad_row == "fail":
-                raise
+                raise ConfigError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
             problems.append(str(error))
             continue
         seen.add(question.id)

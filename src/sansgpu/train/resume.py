@@ -63,4 +63,4 @@ def _differences(record: dict[str, object], environment: Environment, data_finge
     before, now = record["environment"], asdict(environment)
     assert isinstance(before, dict)
     found = [f"{key} {before.get(key)}, now {value}" for key, value in now.items() if before.get(key) != value]
-    return found + (["other data"] if record["data"] != data_fingerprint else [])
+    return found + (["other data or another base model"] if record["data"] != data_fingerprint else [])

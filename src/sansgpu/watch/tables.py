@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sansgpu.watch.terminal import clock, duration
+from sansgpu.watch.terminal import batch_shape, clock, duration
 
 Result = dict[str, Any]
 
@@ -52,8 +52,8 @@ def print_plan(console: Console, plan: Result) -> None:
         table.add_row("  it fits with", f"{settings}: {gigabytes(change['memory'])}, {change['cost']}")
     table.add_row(
         "step",
-        f"{plan['batch_size']} x {plan['gradient_accumulation_steps']} windows of {plan['window']}: "
-        f"{plan['tokens_per_step']:,} tokens; {plan['optimizer']}, {plan['precision']}, {plan['threads']} threads, "
+        f"{batch_shape(plan['batch_size'], plan)}: {plan['tokens_per_step']:,} tokens; {plan['optimizer']}, "
+        f"{plan['precision']}, {plan['threads']} threads, "
         f"{'compiled' if plan['compile'] == 'on' else 'not compiled'}, {plan['kernels']} kernels",
     )
     if plan["step_seconds"]:

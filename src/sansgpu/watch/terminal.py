@@ -54,7 +54,7 @@ class Terminal:
         )
         self._print(
             f"{_length(event)} of {event['tokens_per_step']:,} tokens "
-            f"({event['micro_batch']} x {event['gradient_accumulation_steps']} x {event['window']}), "
+            f"({batch_shape(event['micro_batch'], event)}), "
             f"{event['train_tokens']:,} tokens in the training part; writing to {event['output_dir']}"
         )
         if self._console.is_terminal:
@@ -77,10 +77,14 @@ class Terminal:
             self._print(f"step {event['step']:>{len(str(self._total))}}{of}  {figures}")
 
     def _eval(self, event: Event) -> None:
-        known = {"loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}", "bits_per_byte": "{:.4f} bits per byte"}
+        known = {
+            "loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}", "bits_per_byte": "{:.4f} bits per byte",
+            "exact_match": "exact match {:.2f} %", "f1": "F1 {:.2f} %", "questions": "{:.0f} questions",
+            "answerable": "{:.0f} answerable", "unanswerable": "{:.0f} not",
+        }  # fmt: skip
         parts = [form.format(event[key]) for key, form in known.items() if key in event]
         others = [k for k in event if k not in known and k not in ("event", "step", "sample")]
-        parts += [f"{key} {event[key]:.4f}" for key in others]
+        parts += [f"{key.replace('_', ' ')} {event[key]:.4f}" for key in others]
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
@@ -90,6 +94,13 @@ class Terminal:
         self.close()
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done, as its time is up,"}
         self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
+
+
+def batch_shape(micro_batch: int, event: Event) -> str:
+    """Micro-batches of a step: how many, and of what."""
+    count, window = event["gradient_accumulation_steps"], event["window"]
+    full = micro_batch * count * window == event["tokens_per_step"]
+    return f"{micro_batch} x {count} {'windows of' if full else 'examples of up to'} {window}"
 
 
 class PreparationBar:

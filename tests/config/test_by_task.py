@@ -1,0 +1,62 @@
+"""What differs between tasks: defaults, and which keys there are."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sansgpu.config import Config, ConfigError, TrainingConfig, load_config
+from sansgpu.config.load import save_config
+
+SFT = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}
+
+
+def refusal(tmp_path: Path, **changes: object) -> str:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**SFT, **changes}))
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    return str(error.value)
+
+
+def test_fine_tuning_has_defaults_of_its_own() -> None:
+    whole, adapted = (
+        Config.model_validate({**SFT, "model": {"name_or_path": "m", "adapter": a}}) for a in ("none", "lora")
+    )
+    assert whole.training.learning_rate == 2e-5
+    assert adapted.training.learning_rate == 2e-4
+    assert whole.training.optimizer == "adamw"
+    assert whole.training.window_warmup_ratio == 0
+    assert whole.window == 1024
+    assert Config.model_validate({**SFT, "training": {"learning_rate": 1e-3}}).training.learning_rate == 1e-3
+    assert Config.model_validate({**SFT, "training": TrainingConfig(max_steps=3)}).training.learning_rate == 2e-5
+    assert Config().training.learning_rate == TrainingConfig().learning_rate
+
+
+def test_keys_that_do_nothing_in_a_task_are_refused(tmp_path: Path) -> None:
+    assert "model.d_model is for task pretrain" in refusal(tmp_path, model={"name_or_path": "m", "d_model": 64})
+    assert "data.doc_stride is for task qa" in refusal(tmp_path, data={"dataset_name": "r", "doc_stride": 3})
+    assert "training.label_smoothing" in refusal(tmp_path, task="qa", training={"label_smoothing": 0.1})
+    assert "model.name_or_path is for task sft and qa" in refusal(tmp_path, task="pretrain")
+    assert "set model.name_or_path" in refusal(tmp_path, model={})
+    assert "set data.dataset_name" in refusal(tmp_path, data={})
+    assert "lora_rank is of an adapter" in refusal(tmp_path, model={"name_or_path": "m", "lora_rank": 4})
+    assert "set optimizer to adamw" in refusal(tmp_path, training={"optimizer_state": "8bit", "optimizer": "muon"})
+    assert "precision is fp32" in refusal(tmp_path, training={"master_weights": "bf16", "precision": "fp32"})
+
+
+def test_streaming_is_no_part_of_a_training_configuration(tmp_path: Path) -> None:
+    said = refusal(tmp_path, sampling={"stream": True})
+    assert "sampling.stream" in said
+    assert said.count(". ") == 0
+    assert "unknown key sampling" in refusal(tmp_path, sampling={"stream": False})
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft", "qa"])
+def test_a_saved_configuration_holds_what_acts_and_loads_as_it_was(tmp_path: Path, task: str) -> None:
+    config = Config() if task == "pretrain" else Config.model_validate({**SFT, "task": task})
+    save_config(config, tmp_path / "c.yaml")
+    assert load_config(tmp_path / "c.yaml")[0] == config
+    text = (tmp_path / "c.yaml").read_text()
+    assert ("d_model" in text) == (task == "pretrain")
+    assert ("doc_stride" in text) == (task == "qa")

@@ -1,0 +1,62 @@
+"""The allocator of large tensors: nothing overlaps, what is freed is used again, and joined again where sizes vary."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sansgpu.kernels import native
+from tests.processes import KERNELS
+
+# Tensors of many sizes come and go at random, each full of its own number; tells how much more memory the process had
+# at its end than the most that was in tensors at once.
+SCRIPT = """
+import random, sys
+from pathlib import Path
+import torch
+from sansgpu.kernels import native
+from sansgpu.machine.usage import Usage, peak_rss_bytes
+assert native.load(Path(sys.argv[1])) is None
+native.keep_blocks(varying=sys.argv[2] == "varying")
+before, draw, held, live, most = peak_rss_bytes(), random.Random(3), {}, 0, 0
+for number in range(3000):
+    if held and (live > 300e6 or draw.random() < 0.45):
+        key = draw.choice(list(held))
+        tensor = held.pop(key)
+        assert bool((tensor == key % 251).all()), key
+        live -= tensor.nbytes
+    else:
+        scale = 1 + number // 300  # of the sizes, which change as a run goes on
+        held[number] = torch.full((draw.randint(1 << 20, 2 << 20) * scale,), number % 251, dtype=torch.uint8)
+        live += held[number].nbytes
+        most = max(most, live)
+for key, tensor in held.items():
+    assert bool((tensor == key % 251).all()), key
+print((peak_rss_bytes() - before) / most)
+held.clear()
+del tensor
+torch.ops.sansgpu.give_back()
+print(Usage().rss_bytes() - before)
+"""
+
+
+def grown(kind: str, cache: Path) -> tuple[float, int]:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(cache), kind], capture_output=True, text=True, check=True)
+    ratio, left = done.stdout.split()
+    return float(ratio), int(left)
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
+def test_tensors_of_ever_other_sizes_take_little_more_memory_than_is_in_them() -> None:
+    ratio, left = grown("varying", KERNELS.parent)
+    assert ratio < 2.2
+    assert left < 40e6  # all of it was given back
+    assert grown("steady", KERNELS.parent)[0] > 2 * ratio  # what it is there for
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
+def test_a_request_that_cannot_be_met_is_an_error_and_no_crash() -> None:
+    with pytest.raises(RuntimeError):
+        torch.empty(1 << 60, dtype=torch.uint8)
