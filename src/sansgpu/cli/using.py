@@ -114,6 +114,10 @@ def predict(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run of task qa, or a Hugging Face model for it.")],
     question: Annotated[str, typer.Option(help="What is asked.")],
     context: Annotated[str, typer.Option(help="The text in which the answer stands.")],
+    null_answers: Annotated[
+        bool | None,
+        typer.Option("--null-answers/--no-null-answers", help="Whether there may be none; by default as was learned."),
+    ] = None,
     snapshot: SnapshotOption = "latest",
     as_json: JsonOption = False,
 ) -> None:
@@ -123,7 +127,7 @@ def predict(
     """
     from sansgpu.jobs.predict import predict as job
 
-    result = job(run, question, context, snapshot, warn)
+    result = job(run, question, context, null_answers, snapshot, warn)
     if as_json:
         print_json(result)
     else:

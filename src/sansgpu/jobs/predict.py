@@ -16,14 +16,22 @@ from sansgpu.train.step import StepPlan
 WINDOWS = 8  # read at once
 
 
-def predict(target: str, question: str, context: str, snapshot: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """The answer, its probability and place, and the rivals it was weighed against."""
+def predict(
+    target: str, question: str, context: str, null_answers: bool | None, snapshot: str, warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """The answer, its probability and place, and the rivals it was weighed against.
+
+    `null_answers` says whether there may be none; by default as the run learned it.
+    """
     if not question.strip() or not context.strip():
         raise ConfigError("--question and --context need some text.")
     loaded = load_fine_tuned(target, "qa", snapshot, warn)
     assert isinstance(loaded.objective, QAObjective)
     asked = asked_of([Question("question", question, context, (), impossible=True)], loaded.config, loaded.tokenizer)
-    reader = AnswerReader(loaded.objective, asked, loaded.config.data)
+    data = loaded.config.data
+    if null_answers is not None:
+        data = data.model_copy(update={"null_answers": null_answers})
+    reader = AnswerReader(loaded.objective, asked, data)
     evaluate(reader, StepPlan(WINDOWS, resolve_device(loaded.config.training), "fp32"))
     answer = reader.answers["question"]
     best = answer.nbest[0]

@@ -82,13 +82,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         head = weight.to(hidden.dtype)
-        with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        with_gradients, of_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         hidden_grad = torch.empty_like(hidden) if with_gradients else None
         weight_grad: torch.Tensor | None = None
         total = torch.zeros((), dtype=accurate, device=hidden.device)
         # One buffer for all chunks: large blocks that come and go leave holes in the heap.
         buffer = hidden.new_empty(min(CHUNK_ROWS, len(hidden)), len(head))
-        product = torch.empty_like(head) if with_gradients and len(hidden) > CHUNK_ROWS else None
+        product = torch.empty_like(head) if of_weight and len(hidden) > CHUNK_ROWS else None
         for start in range(0, len(hidden), CHUNK_ROWS):
             here = hidden[start : start + CHUNK_ROWS]
             logits = torch.mm(here, head.T, out=buffer[: len(here)])
@@ -96,19 +96,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += losses.sum()
             if hidden_grad is not None:
                 torch.mm(logits_grad, head, out=hidden_grad[start : start + CHUNK_ROWS])
+            if of_weight:
                 if weight_grad is None:
                     weight_grad = (logits_grad.T @ here).to(accurate)
                 else:
                     add_product(weight_grad, torch.mm(logits_grad.T, here, out=product))
-        if with_gradients:
-            ctx.save_for_backward(hidden_grad, torch.zeros_like(weight) if weight_grad is None else weight_grad)
+        if of_weight and weight_grad is None:
+            weight_grad = torch.zeros_like(weight)
+        ctx.save_for_backward(hidden_grad, weight_grad)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad_outputs[0]
-        return hidden_grad.mul_(scale), weight_grad.mul_(scale), None, None
+        return hidden_grad.mul_(scale), None if weight_grad is None else weight_grad.mul_(scale), None, None
 
 
 def _losses(

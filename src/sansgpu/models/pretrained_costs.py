@@ -21,10 +21,11 @@ from sansgpu.models.pretrained import Head, shape_only
 
 _FULL, _COMPUTE = 4, {"fp32": 4, "bf16": 2}
 _MOMENTS = {"fp32": 8.0, "8bit": 2.0 + 8 / 256}  # bytes a weight: two numbers, or two codes and their blocks' scales
-# Bytes that a block keeps of each token for its backward pass, times D and F; measured on Llama's and BERT's layouts.
-_KEPT = {"bf16": (44, 12), "fp32": (52, 20)}
-_ADAPTED = {"bf16": 12, "fp32": 8}  # more, times D: an adapter's inputs
-_PROCESS_BYTES, _ROUNDING = 760 << 20, 0.05  # with transformers and peft
+# What a block keeps of each token for its backward pass, times D, and F for each matrix that leads there. Measured
+# on Qwen2's and BERT's layouts, not compiled.
+_KEPT = {"bf16": (38, 4), "fp32": (36, 8)}
+_PROCESS_BYTES = 430 << 20  # with transformers and peft
+_PARTLY_TOGETHER = 0.25  # of gradients and activations, the smaller: the one grows while the other is freed
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,17 @@ def _shape(model_json: str, head: Head) -> PretrainedShape:
     inside = {id(p) for block in blocks for p in block.parameters()}
     named = list(model.named_parameters())
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linear: list[Any] = [
-        m for m in blocks[0].modules() if isinstance(getattr(m, "weight", None), nn.Parameter) and m.weight.ndim == 2
-    ]
+    # A layer with an adapter shows the weight of the layer inside it as its own.
+    matrices: dict[int, nn.Parameter] = {}
+    for module in blocks[0].modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            matrices[id(weight)] = weight
     adapter = sum(p.numel() for n, p in named if "lora_" in n)
     return PretrainedShape(
         layers=len(blocks),
         width=int(config.hidden_size),
-        inner=max((max(m.weight.shape) for m in linear), default=int(config.hidden_size)),
+        inner=max((max(weight.shape) for weight in matrices.values()), default=int(config.hidden_size)),
         heads=int(config.num_attention_heads),
         vocabulary=int(config.vocab_size),
         outputs=int(config.vocab_size) if head == "causal" else 2,
@@ -94,7 +98,7 @@ def _shape(model_json: str, head: Head) -> PretrainedShape:
         adapter=adapter,
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
-        products=tuple(Counter((int(m.weight.shape[1]), int(m.weight.shape[0])) for m in linear).items()),
+        products=tuple(Counter((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
     )
 
 
@@ -115,10 +119,8 @@ def pretrained_memory(
     else:
         weights = _FULL * trained + (compute * trained if compute < _FULL else 0)
     width, inner = _KEPT[how.precision]
-    per_token = width * shape.width + inner * shape.inner + 8 * shape.heads
-    if model.adapter != "none":
-        per_token += _ADAPTED[how.precision] * shape.width
-    kept = tokens * per_token
+    leading = dict(shape.products).get((shape.width, shape.inner), 1)
+    kept = tokens * (width * shape.width + inner * leading * shape.inner + 8 * shape.heads)
     between = shape.layers * _FULL * tokens * shape.width
     rows, table = min(tokens, CHUNK_ROWS), shape.outputs * shape.width
     logits = rows * shape.outputs * compute + tokens * shape.width * (2 * compute + 2 * _FULL)
@@ -126,15 +128,16 @@ def pretrained_memory(
         logits += table * (_FULL + (compute if tokens > CHUNK_ROWS else 0) + (_FULL if summed else 0))
     moments = int(_MOMENTS[state] * trained)
     gradients = (_FULL if summed else compute) * matrices + _FULL * (trained - matrices)
+    activations = between + kept if model.gradient_checkpointing else shape.layers * kept
     needed = {
         "weights": weights + compute * frozen,
         "gradients": gradients,
         "optimizer": moments,
-        "activations": between + kept if model.gradient_checkpointing else shape.layers * kept,
+        "activations": activations - int(_PARTLY_TOGETHER * min(gradients, activations)),
         "logits": logits,
         "snapshot": (2 if masters == "bf16" else _FULL) * trained + moments if how.copies else 0,
     }
-    return Memory(**needed, overhead=_PROCESS_BYTES + int(_ROUNDING * sum(needed.values())))
+    return Memory(**needed, overhead=_PROCESS_BYTES)
 
 
 def pretrained_work(shape: PretrainedShape, example_tokens: float, tokens: float, learned: float = 1.0) -> StepWork:

@@ -69,11 +69,11 @@ class FineTuning:
         """Compile block by block, for any length."""
         if on:
             expect_shapes()
-        for block in self._blocks:
+        for block in self._blocks:  # the call itself runs hooks, which are none of the graph's
             if on:
-                block.compile(dynamic=True)
+                block.forward = torch.compile(block.forward, dynamic=True)
             else:
-                block._compiled_call_impl = None
+                block.__dict__.pop("forward", None)
 
     def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """`indices` as they are, or where examples are padded by their length, so that little is."""
