@@ -95,3 +95,25 @@ def test_threads_spin_briefly_unless_the_user_says_otherwise(
     share_cores()
     assert os.environ.get("GOMP_SPINCOUNT") == expected
     monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is taken away again
+
+
+def test_a_process_begins_with_its_randomness_settled_before_torch_is_there() -> None:
+    """Hashes of strings, which order sets, differ between processes unless Python is started so."""
+    program = (
+        "import os, sys; from sansgpu.machine.launch import settle_randomness; settle_randomness();"
+        "names = ('PYTHONHASHSEED', 'CUBLAS_WORKSPACE_CONFIG', 'OMP_DYNAMIC');"
+        "print('torch' in sys.modules, hash('a word'), *(os.environ[name] for name in names))"
+    )
+    free = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+
+    def said(environment: dict[str, str]) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    first = said(free)
+    assert first == said(free)
+    assert first[0] == "False"
+    assert first[2:] == ["0", ":4096:8", "FALSE"]
+    assert said({**free, "PYTHONHASHSEED": "7"})[2] == "7"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import Config, ConfigError, SansGPUError, change_config, load_config, save_config
+from sansgpu.config import FINE_TUNING, Config, ConfigError, SansGPUError, change_config, load_config, save_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.measure import Request, Result, measure_apart
 from sansgpu.jobs.plan import roofline_of, step_limits
@@ -87,8 +87,9 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
         f"training.compile='{environment.compile}'",
         f"training.threads={environment.threads}",
         f"training.optimizer={training.optimizer}",
-        f"model.vocab_size={prepared.config.model.vocab_size}",
     ]
+    if (vocabulary := prepared.config.model.vocab_size) is not None:
+        settings.append(f"model.vocab_size={vocabulary}")
     return change_config(config, settings)
 
 
@@ -99,7 +100,8 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
     gemm = measured["gemm_flops_per_second"]
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
-    training, limits = prepared.config.training, step_limits(prepared, roofline_of(prepared))
+    config = prepared.config
+    training, limits = config.training, step_limits(prepared, roofline_of(prepared))
     keep = (
         "own_cores", "other_cores", "stolen_cores", "frequency_hz", "temperature_celsius", "throttled", "losses",
         "evaluation_seconds", "save_seconds", "write_seconds", "export_seconds", "import_seconds", "warnings",
@@ -109,7 +111,8 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         **{k: v for k, v in prepared.facts().items() if k not in ("total_steps", "max_hours", "until")},
         **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
         "tokens_per_step": tokens,
-        "padded": tokens < prepared.tokens_per_step,
+        "task": config.task,
+        "padded": config.task not in FINE_TUNING and tokens < prepared.tokens_per_step,
         "step_seconds": {"median": middle, "min": min(seconds), "max": max(seconds)},
         "all_step_seconds": seconds,
         "tokens_per_second": tokens / middle,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.models.attention_interface import use_our_attention
@@ -21,16 +22,29 @@ class Embedding(nn.Embedding):
         return embed(input, self.weight, sparse=True)
 
 
-def use_our_kernels(model: PreTrainedModel) -> list[str]:
-    """Patch a model in place; returns what stays transformers' own."""
-    kept = []
-    if not use_our_attention(model):
-        kept.append("attention")
+class Dropout(nn.Dropout):
+    """nn.Dropout in one pass over memory."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return dropout(input, self.p, self.training)
+
+
+def use_our_layers(model: nn.Module) -> None:
+    """Have its plain layers compute with our kernels."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
+        elif type(module) is nn.Dropout:
+            module.__class__ = Dropout
         elif type(module) is nn.Embedding and module.max_norm is None and not module.sparse:
             module.__class__ = Embedding
+
+
+def use_our_kernels(model: PreTrainedModel) -> list[str]:
+    """Patch a model in place; returns what stays transformers' own."""
+    kept = [] if use_our_attention(model) else ["attention"]
+    use_our_layers(model)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return kept + [f"layers of type {name}" for name in others]
 

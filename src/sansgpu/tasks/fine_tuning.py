@@ -15,7 +15,7 @@ from sansgpu.machine.compilation import expect_shapes
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import pretrained_costs as costs
 from sansgpu.models.costs import Products, StepTraffic, StepWork
-from sansgpu.models.patches import blocks_of, use_our_kernels
+from sansgpu.models.patches import blocks_of, use_our_kernels, use_our_layers
 from sansgpu.models.pretrained import Head, load_pretrained, made_up, save_pretrained, with_adapter
 from sansgpu.models.unpadded import UnpaddedModel
 
@@ -34,6 +34,7 @@ class FineTuning:
         kept = use_our_kernels(self.model)
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences)
         self._adapted = with_adapter(self.model, settings, seed) if settings.adapter != "none" else None
+        use_our_layers(self.model)  # of the adapter
         self.notes: Sequence[str] = list(self._notes(kept))
         self._blocks = blocks_of(self.model)
         self._look: Callable[[], None] = lambda: None
