@@ -67,3 +67,17 @@ def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
     _, theirs = train(config, tokenizer, given, 1, ROWS, model)
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert ours[-1] < ours[0] - 0.5
+
+
+def test_an_adapter_on_the_head_takes_part(tmp_path: Path) -> None:
+    rows = chat_rows(tmp_path / "rows.jsonl")
+    asked = settings("sft", model_folder("llama"), rows, pack=True)
+    config, _ = load_config(None, [*asked, "model.adapter=lora", "model.lora_targets=[lm_head]"])
+    kind = TASKS["sft"]
+    task = kind(config, kind.prepare(config, tmp_path, lambda *_: None)[1], ROWS)
+    task.loss(task.batch(0)).backward()
+    trained = {name: p for name, p in task.model.named_parameters() if p.requires_grad}
+    assert set(trained) == {"lm_head.lora_A.default.weight", "lm_head.lora_B.default.weight"}
+    grad = trained["lm_head.lora_B.default.weight"].grad
+    assert grad is not None
+    assert grad.abs().sum() > 0

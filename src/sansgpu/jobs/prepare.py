@@ -120,6 +120,7 @@ class Prepared:
         parts = TASKS[self.config.task].parameters(self.config)
         return {
             "parameters": sum(parts.values()),
+            "trained_parameters": parts.get("adapter", sum(parts.values())),
             "optimizer": training.optimizer,
             "micro_batch": self.environment.micro_batch,
             "gradient_accumulation_steps": self.accumulation,

@@ -27,8 +27,6 @@ from sansgpu.watch.boards import TensorBoard, WeightsAndBiases, require_boards
 from sansgpu.watch.events import Sink, Sinks
 from sansgpu.watch.jsonl import Metrics
 
-SNAPSHOT_BYTES = 12  # a parameter's weight and two moments
-
 
 @dataclass(frozen=True)
 class TrainRequest:
@@ -76,7 +74,7 @@ def _train_in(folder: Path, request: TrainRequest, sinks: list[Sink], progress: 
     require_boards(list(config.training.report_to))
     before = recorded_environment(snapshot) if snapshot else None
     prepared = prepare(config, before, progress, early.warn, "begin" if request.force else "refuse")
-    _require_disk(paths, sum(TASKS[config.task].parameters(prepared.config).values()), config.training.keep_last)
+    _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
     task = TASKS[config.task](prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
         early.warn(note)
@@ -146,8 +144,8 @@ def _boards(config: Config, paths: RunPaths, step: int | None) -> list[Sink]:
     return [makers[name]() for name in config.training.report_to]
 
 
-def _require_disk(paths: RunPaths, parameters: int, keep_last: int) -> None:
-    needed, free = parameters * SNAPSHOT_BYTES * (keep_last + 2), free_disk_bytes(paths.snapshots.absolute())
+def _require_disk(paths: RunPaths, snapshot_bytes: int, keep_last: int) -> None:
+    needed, free = snapshot_bytes * (keep_last + 2), free_disk_bytes(paths.snapshots.absolute())
     if needed > free:
         raise ConfigError(
             f"{keep_last + 2} snapshots need {needed / 1e9:.1f} GB and {paths.snapshots} has {free / 1e9:.1f} GB free; "

@@ -72,9 +72,10 @@ class UnpaddedModel:
         """Of a causal model, cross-entropy summed over the targets (N,), -100 where nothing is predicted: ()."""
         given, flat = self.inputs(tokens, lengths)
         shape = LossShape(shape.label_smoothing, shape.z_loss, self._softcap)
-        if self.fused:
+        head: Any = self.model.get_output_embeddings()
+        if self.fused and isinstance(head, nn.Linear):  # none that has got an adapter
             hidden = flat(self.model.base_model(**given, use_cache=False).last_hidden_state)
-            return linear_cross_entropy(hidden, self.model.get_output_embeddings().weight, targets, shape)
+            return linear_cross_entropy(hidden, head.weight, targets, shape)
         logits = flat(self.model(**given, use_cache=False).logits)
         kept = targets != -100
         logits, targets = logits[kept].float(), targets[kept]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, fold_seed
+from sansgpu.config import Config, ConfigError, fold_seed
 from sansgpu.data.sequences import Sequences
 from sansgpu.machine.compilation import expect_shapes
 from sansgpu.machine.memory import Execution, Memory
@@ -139,3 +139,10 @@ class FineTuning:
         length = min(tokens or config.window, config.window)
         draws = torch.Generator().manual_seed(fold_seed(config.training.seed, "trial"))
         return list(torch.randint(0, cls.shape(config).vocabulary, (size, length), generator=draws).numpy())
+
+
+def too_few(name: str, count: int, what: str) -> ConfigError:
+    """The error of data that nothing can be held out of."""
+    return ConfigError(
+        f"{name} has {count} {what} to learn from, too few to hold some out; give more, or set data.validation_name."
+    )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import Config, ConfigError, DataConfig, SansGPUError
+from sansgpu.config import Config, DataConfig, SansGPUError
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.data.order import batch_indices
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
@@ -22,7 +22,7 @@ from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
-from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.fine_tuning import FineTuning, too_few
 from sansgpu.tasks.task import Sums
 
 PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")
@@ -141,16 +141,15 @@ class QA(QAObjective):
         if sources.validation is not None:
             train, held = questions, _questions(sources.validation, data, notes)
         else:
+            if len(questions) < 2:
+                raise too_few(sources.train.name, len(questions), "questions")
             contents = [question.context.encode() for question in questions]
             sizes = np.ones(len(questions))
             train, held = (
                 [questions[n] for n in part] for part in split_examples(contents, sizes, data.validation_split)
             )
         if not train or not held:
-            raise ConfigError(
-                f"{sources.train.name} has {len(questions)} questions, too few to hold some out; give more, or set "
-                "data.validation_name."
-            )
+            raise too_few(sources.train.name, len(questions), "questions")
         asked = []
         for part in (train, held):
             size = sum(len(question.context) for question in part)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.chat import Examples, build_examples, show_masked
 from sansgpu.data.order import batch_indices
@@ -19,12 +19,12 @@ from sansgpu.data.shards import Progress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.data.tokenizer import token_bytes
-from sansgpu.kernels.cross_entropy import LossShape
+from sansgpu.kernels.cross_entropy import PLAIN, LossShape
 from sansgpu.models.chat import answer
 from sansgpu.models.generate import Sampling
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
-from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.fine_tuning import FineTuning, too_few
 from sansgpu.tasks.language_modelling import text_metrics
 from sansgpu.tasks.task import Sums
 
@@ -107,9 +107,15 @@ class SFTObjective(FineTuning):
     head = "causal"
 
     def summed_loss(self, batch: Sequences) -> torch.Tensor:
-        """Cross-entropy summed over what is learned."""
+        """Cross-entropy summed over what is learned, with what the configuration adds to it."""
         training = self.config.training
-        shape = LossShape(training.label_smoothing, training.z_loss)
+        return self._cross_entropy(batch, LossShape(training.label_smoothing, training.z_loss))
+
+    def plain_loss(self, batch: Sequences) -> torch.Tensor:
+        """Cross-entropy alone."""
+        return self._cross_entropy(batch, PLAIN)
+
+    def _cross_entropy(self, batch: Sequences, shape: LossShape) -> torch.Tensor:
         return self.unpadded.summed_loss(batch.tokens, batch.lengths, batch.targets, shape)
 
 
@@ -135,14 +141,13 @@ class SFT(SFTObjective):
             train = Part(examples, np.arange(len(examples)))
             validation = whole_source(sources.validation, config, tokenizer, progress, notes)
         else:
+            if len(examples) < 2:
+                raise too_few(sources.train.name, len(examples), "rows")
             contents = [examples.example(number)[0].tobytes() for number in range(len(examples))]
             split = split_examples(contents, examples.lengths(), config.data.validation_split)
             train, validation = (Part(examples, numbers) for numbers in split)
         if not len(train) or not len(validation):
-            raise ConfigError(
-                f"{sources.train.name} has {len(examples)} rows to learn from, too few to hold some out; give more, or "
-                "set data.validation_name."
-            )
+            raise too_few(sources.train.name, len(examples), "rows")
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{train.tokens}-{train.targets}"
         return config, ChatCorpus(tokenizer, train, validation, notes, fingerprint)
 
@@ -210,7 +215,7 @@ class AnswerLoss:
     def evaluate(self, batch: Sequences) -> Sums:
         """Loss, targets and the bytes they stand for."""
         targets = batch.targets[batch.targets != IGNORE].cpu().numpy()
-        loss = float(self._objective.summed_loss(batch))
+        loss = float(self._objective.plain_loss(batch))
         return {"loss": loss, "tokens": float(len(targets)), "bytes": float(self._token_bytes[targets].sum())}
 
     def metrics(self, sums: Sums) -> dict[str, float]:

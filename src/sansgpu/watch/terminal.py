@@ -48,8 +48,10 @@ class Terminal:
     def _start(self, event: Event) -> None:
         self._total = event["total_steps"] or 0
         resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
+        trained = event["trained_parameters"] / 1e6
+        adapted = f", {trained:.1f}M of them trained" if event["trained_parameters"] < event["parameters"] else ""
         self._print(
-            f"{event['parameters'] / 1e6:.1f}M parameters, {event['precision']}, {event['threads']} threads, "
+            f"{event['parameters'] / 1e6:.1f}M parameters{adapted}, {event['precision']}, {event['threads']} threads, "
             f"{'compiled' if event['compile'] == 'on' else 'not compiled'}{resumed}"
         )
         self._print(
