@@ -7,7 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+from benchmarks.tiny_model import make_folder
+
 from tests.processes import environment, write_corpus
+from tests.tasks.folders import chat_rows, squad
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,3 +65,38 @@ def test_time_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
     assert row["steps"] >= 3
     assert row["planned_seconds"] > 0
     assert row["measured_seconds"] > 0
+
+
+@pytest.mark.long
+def test_fine_tuning_is_measured_beside_a_trainer(tmp_path: Path) -> None:
+    model, rows = make_folder(tmp_path / "model", narrow=True), chat_rows(tmp_path / "rows.jsonl")
+    arguments = ["--data", str(rows), "--model", str(model), "--steps", "2", "--rounds", "1"]
+    found = benchmark("fine_tuning", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    assert [row["status"] for row in found] == ["measured"] * 5
+    assert all(row["tokens_per_second"] > 0 for row in found)
+    assert found[0]["loss"] == pytest.approx(found[2]["loss"], rel=0.02)  # bf16, whole: ours and theirs
+
+
+@pytest.mark.long
+def test_questions_are_answered_beside_a_trainer(tmp_path: Path) -> None:
+    data = str(squad(tmp_path / "squad.json"))
+    arguments = [
+        "--model",
+        str(make_folder(tmp_path / "model", "bert")),
+        "--train",
+        data,
+        "--dev",
+        data,
+        "--epochs",
+        "1",
+    ]
+    found = benchmark("questions", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    assert len(found) == 2
+
+
+@pytest.mark.long
+def test_the_smoke_trains_resumes_and_talks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.smoke", "--keep", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ended in the same state" in done.stdout

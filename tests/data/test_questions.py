@@ -220,7 +220,9 @@ def test_every_bad_row_is_named_and_can_be_skipped(value: Any, problem: str) -> 
     str(refused.value).encode()
     warnings: list[str] = []
     assert [question.id for question in read_questions(rows, "skip", warnings.append)] == ["before", "after"]
-    assert warnings == [f"bad rows skipped: 1; the first: {refused.value}"]
+    named, hint, _ = str(refused.value).partition(", or set data.on_bad_row to skip.")
+    assert hint
+    assert warnings == [f"bad rows skipped: 1; the first: {named}."]
 
 
 def test_one_warning_counts_all_bad_rows_and_names_the_first(tmp_path: Path) -> None:

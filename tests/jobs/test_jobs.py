@@ -76,7 +76,8 @@ def test_eval_of_another_architecture(home: Path, tmp_path: Path, capsys: pytest
     tokenizer.save_pretrained(tmp_path / "llama")
     found = answer(capsys, "eval", tmp_path / "llama", "--data", home / "corpus.jsonl")
     assert found["loss"] == pytest.approx(math.log(320), rel=0.1)
-    assert cli(["generate", str(tmp_path / "llama")]) == 2
+    assert cli(["generate", str(tmp_path / "llama"), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("ab")
 
 
 def test_a_window_longer_than_the_context_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,14 +21,14 @@ from sansgpu.machine.usage import Usage, peak_rss_bytes
 assert native.load(Path(sys.argv[1])) is None
 native.keep_blocks(varying=sys.argv[2] == "varying")
 before, draw, held, live, most = peak_rss_bytes(), random.Random(3), {}, 0, 0
-for number in range(3000):
-    if held and (live > 300e6 or draw.random() < 0.45):
+for number in range(1000):
+    if held and (live > 100e6 or draw.random() < 0.45):
         key = draw.choice(list(held))
         tensor = held.pop(key)
         assert bool((tensor == key % 251).all()), key
         live -= tensor.nbytes
     else:
-        scale = 1 + number // 300  # of the sizes, which change as a run goes on
+        scale = 1 + number // 125  # of the sizes, which change as a run goes on
         held[number] = torch.full((draw.randint(1 << 20, 2 << 20) * scale,), number % 251, dtype=torch.uint8)
         live += held[number].nbytes
         most = max(most, live)

@@ -112,7 +112,9 @@ def in_a_process(home: Path, run: str, *more: str, **changes: object) -> list[st
     return ["train", *settings(home, **long), "--output-dir", str(home / run), *more]
 
 
-@pytest.mark.parametrize("changes", [ADAPTED, pytest.param(NARROW, marks=NEEDS_BF16)], ids=["lora", "narrow"])
+@pytest.mark.parametrize(
+    "changes", [ADAPTED, pytest.param(NARROW, marks=[NEEDS_BF16, pytest.mark.long])], ids=["lora", "narrow"]
+)
 def test_two_runs_and_one_that_was_killed_are_byte_identical(home: Path, changes: dict[str, object]) -> None:
     names = [f"{name}-{len(changes)}" for name in ("first", "second", "killed")]
     together = [start(in_a_process(home, name, **changes), home / "cache") for name in names[:2]]
