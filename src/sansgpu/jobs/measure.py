@@ -140,6 +140,10 @@ class _Bench:
         if self._request.profiled:
             parts = breakdown(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
             result["breakdown"] = parts
+        if self._request.with_data:  # at the end: it may merge an adapter, after which nothing is trained
+            start = time.perf_counter()
+            task.export(self._folder / "final")
+            result["export_seconds"] = time.perf_counter() - start
         return result
 
     def _random_batch(self, size: int) -> Examples:
@@ -167,7 +171,7 @@ class _Bench:
         return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
 
     def _around(self, task: Task, state: TrainState, corpus: Corpus) -> Result:
-        """An evaluation, a snapshot, the export."""
+        """An evaluation and a snapshot."""
         in_all = math.ceil(corpus.validation_tokens / (self._plan.micro_batch * corpus.example_tokens))
         limit = self._config.training.eval_batches
         in_all = in_all if limit is None else min(in_all, limit)
@@ -187,12 +191,8 @@ class _Bench:
         waited = time.perf_counter() - start
         writer.wait()
         written = time.perf_counter() - start
-        start = time.perf_counter()
-        task.export(self._folder / "final")
-        export = time.perf_counter() - start
         return {
             "evaluation_seconds": evaluation,
             "save_seconds": waited,
             "write_seconds": written,
-            "export_seconds": export,
         }

@@ -131,7 +131,8 @@ def print_bench(console: Console, result: Result) -> None:
     table.add_row(
         "step",
         f"{step['median']:.3g} s ({step['min']:.3g} to {step['max']:.3g}) of {result['tokens_per_step']:,} tokens: "
-        f"{result['micro_batch']} x {result['gradient_accumulation_steps']} windows of {result['window']}",
+        f"{result['micro_batch']} x {result['gradient_accumulation_steps']} "
+        f"{'windows of' if result['task'] == 'pretrain' else 'examples of up to'} {result['window']}",
     )
     table.add_row(
         "speed",
