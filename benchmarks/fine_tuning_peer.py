@@ -221,11 +221,8 @@ def answers_score(config: Config, asked: Asked, logits: list[tuple[np.ndarray, n
     """Exact match and F1 of the answers by the logits of each window, as run_qa.py finds them."""
     data = config.data
     rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
-    windows_of: list[list[int]] = [[] for _ in asked.questions]
-    for number, window in enumerate(asked.windows):
-        windows_of[window.question].append(number)
     answers = {}
-    for question, numbers in zip(asked.questions, windows_of, strict=True):
+    for question, numbers in zip(asked.questions, asked.by_question(), strict=True):
         windows, scores = [asked.windows[n] for n in numbers], [logits[n] for n in numbers]
         answers[question.id] = best_answers(question, windows, scores, rules, bool(data.null_answers)).text
     return exact_match_f1(asked.questions, answers)

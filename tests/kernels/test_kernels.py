@@ -18,15 +18,6 @@ DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 RANDOM = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test with compiled kernels and without."""
-    if request.param == "native" and not native.available():
-        pytest.skip("no C++ compiler here")
-    monkeypatch.setattr(native, "_loaded", request.param == "native")
-    return request.param
-
-
 def with_gradients(tensors: list[torch.Tensor], function: object, weight: torch.Tensor) -> list[torch.Tensor]:
     """The function's value and the gradient of its weighted sum in each tensor."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]

@@ -8,7 +8,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels import native
 from sansgpu.kernels.quantised import BLOCK, MAPS, adamw8, dequantise, quantise, quantised_zeros
 from sansgpu.kernels.update import adamw
 
@@ -20,15 +19,6 @@ WIDTHS = st.sampled_from([torch.float32, torch.bfloat16])
 LR, DECAY, EPS, SCALE, BETA1, BETA2 = 1e-3, 0.1, 1e-8, 0.5, 0.9, 0.98
 SETTINGS = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": DECAY, "scale": SCALE}
 LARGE = 70_001  # more than one thread's share, and no multiple of anything
-
-
-@pytest.fixture(params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test with compiled kernels and without."""
-    if request.param == "native" and not native.available():
-        pytest.skip("no C++ compiler here")
-    monkeypatch.setattr(native, "_loaded", request.param == "native")
-    return request.param
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

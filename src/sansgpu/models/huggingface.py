@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,20 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from sansgpu.config import ConfigError, ModelConfig, SansGPUError, problems
+from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.text import TextCodec
+from sansgpu.models.whole_folder import written_whole
 
 
 def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load; whole, or not at all."""
-    partial = folder.with_name(folder.name + ".partial")
-    try:
-        _write_model(model, tokenizer, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise SansGPUError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+    written_whole(folder, lambda partial: _write_model(model, tokenizer, partial))
 
 
 def _write_model(model: TransformerLM, tokenizer: TextCodec, partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     save_file(to_hugging_face(model.config, weights), partial / "model.safetensors", metadata={"format": "pt"})
     _write_json(partial / "config.json", hugging_face_config(model.config, tokenizer.end_id))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,9 +17,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sansgpu.config import ConfigError, ModelConfig, SansGPUError, fold_seed
+from sansgpu.config import ConfigError, ModelConfig, fold_seed
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
+from sansgpu.models.whole_folder import written_whole
 
 Head = Literal["causal", "qa"]
 _AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "qa": AutoModelForQuestionAnswering}
@@ -196,20 +194,6 @@ def save_pretrained(
     written_whole(folder, write)
 
 
-def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a folder, which takes `folder`'s place when it is whole. Raises SansGPUError."""
-    partial = folder.with_name(folder.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise SansGPUError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
-
-
 def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """(name, what from_pretrained is to be told). Raises ConfigError where a path does not exist."""
     name = str(model.name_or_path)
@@ -252,8 +236,3 @@ class _seeded:  # noqa: N801
 
     def __exit__(self, *error: Any) -> None:
         self._fork.__exit__(*error)
-
-
-def parameter_count(model: nn.Module, trained: bool = False) -> int:
-    """Parameters, a tied one counted once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +22,55 @@ from sansgpu.models.pretrained import Head, load_pretrained, made_up, save_pretr
 from sansgpu.models.unpadded import UnpaddedModel
 
 
-class FineTuning:
+class Part(Protocol):
+    """Examples to train on, or held out."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each that are read."""
+
+
+P = TypeVar("P", bound=Part)
+
+
+@dataclass(frozen=True)
+class FineTuningCorpus(Generic[P]):
+    """Tokenised examples, to train on and held out."""
+
+    tokenizer: Any
+    train: P
+    validation: P
+    notes: Sequence[str]
+    fingerprint: str
+
+    @property
+    def train_examples(self) -> int:
+        """How many there are to train on."""
+        return len(self.train)
+
+    @property
+    def example_tokens(self) -> float:
+        """Tokens of an example, in the mean."""
+        return self.train_tokens / len(self.train)
+
+    def most_tokens(self, examples: int) -> int:
+        """Tokens of the longest ones."""
+        return max(int(np.sort(part.lengths)[-examples:].sum()) for part in (self.train, self.validation))
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of an epoch."""
+        return int(self.train.lengths.sum())
+
+    @property
+    def validation_tokens(self) -> int:
+        """Tokens of an evaluation."""
+        return int(self.validation.lengths.sum())
+
+
+class FineTuning(ABC):
     """A model that is trained already, or a `random` one of its shape (or with other `layers`), and its loss."""
 
     head: Head
@@ -49,9 +99,9 @@ class FineTuning:
         if pack and not self.unpadded.packs:
             yield f"{name} cannot read several examples in one row, so that short ones are padded."
 
+    @abstractmethod
     def summed_loss(self, batch: Sequences) -> torch.Tensor:
         """The task's loss, summed over targets; ()."""
-        raise NotImplementedError
 
     def loss(self, batch: Sequences) -> torch.Tensor:
         """The loss of a training pass."""

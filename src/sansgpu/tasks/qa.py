@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
-from sansgpu.tasks.fine_tuning import FineTuning, too_few
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.task import Sums
 
 PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")
@@ -38,15 +39,17 @@ class Asked:
     def __len__(self) -> int:
         return len(self.windows)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each window."""
         return np.array([len(window.ids) for window in self.windows], np.int64)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens in all."""
-        return int(self.lengths.sum())
+    def by_question(self) -> list[list[int]]:
+        """The windows of each question, by their numbers."""
+        groups: list[list[int]] = [[] for _ in self.questions]
+        for number, window in enumerate(self.windows):
+            groups[window.question].append(number)
+        return groups
 
     def batch(self, numbers: np.ndarray) -> Sequences:
         """The windows of these numbers, each with the places of its answer's first and last token."""
@@ -57,38 +60,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class QuestionCorpus:
+class QuestionCorpus(FineTuningCorpus[Asked]):
     """Questions and their windows, to train on and held out."""
-
-    tokenizer: Any
-    train: Asked
-    validation: Asked
-    notes: Sequence[str]
-    fingerprint: str
-
-    @property
-    def train_examples(self) -> int:
-        """Windows of the training part."""
-        return len(self.train)
-
-    @property
-    def example_tokens(self) -> float:
-        """Tokens of a window, in the mean."""
-        return self.train.tokens / len(self.train)
-
-    def most_tokens(self, examples: int) -> int:
-        """Tokens of the longest ones."""
-        return max(int(np.sort(part.lengths)[-examples:].sum()) for part in (self.train, self.validation))
-
-    @property
-    def train_tokens(self) -> int:
-        """Tokens of an epoch."""
-        return self.train.tokens
-
-    @property
-    def validation_tokens(self) -> int:
-        """Tokens of an evaluation."""
-        return self.validation.tokens
 
     def preview(self) -> str | None:
         """The first window, with its answer in brackets."""
@@ -158,7 +131,7 @@ class QA(QAObjective):
         if data.null_answers is None:
             null = any(question.impossible for question in train)
             config = config.model_copy(update={"data": data.model_copy(update={"null_answers": null})})
-        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(asked[0])}-{asked[0].tokens}"
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(asked[0])}-{asked[0].lengths.sum()}"
         return config, QuestionCorpus(tokenizer, asked[0], asked[1], notes, fingerprint)
 
     @classmethod
@@ -221,7 +194,7 @@ class AnswerReader:
     def validation_batches(self, size: int) -> Iterator[Sequences]:
         """About `size` windows at a time, all of a question together."""
         self.answers = {}
-        windows_of = _grouped(self._asked)
+        windows_of = self._asked.by_question()
         lengths = self._asked.lengths
         longest = np.array([lengths[numbers].max() for numbers in windows_of])
         pending: list[int] = []
@@ -276,14 +249,6 @@ class AnswerReader:
                     raise SansGPUError(f"{folder / name} cannot be written: {error.strerror}.") from None
                 written.append(folder / name)
         return written
-
-
-def _grouped(asked: Asked) -> list[list[int]]:
-    """The windows of each question, by their numbers."""
-    groups: list[list[int]] = [[] for _ in asked.questions]
-    for number, window in enumerate(asked.windows):
-        groups[window.question].append(number)
-    return groups
 
 
 def _questions(source: Source, data: DataConfig, notes: list[str]) -> list[Question]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.chat import Examples, build_examples, show_masked
+from sansgpu.data.files import Row
 from sansgpu.data.order import batch_indices
 from sansgpu.data.sequences import Sequences
 from sansgpu.data.shards import Progress
@@ -24,13 +26,13 @@ from sansgpu.models.chat import answer
 from sansgpu.models.generate import Sampling
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
-from sansgpu.tasks.fine_tuning import FineTuning, too_few
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.language_modelling import text_metrics
 from sansgpu.tasks.task import Sums
 
 
 @dataclass(frozen=True)
-class Part:
+class Conversations:
     """Some of the examples, by their numbers."""
 
     examples: Examples
@@ -39,16 +41,11 @@ class Part:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each that are read: the last is only told."""
         lengths: np.ndarray = self.examples.lengths()[self.numbers] - 1
         return lengths
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that are read, in all."""
-        return int(self.lengths.sum())
 
     @property
     def targets(self) -> int:
@@ -63,38 +60,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class ChatCorpus:
+class ChatCorpus(FineTuningCorpus[Conversations]):
     """Conversations as tokens, with what is learned of each."""
-
-    tokenizer: Any
-    train: Part
-    validation: Part
-    notes: Sequence[str]
-    fingerprint: str
-
-    @property
-    def train_examples(self) -> int:
-        """Conversations of the training part."""
-        return len(self.train)
-
-    @property
-    def example_tokens(self) -> float:
-        """Tokens of a conversation, in the mean."""
-        return self.train.tokens / len(self.train)
-
-    def most_tokens(self, examples: int) -> int:
-        """Tokens of the longest ones."""
-        return max(int(np.sort(part.lengths)[-examples:].sum()) for part in (self.train, self.validation))
-
-    @property
-    def train_tokens(self) -> int:
-        """Tokens of an epoch."""
-        return self.train.tokens
-
-    @property
-    def validation_tokens(self) -> int:
-        """Tokens of an evaluation."""
-        return self.validation.tokens
 
     def preview(self) -> str | None:
         """The first example, with what is learned in brackets."""
@@ -127,7 +94,7 @@ class SFT(SFTObjective):
         self.corpus, self._effective_batch = corpus, effective_batch
         self._measured = AnswerLoss(self, corpus.tokenizer, corpus.validation)
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        share = corpus.train.targets / corpus.train.tokens
+        share = corpus.train.targets / corpus.train_tokens
         self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
 
     @classmethod
@@ -138,17 +105,18 @@ class SFT(SFTObjective):
         notes: list[str] = []
         examples = _examples(sources.train, config, tokenizer, progress, notes)
         if sources.validation is not None:
-            train = Part(examples, np.arange(len(examples)))
+            train = Conversations(examples, np.arange(len(examples)))
             validation = whole_source(sources.validation, config, tokenizer, progress, notes)
         else:
             if len(examples) < 2:
                 raise too_few(sources.train.name, len(examples), "rows")
             contents = [examples.example(number)[0].tobytes() for number in range(len(examples))]
             split = split_examples(contents, examples.lengths(), config.data.validation_split)
-            train, validation = (Part(examples, numbers) for numbers in split)
+            train, validation = (Conversations(examples, numbers) for numbers in split)
         if not len(train) or not len(validation):
             raise too_few(sources.train.name, len(examples), "rows")
-        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{train.tokens}-{train.targets}"
+        tokens = int(train.lengths.sum())
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{tokens}-{train.targets}"
         return config, ChatCorpus(tokenizer, train, validation, notes, fingerprint)
 
     @classmethod
@@ -197,7 +165,7 @@ class SFT(SFTObjective):
 class AnswerLoss:
     """A model and the conversations whose answers it is to foretell."""
 
-    def __init__(self, objective: SFTObjective, tokenizer: Any, part: Part) -> None:
+    def __init__(self, objective: SFTObjective, tokenizer: Any, part: Conversations) -> None:
         self._objective, self._part = objective, part
         self._token_bytes = token_bytes(tokenizer.backend_tokenizer)
 
@@ -223,24 +191,25 @@ class AnswerLoss:
         return text_metrics(sums)
 
 
-def whole_source(source: Source, config: Config, tokenizer: Any, progress: Progress, notes: list[str]) -> Part:
+def whole_source(source: Source, config: Config, tokenizer: Any, progress: Progress, notes: list[str]) -> Conversations:
     """All rows of a source. Raises ConfigError at one that cannot be learned from."""
     examples = _examples(source, config, tokenizer, progress, notes)
-    return Part(examples, np.arange(len(examples)))
+    return Conversations(examples, np.arange(len(examples)))
 
 
 def _examples(source: Source, config: Config, tokenizer: Any, progress: Progress, notes: list[str]) -> Examples:
     data = config.data
     assert data.max_length is not None
-    rows, window = source.rows(), data.max_length
-    examples = build_examples(
-        rows,
-        tokenizer,
-        window,
-        data.long_rows,
-        data.on_bad_row,
-        lambda count: progress("tokenizing rows", count, count),
-    )
+    window, done = data.max_length, 0
+
+    def watched() -> Iterator[Row]:
+        nonlocal done
+        for row in source.rows():
+            done += len(str(row.value))
+            progress("tokenizing", done, max(done, source.size_bytes))
+            yield row
+
+    examples = build_examples(watched(), tokenizer, window, data.long_rows, data.on_bad_row)
     if examples.truncated:
         notes.append(
             f"{source.name}: {examples.truncated} rows are longer than {window} tokens and lost their beginning."
