@@ -1,26 +1,30 @@
 """Attention in which every query sees one range of keys: causal, bidirectional, packed documents and padding alike.
 
-B batch, T queries, S keys, H query heads, K key-value heads, d head dim.
+Between nodes of graphs, scores may depend on distance. B batch, T queries, S keys, H query heads, K key-value heads,
+d head dim.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import native
+from sansgpu.kernels.distances import Decay as Decay  # for callers, too
 
 ROWS = 128  # queries of a block in plain torch: fewer skip more of what the mask forbids, more make larger products
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define(
-    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor ranges, float dropout, Tensor seed) -> (Tensor, Tensor)"
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor ranges, float dropout, Tensor seed, Tensor? nodes, "
+    "Tensor? table, bool added) -> (Tensor, Tensor)"
 )
 _library.define(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ranges, "
-    "float dropout, Tensor seed) -> (Tensor, Tensor, Tensor)"
+    "float dropout, Tensor seed, Tensor? nodes, Tensor? table, bool added) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -57,38 +61,69 @@ def visible_keys(ranges: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, kept: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: torch.Tensor,
+    kept: torch.Tensor | None = None,
+    decay: Decay | None = None,
 ) -> torch.Tensor:
     """Softmax(q k^T / sqrt(d)) v over the keys in range; zero for a query that sees none. Plain, slow, of any dtype.
 
     q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2), `kept` (B, H, T, S) what dropout multiplies weights with;
-    returns (B, H, T, d).
+    `decay` changes scores before the softmax; returns (B, H, T, d).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     visible = visible_keys(ranges, k.shape[2])
-    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
-    weights = torch.softmax(scores, dim=-1).nan_to_num() * visible
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if decay is not None:
+        scores = decay.decayed(scores, decay.entries(visible)[1])
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1).nan_to_num().to(v.dtype) * visible
     return (weights if kept is None else weights * kept) @ v
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: torch.Tensor,
+    dropout: float = 0.0,
+    decay: Decay | None = None,
 ) -> torch.Tensor:
     """`reference_attention`, with dropout of the weights drawn from torch's generator.
 
-    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d).
+    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d). IndexError where a query sees a
+    key farther away than `decay` has entries for.
     """
     if q.device.type != "cpu":
-        return F.scaled_dot_product_attention(
-            q, k, v, visible_keys(ranges, k.shape[2]), dropout, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return _on_device(q, k, v, ranges, dropout, decay)
     seed = torch.randint(1 << 31, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
     if native.available() and q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] % 2 == 0:
         views = [_dense(t).transpose(1, 2) for t in (q, k, v)]
-        out, _ = torch.ops.sansgpu.attention_forward(*views, ranges.contiguous(), dropout, seed)
+        out, _ = torch.ops.sansgpu.attention_forward(*views, ranges.contiguous(), dropout, seed, *_graph(q, decay))
         return cast(torch.Tensor, out).transpose(1, 2)
-    return cast(torch.Tensor, torch.compiler.disable(_blocked)(q, k, v, ranges, dropout, seed))
+    return cast(torch.Tensor, torch.compiler.disable(_blocked)(q, k, v, ranges, dropout, seed, decay))
+
+
+def _on_device(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float, decay: Decay | None
+) -> torch.Tensor:
+    """On anything but a CPU: torch's own attention, or, as that knows no decay, all scores at once."""
+    if decay is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, visible_keys(ranges, k.shape[2]), dropout, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    kept = F.dropout(q.new_ones((*q.shape[:3], k.shape[2])), dropout) if dropout else None
+    return reference_attention(q, k, v, ranges, kept, decay)
+
+
+def _graph(q: torch.Tensor, decay: Decay | None) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
+    """Nodes, table and kind of decay for the compiled kernel, which decays scores before it scales them."""
+    if decay is None:
+        return None, None, False
+    table = decay.table.float() * (q.shape[-1] ** 0.5 if decay.added else 1.0)
+    return decay.nodes.contiguous(), table.contiguous(), decay.added
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +133,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float, seed: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, time, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, time), dtype=torch.float32)
@@ -106,20 +141,24 @@ def _forward_shapes(
 
 def _backward_shapes(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+) -> tuple[torch.Tensor, ...]:
+    *_, table, _ = rest
+    table_grad = q.new_empty((0, 0), dtype=torch.float32) if table is None else torch.empty_like(table)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), table_grad
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, ranges, ctx.dropout, seed = inputs
-    ctx.save_for_backward(q, k, v, *output, ranges, seed)
+    q, k, v, ranges, ctx.dropout, seed, nodes, table, ctx.added = inputs
+    ctx.save_for_backward(q, k, v, *output, ranges, seed, nodes, table)
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, ranges, seed = ctx.saved_tensors
+    q, k, v, out, lse, ranges, seed, nodes, table = ctx.saved_tensors
     grad_out = _dense(grad_out.to(q.dtype))
-    grads = torch.ops.sansgpu.attention_backward(grad_out, q, k, v, out, lse, ranges, ctx.dropout, seed)
-    return (*grads, None, None, None)
+    *grads, table_grad = torch.ops.sansgpu.attention_backward(
+        grad_out, q, k, v, out, lse, ranges, ctx.dropout, seed, nodes, table, ctx.added
+    )
+    return (*grads, None, None, None, None, None if table is None else table_grad, None)
 
 
 torch.library.register_fake("sansgpu::attention_forward", _forward_shapes)
@@ -128,7 +167,13 @@ torch.library.register_autograd("sansgpu::attention_forward", _backward, setup_c
 
 
 def _blocked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float, seed: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: torch.Tensor,
+    dropout: float,
+    seed: torch.Tensor,
+    decay: Decay | None,
 ) -> torch.Tensor:
     """Plain torch for machines without a compiler: blocks of queries, each against the keys that it may see.
 
@@ -137,7 +182,11 @@ def _blocked(
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return cast(torch.Tensor, _Blocked.apply(q, k, v, ranges, dropout, seed))
+    table = None
+    if decay is not None:
+        table = decay.table.to(_accurate(q))
+        decay = replace(decay, table=table)
+    return cast(torch.Tensor, _Blocked.apply(q, k, v, ranges, dropout, seed, decay, table))
 
 
 class _Blocked(torch.autograd.Function):
@@ -150,6 +199,8 @@ class _Blocked(torch.autograd.Function):
         ranges: torch.Tensor,
         dropout: float,
         seed: torch.Tensor,
+        decay: Decay | None,
+        table: torch.Tensor | None,  # decay's, once more: gradients are of arguments
     ) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int(seed))
         out = q.new_zeros(q.shape)
@@ -161,20 +212,24 @@ class _Blocked(torch.autograd.Function):
                 continue
             stop = start + rows.shape[1]
             visible = visible_keys(rows - low, high - low)
-            scores = torch.matmul(q[:, :, start:stop], k[:, :, low:high].transpose(-1, -2)).to(_accurate(q))
-            scores.mul_(q.shape[-1] ** -0.5).masked_fill_(~visible, float("-inf"))
-            weights = torch.softmax(scores, dim=-1).nan_to_num_().to(q.dtype)
+            scores = _scores(q[:, :, start:stop], k[:, :, low:high])
+            if decay is not None:
+                _, entries = decay.entries(visible, slice(start, stop), slice(low, high))
+                scores = decay.decayed(scores, entries)
+            weights = torch.softmax(scores.masked_fill_(~visible, float("-inf")), dim=-1).nan_to_num_().to(q.dtype)
             kept = _kept(weights, dropout, generator)
             out[:, :, start:stop] = (weights if kept is None else weights * kept) @ v[:, :, low:high]
             blocks.append((start, stop, low, high))
             saved += [weights] if kept is None else [weights, kept]
-        ctx.save_for_backward(q, k, v, *saved)
-        ctx.blocks, ctx.with_dropout = blocks, dropout > 0
+        ctx.save_for_backward(q, k, v, ranges, *saved)
+        ctx.blocks, ctx.with_dropout, ctx.decay = blocks, dropout > 0, decay
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, *saved = ctx.saved_tensors
+        q, k, v, ranges, *saved = ctx.saved_tensors
+        decay: Decay | None = ctx.decay
+        table_grad = None if decay is None else torch.zeros_like(decay.table)
         grad_out = grad_outputs[0].to(q.dtype)
         q_grad = torch.zeros_like(q)
         k_grad, v_grad = (torch.zeros_like(t, dtype=_accurate(t)) for t in (k, v))
@@ -188,10 +243,20 @@ class _Blocked(torch.autograd.Function):
             if kept is not None:
                 weight_grad.mul_(kept)
             product = weight_grad.mul_(weights)
-            score_grad = product.sub_(product.sum(-1, keepdim=True) * weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+            score_grad = product.sub_(product.sum(-1, keepdim=True) * weights)
+            if decay is not None and table_grad is not None:
+                visible = visible_keys(ranges[:, start:stop] - low, high - low)
+                found = decay.entries(visible, slice(start, stop), slice(low, high))
+                scores = _scores(q[:, :, start:stop], k[:, :, low:high])
+                score_grad = decay.gradient(score_grad, scores, *found, table_grad)
+            score_grad = score_grad.mul_(q.shape[-1] ** -0.5).to(q.dtype)
             q_grad[:, :, start:stop] = score_grad @ k[:, :, low:high]
             k_grad[:, :, low:high] += score_grad.transpose(-1, -2) @ q[:, :, start:stop]
-        return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), None, None, None
+        return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), None, None, None, None, table_grad
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q @ k.transpose(-1, -2)).to(_accurate(q)).mul_(q.shape[-1] ** -0.5)
 
 
 def _accurate(x: torch.Tensor) -> torch.dtype:

@@ -65,6 +65,23 @@ def linear_cross_entropy(
     Products run in the dtype of `hidden`, or autocast's where it is on; sums in fp32 (fp64 for fp64). Gradients are
     computed in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989).
     """
+    return _cross_entropy(hidden, weight, targets, shape, ignore_index, count=False)[0]
+
+
+def linear_cross_entropy_and_hits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    shape: LossShape = PLAIN,
+    ignore_index: int = -100,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear_cross_entropy`, and how many targets have the largest logit: () and () int64."""
+    return _cross_entropy(hidden, weight, targets, shape, ignore_index, count=True)
+
+
+def _cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shape: LossShape, ignore_index: int, count: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -72,26 +89,29 @@ def linear_cross_entropy(
         kept = targets != ignore_index
         if not bool(kept.all()):
             hidden, targets = hidden[kept], targets[kept]
-        return cast(torch.Tensor, _LinearCrossEntropy.apply(hidden, weight, targets, shape))
+        return cast(tuple[torch.Tensor, torch.Tensor], _LinearCrossEntropy.apply(hidden, weight, targets, shape, count))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shape: LossShape
-    ) -> torch.Tensor:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shape: LossShape, count: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         head = weight.to(hidden.dtype)
         with_gradients, of_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         hidden_grad = torch.empty_like(hidden) if with_gradients else None
         weight_grad: torch.Tensor | None = None
         total = torch.zeros((), dtype=accurate, device=hidden.device)
+        hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
         # One buffer for all chunks: large blocks that come and go leave holes in the heap.
         buffer = hidden.new_empty(min(CHUNK_ROWS, len(hidden)), len(head))
         product = torch.empty_like(head) if of_weight and len(hidden) > CHUNK_ROWS else None
         for start in range(0, len(hidden), CHUNK_ROWS):
             here = hidden[start : start + CHUNK_ROWS]
             logits = torch.mm(here, head.T, out=buffer[: len(here)])
+            if count:  # before the logits become their gradients
+                hits += (logits.argmax(dim=1) == targets[start : start + CHUNK_ROWS]).sum()
             losses, logits_grad = _losses(logits, targets[start : start + CHUNK_ROWS], shape, with_gradients)
             total += losses.sum()
             if hidden_grad is not None:
@@ -104,13 +124,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if of_weight and weight_grad is None:
             weight_grad = torch.zeros_like(weight)
         ctx.save_for_backward(hidden_grad, weight_grad)
-        return total
+        ctx.mark_non_differentiable(hits)
+        return total, hits
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad_outputs[0]
-        return hidden_grad.mul_(scale), None if weight_grad is None else weight_grad.mul_(scale), None, None
+        return hidden_grad.mul_(scale), None if weight_grad is None else weight_grad.mul_(scale), None, None, None
 
 
 def _losses(

@@ -20,10 +20,11 @@ at::Tensor dropout(const at::Tensor& x, double p, const at::Tensor& seed) {
   const Dropout drop(p, *seed.data_ptr<int64_t>());
   const auto run = [&](const auto* from, auto* to) {
     at::parallel_for(0, at::divup(x.numel(), GRAIN), 1, [&](int64_t begin, int64_t end) {
+      const Dropout own = drop;  // what is written might be part of `drop`, for all the compiler knows
       for (int64_t block = begin; block < end; ++block) {
-        const uint32_t row = drop.row(block, 0);
+        const uint32_t row = own.row(block, 0);
         const int64_t start = block * GRAIN, count = std::min(GRAIN, x.numel() - start);
-        for (int64_t i = 0; i < count; ++i) store(to + start + i, load(from + start + i) * drop.factor(row, i));
+        for (int64_t i = 0; i < count; ++i) store(to + start + i, load(from + start + i) * own.factor(row, i));
       }
     });
   };

@@ -1,0 +1,88 @@
+// Distances between nodes of leafy chain graphs (kernels/distances.py), and what attention looks up by them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "tiles.h"
+
+namespace sansgpu {
+
+// The nodes of an example, so arranged that a distance is min(|root - root'| + leaf + leaf', |place - place'|): places
+// of one root's leaves differ as their slots do, all others by no less than the first term.
+struct Nodes {
+  static constexpr int32_t STEP = 4096;
+  Buffer<int32_t> root, leaf, place;
+  explicit Nodes(int64_t padded) : root(padded), leaf(padded), place(padded) {}
+
+  static bool takes(int32_t root, int32_t slot) { return root >= 0 && root < 1 << 19 && slot >= 0 && slot < STEP - 8; }
+
+  void fill(const int32_t* nodes, int64_t count, int64_t padded) {
+    for (int64_t i = 0; i < padded; ++i) {
+      const int32_t r = i < count ? nodes[2 * i] : 0, slot = i < count ? nodes[2 * i + 1] : 0;
+      root[i] = r;
+      leaf[i] = slot > 0;
+      place[i] = r * STEP + slot + leaf[i];
+    }
+  }
+
+  // From node `one` to `count` nodes from `start` on; none above `most`.
+  void distances(int64_t one, int64_t start, int64_t count, int32_t most, int32_t* __restrict to) const {
+    const int32_t *roots = root + start, *leaves = leaf + start, *places = place + start;
+    const int32_t r = root[one], l = leaf[one], p = place[one];
+    for (int64_t j = 0; j < count; ++j)
+      to[j] = std::min(std::min(std::abs(roots[j] - r) + leaves[j] + l, std::abs(places[j] - p)), most);
+  }
+};
+
+// A function of its own, as compilers vectorise the loop only where they see that nothing overlaps.
+inline void look_up(const float* __restrict table, const int32_t* __restrict distances, int64_t count,
+                    float* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = table[distances[i]];
+}
+
+// Sums up rows of gradients by distance. Rows of equal distances, as those of a root's leaves mostly are, are added to
+// each other first: that is vectors' work, which adding numbers to their sums is not.
+template <int64_t COUNT>
+class SumsByDistance {
+ public:
+  explicit SumsByDistance(int64_t distances) : sums_(distances), size_(distances) { clear(); }
+
+  void clear() {
+    std::fill_n(static_cast<float*>(sums_), size_, 0.0f);
+    std::fill_n(row_, COUNT, 0.0f);
+    std::fill_n(distances_, COUNT, 0);
+  }
+
+  void add(const int32_t* distances, const float* row) {
+    if (std::memcmp(distances, distances_, sizeof(distances_)) != 0) {
+      flush();
+      std::copy_n(distances, COUNT, distances_);
+      std::copy_n(row, COUNT, row_);
+    } else {
+      for (int64_t i = 0; i < COUNT; ++i) row_[i] += row[i];
+    }
+  }
+
+  void add_to(float* totals) {
+    flush();
+    for (int64_t m = 0; m < size_; ++m) totals[m] += sums_[m];
+    clear();
+  }
+
+ private:
+  void flush() {
+    float* sums = sums_;
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < COUNT; ++i) sums[distances_[i]] += row_[i];
+  }
+
+  Buffer<float> sums_;
+  int64_t size_;
+  float row_[COUNT];
+  int32_t distances_[COUNT];
+};
+
+}  // namespace sansgpu
