@@ -35,9 +35,16 @@ def test_fine_tuning_has_defaults_of_its_own() -> None:
 
 def test_keys_that_do_nothing_in_a_task_are_refused(tmp_path: Path) -> None:
     assert "model.d_model is for task pretrain" in refusal(tmp_path, model={"name_or_path": "m", "d_model": 64})
-    assert "data.doc_stride is for task qa" in refusal(tmp_path, data={"dataset_name": "r", "doc_stride": 3})
+    assert "data.doc_stride is for task graph and qa" in refusal(tmp_path, data={"dataset_name": "r", "doc_stride": 3})
     assert "training.label_smoothing" in refusal(tmp_path, task="qa", training={"label_smoothing": 0.1})
-    assert "model.name_or_path is for task sft and qa" in refusal(tmp_path, task="pretrain")
+    assert "model.name_or_path is for task graph and sft and qa" in refusal(tmp_path, task="pretrain")
+    assert "model.leaves is for task graph, and" in refusal(tmp_path, task="pretrain", model={"leaves": 2})
+    assert "revision is for task graph with model.name_or_path" in refusal(
+        tmp_path, task="graph", model={"revision": "v1"}, data={}
+    )
+    assert "model.decay is for task graph, and does nothing in graph with model.name_or_path" in refusal(
+        tmp_path, task="graph", model={"name_or_path": "m", "decay": "none"}
+    )
     assert "set model.name_or_path" in refusal(tmp_path, model={})
     assert "set data.dataset_name" in refusal(tmp_path, data={})
     assert "lora_rank is of an adapter" in refusal(tmp_path, model={"name_or_path": "m", "lora_rank": 4})
@@ -50,6 +57,33 @@ def test_streaming_is_no_part_of_a_training_configuration(tmp_path: Path) -> Non
     assert "sampling.stream" in said
     assert said.count(". ") == 0
     assert "unknown key sampling" in refusal(tmp_path, sampling={"stream": False})
+
+
+def test_graphs_have_defaults_and_limits_of_their_own(tmp_path: Path) -> None:
+    config = Config.model_validate({"task": "graph"})
+    assert (config.kind, config.roots, config.window, config.max_span) == ("graph", 128, 512, 3)
+    assert config.data.dataset_name == "python-stdlib-graph"
+    masked = Config.model_validate({"task": "graph", "model": {"name_or_path": "m"}, "data": {"dataset_name": "t"}})
+    assert (masked.kind, masked.window, masked.max_span) == ("masked", 128, 1)
+    graph = {"task": "graph", "data": {}}
+    assert "swiglu is a decoder's" in refusal(tmp_path, **graph, model={"activation": "swiglu"})
+    assert "has no triples; take python-stdlib-graph" in refusal(
+        tmp_path, task="graph", model={}, data={"dataset_name": "python-stdlib"}
+    )
+    assert "nothing is learned" in refusal(
+        tmp_path, task="graph", model={}, data={"mask_ratio": 0, "leaf_mask_ratio": 0}
+    )
+    assert "does nothing where model.decay is none" in refusal(
+        tmp_path, task="graph", model={"decay": "none", "decay_base": 0.5}, data={}
+    )
+    assert "its tails have no texts" in refusal(tmp_path, task="graph", model={}, data={"inverse_relations": True})
+    assert "no room between" in refusal(
+        tmp_path, task="graph", model={"name_or_path": "m"}, data={"dataset_name": "t", "max_length": 2}
+    )
+    assert "longer than model.max_seq_len 64" in refusal(
+        tmp_path, task="graph", model={"max_seq_len": 64}, data={"max_length": 65}
+    )
+    assert "set data.dataset_name" in refusal(tmp_path, task="graph", model={"name_or_path": "m"}, data={})
 
 
 @pytest.mark.parametrize("task", ["pretrain", "sft", "qa"])

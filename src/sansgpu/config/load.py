@@ -13,7 +13,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sansgpu.config.by_task import TASKS, tasks_with
+from sansgpu.config.by_task import KINDS, kinds_with
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.schema import Config
 
@@ -84,16 +84,16 @@ def _validated(values: Values, where: str) -> Config:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write every key that acts in `config`'s task, in the form `load_config` reads."""
+    """Write every key that acts in `config`'s kind of run, in the form `load_config` reads."""
     path.write_text(yaml.safe_dump(acting_values(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def acting_values(config: Config) -> Values:
-    """All that acts in `config`'s task, as plain values."""
+    """All that acts in `config`'s kind of run, as plain values."""
     values = config.model_dump(mode="json")
     for name, section in values.items():
         if isinstance(section, dict):
-            values[name] = {k: v for k, v in section.items() if config.task in tasks_with(f"{name}.{k}")}
+            values[name] = {k: v for k, v in section.items() if config.kind in kinds_with(f"{name}.{k}")}
     top = {"task": values.pop("task"), "device": values["training"].pop("device")}
     return {**top, **values}
 
@@ -218,7 +218,7 @@ def describe(model: type[BaseModel] = Config, prefix: str = "") -> list[tuple[st
             continue
         choices = [str(a) for a in get_args(field.annotation) if isinstance(a, str)]
         meaning = (field.description or "") + (f" ({', '.join(choices)})" if choices else "")
-        if (tasks := tasks_with(prefix + name)) != TASKS:
-            meaning += f" · {', '.join(tasks)}"
+        if (kinds := kinds_with(prefix + name)) != KINDS:
+            meaning += f" · {', '.join(kinds)}"
         rows.append((prefix + name, json.dumps(field.default), meaning))
     return rows

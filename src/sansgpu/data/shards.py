@@ -46,7 +46,7 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Pro
     if data.tokenizer not in ("bpe", "char"):
         return load_tokenizer(data.tokenizer)
     settings = (data.vocab_size, data.tokenizer_sample_mb) if data.tokenizer == "bpe" else ()
-    key = _key("tokenizer", source.fingerprint, data.tokenizer, *settings)
+    key = cache_key("tokenizer", source.fingerprint, data.tokenizer, *settings)
 
     def build(folder: Path) -> None:
         if data.tokenizer == "char":
@@ -57,14 +57,14 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Pro
             tokenizer = BPETokenizer.train(_sample(source, limit, progress), data.vocab_size)
         tokenizer.save(folder)
 
-    return load_tokenizer(_built(cache / "tokenizers" / key, build))
+    return load_tokenizer(cached(cache / "tokenizers" / key, build))
 
 
 def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Progress) -> TokenStore:
     """Tokenize `source`, unless the cache has it. Raises ConfigError where the source holds no text."""
     tokenizer_key = hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
-    key = _key("tokens", source.fingerprint, tokenizer_key, tokenizer.end_id, ENCODE_CHARS)
+    key = cache_key("tokens", source.fingerprint, tokenizer_key, tokenizer.end_id, ENCODE_CHARS)
 
     def build(folder: Path) -> None:
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "documents.bin").open("wb") as documents:
@@ -72,7 +72,7 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Pro
 
     if not (cache / "tokens" / key).is_dir():
         _require_space(source, cache, dtype)
-    folder = _built(cache / "tokens" / key, build)
+    folder = cached(cache / "tokens" / key, build)
     documents = np.fromfile(folder / "documents.bin", dtype=DOCUMENT)
     if not len(documents):
         raise ConfigError(f"{source.name} holds no text; give data.dataset_name a corpus that is not empty.")
@@ -150,12 +150,13 @@ def _sample(source: Source, limit: int, progress: Progress) -> Iterator[str]:
             return
 
 
-def _key(*parts: object) -> str:
+def cache_key(*parts: object) -> str:
+    """The name of what was made from `parts`."""
     return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:32]
 
 
-def _built(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder`, made by `build` if it is not there yet; of several processes one builds and the others wait."""
+def cached(folder: Path, build: Callable[[Path], None]) -> Path:
+    """`folder` of the cache, made by `build` if it is not there yet; of several processes one does, the others wait."""
     if folder.is_dir():
         return folder
     partial = folder.with_name(folder.name + ".partial")

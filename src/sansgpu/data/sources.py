@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import PYTHON_STDLIB, ConfigError, DataConfig
 from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, Row, file_form, pieces, read_documents, read_rows, row_text
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
 
-PYTHON_STDLIB = "python-stdlib"
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
 TEST_NAMES = ("test", "testing")
 
@@ -28,31 +27,34 @@ class Source:
     size_bytes: int  # of the files as they lie; 0 where it is not known
     read: Callable[[], Iterator[Piece]]
     rows: Callable[[], Iterator[Row]]
+    files: Mapping[str, Path] = field(default_factory=dict)  # by their names in the folder; none of a dataset
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The training part and, where the data brings one, the validation part."""
+    """The training part and, where the data brings them, the validation and test parts."""
 
     train: Source
     validation: Source | None
+    test: Source | None = None
 
 
 def open_sources(data: DataConfig) -> Sources:
     """The sources a configuration names. Raises ConfigError where there is no such data."""
-    sources = _open(data.dataset_name, data)
+    sources = open_parts(data.dataset_name, data)
     if data.validation_name:
-        return Sources(sources.train, open_single(data.validation_name, data))
+        return replace(sources, validation=open_single(data.validation_name, data))
     return sources
 
 
 def open_single(name: str, data: DataConfig) -> Source:
     """One source to evaluate on: its validation part where it has one, else all of it."""
-    sources = _open(name, data)
+    sources = open_parts(name, data)
     return sources.validation or sources.train
 
 
-def _open(name: str, data: DataConfig) -> Sources:
+def open_parts(name: str, data: DataConfig) -> Sources:
+    """All parts of one source. Raises ConfigError where there is no such data."""
     if name == PYTHON_STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return Sources(_files_source(name, root, _stdlib_files(root), data), None)
@@ -84,12 +86,14 @@ def _folder_sources(root: Path, data: DataConfig) -> Sources:
         raise ConfigError(f"{root} holds no file of a known form ({' '.join(SUFFIXES)}, each also with .gz).")
     train = [p for p in files if _part_of(p) in TRAIN_NAMES]
     validation = [p for p in files if _part_of(p) in VALIDATION_NAMES]
+    test = [p for p in files if _part_of(p) in TEST_NAMES]
     if not train:
         return Sources(_files_source(str(root), root, files, data), None)
     rest = [p for p in files if _part_of(p) not in (*VALIDATION_NAMES, *TEST_NAMES)]
     return Sources(
         _files_source(str(root), root, rest, data),
         _files_source(f"{root} (validation)", root, validation, data) if validation else None,
+        _files_source(f"{root} (test)", root, test, data) if test else None,
     )
 
 
@@ -98,12 +102,8 @@ def _part_of(path: Path) -> str:
 
 
 def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) -> Source:
-    digest = hashlib.sha256(repr((data.text_column, PIECE_CHARS)).encode())
-    for path in files:
-        try:
-            digest.update(f"{path.relative_to(root)}\0{file_sha256(path)}".encode())
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    named = {str(path.relative_to(root)): path for path in files}
+    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS))
 
     def read() -> Iterator[Piece]:
         for path in files:
@@ -113,7 +113,21 @@ def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) ->
         for path in files:
             yield from read_rows(path)
 
-    return Source(name, digest.hexdigest(), sum(path.stat().st_size for path in files), read, rows)
+    return Source(name, fingerprint, sum(path.stat().st_size for path in files), read, rows, named)
+
+
+def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> str:
+    """SHA-256 over the files' names and contents and over the settings they are read with.
+
+    Raises ConfigError where one cannot be read.
+    """
+    digest = hashlib.sha256(repr(settings).encode())
+    for name, path in files.items():
+        try:
+            digest.update(f"{name}\0{file_sha256(path)}".encode())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    return digest.hexdigest()
 
 
 def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
@@ -137,9 +151,11 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     if train is None:
         raise ConfigError(f"{name} has no training part; its parts are {', '.join(splits)}.")
     validation = next((splits[part] for part in VALIDATION_NAMES if part in splits), None)
+    test = next((splits[part] for part in TEST_NAMES if part in splits), None)
     return Sources(
         _dataset_source(name, train, data.text_column),
         None if validation is None else _dataset_source(f"{name} (validation)", validation, data.text_column),
+        None if test is None else _dataset_source(f"{name} (test)", test, data.text_column),
     )
 
 

@@ -95,8 +95,10 @@ class BPETokenizer(Tokenizer):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019)."""
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-        """Learn up to `vocab_size` tokens from `texts`, the 256 bytes and the end-of-text token among them."""
+    def train(
+        cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)
+    ) -> BPETokenizer:
+        """Learn up to `vocab_size` tokens from `texts`, the 256 bytes and the special tokens among them."""
         backend = Backend(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -107,7 +109,7 @@ class BPETokenizer(Tokenizer):
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[END_OF_TEXT],
+            special_tokens=list(special_tokens),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )

@@ -1,0 +1,147 @@
+"""Leafy chain graphs of one step, one behind the other: nothing is padded. B examples, N nodes, M triples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.leafy import Leafy
+from sansgpu.data.masking import Masked
+
+RELATION, PLACE, HEAD, TAIL, LEAVES = range(5)  # columns of GraphBatch.triples
+
+
+@dataclass(frozen=True)
+class GraphBatch:
+    """B examples. Of each first the roots, then the leaves in the order of their roots."""
+
+    tokens: torch.Tensor  # (N,) int64, masked
+    targets: torch.Tensor  # (N,) int64, IGNORE where nothing is predicted
+    nodes: torch.Tensor  # (N, 2) int32: the root, and 0 of itself or 1 + slot of its leaf
+    bounds: torch.Tensor  # (N, 2) int64: of a masked root the roots before and behind its span, within the example
+    lengths: torch.Tensor  # (B,) int64: nodes of each example
+    triples: torch.Tensor  # (M, 5) int64: relation, head's first root and tokens, tail's first node and leaves
+    triple_counts: torch.Tensor  # (B,) int64
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # in the summed loss: of roots, leaves, and spans' bounds
+
+    @classmethod
+    def of(cls, examples: Sequence[Leafy], shown: Sequence[Masked]) -> GraphBatch:
+        """From examples and what is masked of them."""
+
+        def joined(parts: Sequence[np.ndarray], width: tuple[int, ...] = ()) -> torch.Tensor:
+            empty = np.zeros((0, *width), np.int64)
+            return torch.from_numpy(np.concatenate([empty, *parts]))
+
+        return cls(
+            tokens=joined([m.tokens for m in shown]),
+            targets=joined([m.targets for m in shown]),
+            nodes=joined([_nodes(e) for e in examples], (2,)).int(),
+            bounds=joined([m.bounds for m in shown], (2,)),
+            lengths=torch.tensor([e.nodes for e in examples], dtype=torch.int64),
+            triples=joined([_triples(e) for e in examples], (5,)),
+            triple_counts=torch.tensor([len(e.placed) for e in examples], dtype=torch.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def is_leaf(self) -> torch.Tensor:
+        """(N,) bool."""
+        return self.nodes[:, 1] > 0
+
+    def first_nodes(self) -> torch.Tensor:
+        """(N,): where the graph of each node begins."""
+        return torch.repeat_interleave(self.lengths.cumsum(0) - self.lengths, self.lengths)
+
+    def placed_triples(self) -> torch.Tensor:
+        """(M, 5): `triples`, with nodes counted from the first of the batch."""
+        offset = torch.repeat_interleave(self.lengths.cumsum(0) - self.lengths, self.triple_counts)
+        moved = self.triples.clone()
+        moved[:, PLACE] += offset
+        moved[:, TAIL] += offset
+        return moved
+
+    def counts(self) -> tuple[int, int]:
+        """Masked roots and masked leaves."""
+        chosen = self.targets != IGNORE
+        leaves = int((chosen & self.is_leaf).sum())
+        return int(chosen.sum()) - leaves, leaves
+
+    def target_count(self) -> int:
+        """Nodes that are predicted; 1 where there are none, as something is divided by it."""
+        return max(1, int((self.targets != IGNORE).sum()))
+
+    def token_count(self) -> int:
+        """Nodes that are read."""
+        return len(self.tokens)
+
+    def weighed(self, mlm: float, mnm: float, pooled: bool) -> GraphBatch:
+        """With weights for which the summed loss over `target_count` is the loss of the whole batch: with `pooled` one
+        mean over all nodes, else a mean over roots and one over leaves, added. That of spans' bounds is over roots.
+        """
+        roots, leaves = self.counts()
+        total = self.target_count()
+        of_roots, of_leaves = total / max(1, roots), total / max(1, leaves)
+        weights = (mlm, mnm) if pooled else (mlm * of_roots, mnm * of_leaves)
+        return replace(self, weights=(*weights, of_roots))
+
+    def rows(self, start: int, stop: int) -> GraphBatch:
+        """Examples start..stop, fewer where there are no more."""
+        first, last = (int(self.lengths[:end].sum()) for end in (start, stop))
+        begin, end = (int(self.triple_counts[:end].sum()) for end in (start, stop))
+        return GraphBatch(
+            self.tokens[first:last],
+            self.targets[first:last],
+            self.nodes[first:last],
+            self.bounds[first:last],
+            self.lengths[start:stop],
+            self.triples[begin:end],
+            self.triple_counts[start:stop],
+            self.weights,
+        )
+
+    def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[GraphBatch]:
+        """This rank's share in pieces of `size` examples; every rank gets equally many, the last may be empty."""
+        stride = size * world_size
+        for start in range(rank * size, -(-len(self) // stride) * stride, stride):
+            yield self.rows(start, start + size)
+
+    def to(self, device: torch.device) -> GraphBatch:
+        """These examples on `device`."""
+        return self._map(lambda value: value.to(device, non_blocking=True))
+
+    def pinned(self) -> GraphBatch:
+        """These examples in page-locked memory."""
+        return self._map(lambda value: value.pin_memory())
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GraphBatch:
+        return GraphBatch(
+            change(self.tokens),
+            change(self.targets),
+            change(self.nodes),
+            change(self.bounds),
+            change(self.lengths),
+            change(self.triples),
+            change(self.triple_counts),
+            self.weights,
+        )
+
+
+def _nodes(example: Leafy) -> np.ndarray:
+    roots = np.stack((np.arange(len(example.tokens)), np.zeros(len(example.tokens), np.int64)), axis=1)
+    leaves = [np.stack((np.full(len(p.tail), p.place), 1 + np.arange(len(p.tail))), axis=1) for p in example.placed]
+    return np.concatenate([roots, *leaves])
+
+
+def _triples(example: Leafy) -> np.ndarray:
+    sizes = np.array([len(p.tail) for p in example.placed], np.int64)
+    tails = len(example.tokens) + np.cumsum(sizes) - sizes
+    rows = [
+        (p.relation, p.place, p.head_length, tail, len(p.tail)) for p, tail in zip(example.placed, tails, strict=True)
+    ]
+    return np.array(rows, np.int64).reshape(-1, 5)

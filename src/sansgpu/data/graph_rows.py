@@ -1,0 +1,252 @@
+"""Rows of files and datasets -> texts with triples, triples alone, texts of entities."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from sansgpu.config import ConfigError
+from sansgpu.data.files import Row, is_text, row_text
+from sansgpu.data.graph import GraphDocument, Triple
+
+_T = TypeVar("_T")
+_Span: TypeAlias = tuple[int, int]  # characters of the text, end exclusive
+_NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # more digits are an entity's, as in GO:0008150
+FACT_KEYS = ("head", "relation", "tail")
+
+
+class Fact(NamedTuple):
+    """A triple of entities, by their ids, and under what circumstances it holds."""
+
+    head: str
+    relation: str
+    tail: str
+    qualifiers: tuple[tuple[str, str], ...] = ()
+
+
+class EntityText(NamedTuple):
+    """What is said of an entity in a source that has facts; in others a document like any other."""
+
+    name: str
+    document: GraphDocument
+
+
+class BadRows:
+    """What becomes of rows that cannot be read: the first is an error, or all are passed over and counted."""
+
+    def __init__(self, source: str, on_bad_row: Literal["fail", "skip"], note: Callable[[str], None]) -> None:
+        self._source, self._fail, self._note = source, on_bad_row == "fail", note
+        self._count, self._first = 0, ""
+
+    def leave_out(self, rows: Iterable[Row], read: Callable[[Row], _T]) -> Iterator[_T]:
+        """What `read` makes of each row that it raises no ConfigError at."""
+        for row in rows:
+            try:
+                if row.problem:
+                    raise ConfigError(row.problem)
+                made = read(row)
+            except ConfigError as error:
+                if self._fail:
+                    raise ConfigError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
+                self._first = self._first or str(error)
+                self._count += 1
+            else:
+                yield made
+
+    def report(self) -> None:
+        """Say how many there were, once all are read."""
+        if self._count:
+            self._note(f"{self._source}: bad rows skipped: {self._count}; the first: {self._first}")
+
+
+def bad_row(row: Row, problem: str) -> ConfigError:
+    """The error of a row with a problem."""
+    return ConfigError(f"{row.where}: {problem}; mend or drop the row.")
+
+
+def read_graph_row(row: Row, column: str | None) -> GraphDocument | EntityText | Fact:
+    """What one row holds; its text, of `column`, may be empty. Raises ConfigError where it is none of these.
+
+    A document of DocRED's form has `vertexSet`, `sents` and `labels`; a fact has `head`, `relation` and `tail` and no
+    text; an entity's text has an `id` and no triples. All else is a text with `triples`, or with a triple of its own.
+    """
+    value = row.value
+    if not isinstance(value, dict):
+        raise bad_row(row, f"it is a {type(value).__name__}, not an object with a text or a triple")
+    if value.get("vertexSet") is not None:
+        return _docred_document(row)
+    says_a_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
+    if says_a_triple and not any(_is_given(value.get(key)) for key in ([column] if column else ("text", "content"))):
+        head, relation, tail = (_string(row, value, key) for key in FACT_KEYS)
+        return Fact(head, relation, tail, _qualifiers(row))
+    text = _checked(row, row_text(value, column, row.where), "text")
+    given = [value] if says_a_triple else value.get("triples")
+    name = _id(row, value, "id")
+    entities = tuple(_checked(row, entity, "entities") for entity in _list(row, "entities"))
+    triples = _triples(row, given, text) if text.strip() else ()
+    document = text_document(name or _place(row), text, triples, entities)
+    if name is not None and not _is_given(given):
+        return EntityText(_string(row, value, "name") if _is_given(value.get("name")) else name, document)
+    return document
+
+
+def text_document(
+    name: str, text: str, triples: tuple[Triple, ...] = (), entities: tuple[str, ...] = ()
+) -> GraphDocument:
+    """A document of this id; those whose ids differ in the number behind a last colon are a group."""
+    numbered = _NUMBERED.fullmatch(name)
+    return GraphDocument(name, numbered[1] if numbered else name, text, triples, entities)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != ""  # CSV and Parquet have all columns in every row
+
+
+def _place(row: Row) -> str:
+    return row.where.rpartition("/")[2]  # the same in whatever folder the file lies
+
+
+def _string(row: Row, value: dict[str, Any], key: str, where: str = "") -> str:
+    """A text that must be there and not empty."""
+    text = value.get(key)
+    if not isinstance(text, str) or not text.strip():
+        raise bad_row(row, f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is no text")
+    return _checked(row, text, key)
+
+
+def _checked(row: Row, text: Any, key: str) -> str:
+    if not isinstance(text, str):
+        raise bad_row(row, f"its {key} holds {text!r}, which is no text")
+    if not is_text(text):
+        raise bad_row(row, f"its {key} holds half a surrogate pair, which is no text")
+    return text
+
+
+def _id(row: Row, value: dict[str, Any], key: str) -> str | None:
+    given = value.get(key)
+    if not _is_given(given):
+        return None
+    if not isinstance(given, str | int) or isinstance(given, bool):
+        raise bad_row(row, f"its {key} is {given!r}, not a text or a whole number")
+    return _checked(row, str(given), key)
+
+
+def _list(row: Row, key: str) -> list[Any]:
+    given = row.value.get(key)
+    if not _is_given(given):
+        return []
+    if not isinstance(given, list):
+        raise bad_row(row, f"its {key} is a {type(given).__name__}, not a list")
+    return given
+
+
+def _triples(row: Row, given: Any, text: str) -> tuple[Triple, ...]:
+    if not _is_given(given):
+        return ()
+    if not isinstance(given, list):
+        raise bad_row(row, f"its triples are a {type(given).__name__}, not a list")
+    return tuple(_triple(row, number, triple, text) for number, triple in enumerate(given, 1))
+
+
+def _triple(row: Row, number: int, given: Any, text: str) -> Triple:
+    where = f"triple {number}: "
+    if not isinstance(given, dict):
+        raise bad_row(row, f"{where}it is a {type(given).__name__}, not an object with head, relation and tail")
+    head, relation, tail = (_string(row, given, key, where) for key in FACT_KEYS)
+    span = _span(row, where, given.get("head_span"), text)
+    return Triple(head, relation, tail, span, _id(row, given, "head_id"), _id(row, given, "tail_id"))
+
+
+def _span(row: Row, where: str, given: Any, text: str) -> _Span | None:
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != 2 or not all(type(place) is int for place in given):
+        raise bad_row(row, f"{where}its head_span is {given!r}, not two whole numbers")
+    start, end = given
+    if not 0 <= start < end <= len(text):
+        raise bad_row(row, f"{where}its head_span {given} is empty or not within the text's {len(text)} characters")
+    return start, end
+
+
+def _qualifiers(row: Row) -> tuple[tuple[str, str], ...]:
+    given = row.value.get("qualifiers")
+    found = []
+    for group in [given] if isinstance(given, dict) else _list(row, "qualifiers"):
+        if not isinstance(group, dict):
+            raise bad_row(row, f"its qualifiers hold a {type(group).__name__}, not an object of keys and values")
+        for key, value in group.items():
+            if _is_given(value):
+                text = str(value) if type(value) in (int, float) else value
+                found.append((_checked(row, key, "qualifiers"), _checked(row, text, f"qualifiers.{key}")))
+    return tuple(found)
+
+
+class _Mention(NamedTuple):
+    span: _Span
+    name: str
+
+
+def _docred_document(row: Row) -> GraphDocument:
+    """One of DocRED's (arXiv 1906.06127): the first mention of an entity in the text stands for it."""
+    title = _string(row, row.value, "title")
+    text, places = _joined_tokens(row)
+    mentions = [_first_mention(row, number, vertex, places) for number, vertex in enumerate(_list(row, "vertexSet"))]
+    triples = [_label_triple(row, title, label, mentions) for label in _list(row, "labels")]
+    names = dict.fromkeys(mention.name for mention in mentions)
+    return GraphDocument(title, title, text, tuple(dict.fromkeys(triples)), tuple(names))
+
+
+def _joined_tokens(row: Row) -> tuple[str, list[list[_Span]]]:
+    """The text, with one space between two tokens, and where each sentence's tokens stand in it."""
+    tokens: list[str] = []
+    places: list[list[_Span]] = []
+    start = 0
+    for number, sentence in enumerate(_list(row, "sents")):
+        if not isinstance(sentence, list):
+            raise bad_row(row, f"sentence {number} is a {type(sentence).__name__}, not a list of tokens")
+        places.append([])
+        for token in sentence:
+            tokens.append(_checked(row, token, "sents"))
+            places[-1].append((start, start + len(token)))
+            start += len(token) + 1
+    return " ".join(tokens), places
+
+
+def _first_mention(row: Row, number: int, vertex: Any, places: list[list[_Span]]) -> _Mention:
+    if not isinstance(vertex, list) or not vertex:
+        raise bad_row(row, f"entity {number} of its vertexSet is no list of mentions")
+    return min((_mention(row, number, mention, places) for mention in vertex), key=lambda mention: mention.span)
+
+
+def _mention(row: Row, number: int, mention: Any, places: list[list[_Span]]) -> _Mention:
+    where = f"entity {number} of its vertexSet: "
+    if not isinstance(mention, dict):
+        raise bad_row(row, f"{where}a mention is a {type(mention).__name__}, not an object")
+    sentence, tokens = mention.get("sent_id"), mention.get("pos")
+    if type(sentence) is not int or not 0 <= sentence < len(places):
+        raise bad_row(row, f"{where}sent_id {sentence!r} is none of the {len(places)} sentences")
+    if not isinstance(tokens, list) or len(tokens) != 2 or not all(type(place) is int for place in tokens):
+        raise bad_row(row, f"{where}pos {tokens!r} is not two whole numbers")
+    first, end = tokens
+    if not 0 <= first < end <= len(places[sentence]):
+        raise bad_row(row, f"{where}pos {tokens} is not within the {len(places[sentence])} tokens of its sentence")
+    span = places[sentence][first][0], places[sentence][end - 1][1]
+    return _Mention(span, _string(row, mention, "name", where))
+
+
+def _label_triple(row: Row, title: str, label: Any, mentions: list[_Mention]) -> Triple:
+    if not isinstance(label, dict):
+        raise bad_row(row, f"a label is a {type(label).__name__}, not an object")
+    for end in ("h", "t"):
+        if type(label.get(end)) is not int or not 0 <= label[end] < len(mentions):
+            raise bad_row(row, f"a label's {end} {label.get(end)!r} is none of the {len(mentions)} entities")
+    head, tail = label["h"], label["t"]
+    return Triple(
+        mentions[head].name,
+        _string(row, label, "r", "a label: "),
+        mentions[tail].name,
+        mentions[head].span,
+        f"{title}#{head}",
+        f"{title}#{tail}",
+    )

@@ -1,0 +1,119 @@
+"""Where texts with triples come from: rows, folders of .tsv, plain texts, Python's own standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, DataConfig
+from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
+from sansgpu.data.graph import GraphDocument
+from sansgpu.data.graph_rows import BadRows, EntityText, Fact, read_graph_row, text_document
+from sansgpu.data.knowledge import fact_documents, knowledge_documents, knowledge_parts, named_entity
+from sansgpu.data.sources import Source, files_fingerprint, open_parts
+from sansgpu.data.stdlib_graph import stdlib_documents
+
+READER = 1  # to be raised where the same files give other documents
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """Texts with triples, whose content and way of reading `fingerprint` names.
+
+    `documents` reads them in a fixed order, and raises ConfigError at a bad row unless these are skipped.
+    """
+
+    name: str
+    fingerprint: str
+    documents: Callable[[], Iterator[GraphDocument]]
+
+
+@dataclass(frozen=True)
+class GraphSources:
+    """The training part and, where the data brings them, the validation and test parts."""
+
+    train: GraphSource
+    validation: GraphSource | None
+    test: GraphSource | None
+
+
+def open_graphs(data: DataConfig, note: Callable[[str], None], inverse: bool = False) -> GraphSources:
+    """The sources a configuration names. Raises ConfigError where there is no such data.
+
+    With `inverse` facts of entities are also said of their tails, turned round. `note` is told how many bad rows were
+    skipped, at the end of each reading.
+    """
+    graphs = _open(data.dataset_name, data, note, inverse)
+    if data.validation_name:
+        other = _open(data.validation_name, data, note, inverse)
+        return replace(graphs, validation=other.validation or other.train)
+    return graphs
+
+
+def open_graph_part(name: str, data: DataConfig, note: Callable[[str], None], inverse: bool = False) -> GraphSource:
+    """One source to evaluate on: its test part where it has one, else its validation part, else all of it."""
+    graphs = _open(name, data, note, inverse)
+    return graphs.test or graphs.validation or graphs.train
+
+
+def _open(name: str, data: DataConfig, note: Callable[[str], None], inverse: bool) -> GraphSources:
+    if name == PYTHON_STDLIB_GRAPH:
+        files = open_parts(PYTHON_STDLIB, data).train.files
+        fingerprint = files_fingerprint(files, (READER,))
+        return GraphSources(GraphSource(name, fingerprint, partial(stdlib_documents, files)), None, None)
+    settings = READER, data.on_bad_row, inverse
+
+    def knowledge(part: str, files: Mapping[str, Path]) -> GraphSource:
+        title = name if part == "train" else f"{name} ({part})"
+        read = partial(_knowledge_documents, title, files, data, note, inverse)
+        return GraphSource(title, files_fingerprint(files, settings), read)
+
+    def rows(source: Source) -> GraphSource:
+        read = partial(_source_documents, source, data, note, inverse)
+        return GraphSource(source.name, files_fingerprint({}, (source.fingerprint, *settings)), read)
+
+    made = {part: knowledge(part, files) for part, files in knowledge_parts(Path(name).expanduser()).items()}
+    if not made:
+        given = open_parts(name, data)
+        parts = ("train", given.train), ("validation", given.validation), ("test", given.test)
+        made = {part: rows(source) for part, source in parts if source}
+    return GraphSources(made["train"], made.get("validation"), made.get("test"))
+
+
+def _knowledge_documents(
+    name: str, files: Mapping[str, Path], data: DataConfig, note: Callable[[str], None], inverse: bool
+) -> Iterator[GraphDocument]:
+    bad_rows = BadRows(name, data.on_bad_row, note)
+    yield from knowledge_documents(files, bad_rows, inverse)
+    bad_rows.report()
+
+
+def _source_documents(
+    source: Source, data: DataConfig, note: Callable[[str], None], inverse: bool
+) -> Iterator[GraphDocument]:
+    """Texts in their order, then those of entities that have facts; only all rows tell whether there are facts."""
+    bad_rows = BadRows(source.name, data.on_bad_row, note)
+    made = list(_source_items(source, data, bad_rows))
+    bad_rows.report()
+    facts = [item for item in made if isinstance(item, Fact)]
+    described = [item for item in made if isinstance(item, EntityText)]
+    for item in made:
+        document = item.document if isinstance(item, EntityText) and not facts else item
+        if isinstance(document, GraphDocument) and document.text.strip():
+            yield document
+    entities = {item.document.id: named_entity(item.name, item.document.text) for item in reversed(described)}
+    yield from fact_documents(facts, entities, inverse)
+
+
+def _source_items(source: Source, data: DataConfig, bad_rows: BadRows) -> Iterator[GraphDocument | EntityText | Fact]:
+    read = partial(read_graph_row, column=data.text_column)
+    if not source.files:
+        yield from bad_rows.leave_out(source.rows(), read)
+    for name, path in source.files.items():
+        if file_form(path) in TEXT_SUFFIXES:
+            pieces = read_documents(path, None, skip_undecodable=source.name == PYTHON_STDLIB)
+            yield text_document(name, "".join(piece.text for piece in pieces))
+        else:
+            yield from bad_rows.leave_out(read_rows(path), read)

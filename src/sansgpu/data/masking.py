@@ -1,0 +1,98 @@
+"""What is masked of an example, and with what. Every draw is a function of (seed, epoch, example)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sansgpu.config import fold_seed
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.leafy import Leafy
+
+SPAN_STOPS = 0.2  # chance of a span to end at each token: the lengths of SpanBERT (arXiv 1907.10529)
+MOST_DRAWS = 100  # of span lengths for which there is no place any more
+MASKED, RANDOM = 0.8, 0.1  # shares of what is chosen that become the mask, or any token; the rest stays (BERT)
+
+
+@dataclass(frozen=True)
+class MaskRules:
+    """How much is masked, and in what pieces."""
+
+    ratio: float
+    max_span: int
+    leaf_ratio: float
+    min_leaf_groups: int
+    mask_id: int
+    ordinary: np.ndarray  # ids that may stand in for another
+
+
+class Masked(NamedTuple):
+    """An example after masking. R roots, then L leaves."""
+
+    tokens: np.ndarray  # (R + L,)
+    targets: np.ndarray  # (R + L,), IGNORE where nothing is predicted
+    bounds: np.ndarray  # (R + L, 2): the roots before and behind the span of a masked root
+
+
+def masked(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int) -> Masked:
+    """Example `number` as an epoch shows it."""
+    draws = np.random.Generator(np.random.PCG64(fold_seed(seed, "masking", epoch, number)))
+    spans = _root_spans(example, rules, draws)
+    groups = _leaf_groups(len(example.placed), rules, draws)
+    leaves = [placed.tail for placed in example.placed]
+    original = np.concatenate([example.tokens, *leaves])
+    chosen = np.zeros(len(original), bool)
+    bounds = np.zeros((len(original), 2), np.int64)
+    for start, stop in spans:
+        chosen[start:stop] = True
+        bounds[start:stop] = start - 1, stop
+    ends = len(example.tokens) + np.cumsum([len(leaf) for leaf in leaves], dtype=np.int64)
+    for group in groups:
+        chosen[ends[group] - len(leaves[group]) : ends[group]] = True
+    targets = np.where(chosen, original, IGNORE)
+    return Masked(_replaced(original, chosen, rules, draws), targets, bounds)
+
+
+def _root_spans(example: Leafy, rules: MaskRules, draws: np.random.Generator) -> list[tuple[int, int]]:
+    """[start, stop) of what is masked of the text: whole words in spans, or single tokens."""
+    roots = len(example.tokens)
+    budget = int(rules.ratio * (roots - 2))
+    if rules.max_span == 1:
+        return [(int(p), int(p) + 1) for p in np.sort(draws.permutation(roots - 2)[:budget] + 1)]
+    starts = np.flatnonzero(example.word_starts)
+    taken = np.zeros(roots + 1, np.int64)  # how many masked tokens there are before each
+    masked, spans = np.zeros(roots, np.int64), []
+    # From each token: where its word ends.
+    ends = np.append(starts[1:], roots - 1)
+    word_end = np.repeat(ends, np.diff(np.append(starts, roots - 1)))
+    chances = (1 - SPAN_STOPS) ** np.arange(rules.max_span)
+    for _ in range(MOST_DRAWS):
+        left = budget - int(taken[-1])
+        if left <= 0:
+            break
+        length = min(1 + int(draws.choice(rules.max_span, p=chances / chances.sum())), left)
+        fitting = starts[starts + length <= roots - 1]
+        stops = word_end[fitting + length - 1 - starts[0]]
+        free = (stops - fitting <= rules.max_span) & (taken[stops] == taken[fitting])
+        if free.any():
+            place = int(draws.choice(np.flatnonzero(free)))
+            spans.append((int(fitting[place]), int(stops[place])))
+            masked[spans[-1][0] : spans[-1][1]] = 1
+            taken[1:] = masked.cumsum()
+    return sorted(spans)
+
+
+def _leaf_groups(groups: int, rules: MaskRules, draws: np.random.Generator) -> np.ndarray:
+    """Triples whose whole tails are masked."""
+    chosen = np.flatnonzero(draws.random(groups) < rules.leaf_ratio)
+    if len(chosen) < rules.min_leaf_groups and groups:
+        return draws.integers(groups, size=1)
+    return chosen
+
+
+def _replaced(original: np.ndarray, chosen: np.ndarray, rules: MaskRules, draws: np.random.Generator) -> np.ndarray:
+    fate, others = draws.random(len(original)), draws.choice(rules.ordinary, len(original))
+    shown = np.where(fate < MASKED, rules.mask_id, np.where(fate < MASKED + RANDOM, others, original))
+    return np.where(chosen, shown, original)

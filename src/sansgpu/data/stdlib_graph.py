@@ -1,0 +1,274 @@
+"""Triples of Python's own standard library, read from its source: a graph that every machine has.
+
+A document is a module, a class or a function. Its triples say what stands in it, but not what stands in another
+definition inside it, which is a document of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import TypeAlias
+
+from sansgpu.data.graph import GraphDocument, Triple
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_UNOPENED = (*_DEFINITIONS, ast.Name, ast.Constant, ast.expr_context)  # nothing to be found in them, or not here
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_Definition: TypeAlias = _Function | ast.ClassDef
+_Fact: TypeAlias = tuple[str, str | None]  # relation and tail, None where what is related to has no name
+_KEYWORDS = re.compile(r"(async[ \t]+)?(def|class)[ \t]+")
+
+
+def stdlib_documents(files: Mapping[str, Path]) -> Iterator[GraphDocument]:
+    """A document for each module, class and function of these files, by their names in the standard library's folder.
+
+    Every head stands in the text at its span; the group is the file. Files that this Python does not parse are passed
+    over.
+    """
+    classes = {name for name, value in vars(builtins).items() if isinstance(value, type)}
+    documents: list[GraphDocument] = []
+    for name, path in files.items():
+        try:
+            with tokenize.open(path) as file:  # in the encoding that the file says of itself
+                module = _Module(name, file.read())
+        except (SyntaxError, ValueError):
+            continue
+        documents += module.documents()
+        classes.update(module.classes)
+    for document in documents:
+        yield document._replace(triples=tuple(_told_apart(document.triples, classes)))
+
+
+def _told_apart(triples: Iterable[Triple], classes: set[str]) -> Iterator[Triple]:
+    """To call a class is to instantiate it; which names are classes is known once every file is read."""
+    for triple in triples:
+        instantiates = triple.relation == "calls" and triple.tail in classes
+        yield triple._replace(relation="instantiates") if instantiates else triple
+
+
+class _Module:
+    """The documents of one file."""
+
+    def __init__(self, file: str, source: str) -> None:
+        path = PurePath(file)
+        parts = path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts
+        self._file, self._name = file, ".".join(parts)
+        self._lines = source.split("\n")
+        self._tree = ast.parse(source)
+        self._scopes: dict[ast.AST, list[ast.AST]] = {}
+        self._top_names = frozenset(_bound_names(self._scope(self._tree)))
+        self.classes: list[str] = []
+
+    def documents(self) -> Iterator[GraphDocument]:
+        """The module's own, then those of its definitions in the order of the source."""
+        text = self._module_text()
+        span = (len("module "), len("module ") + len(self._name))
+        triples = [Triple(self._name, relation, tail, span) for relation, tail in self._module_facts() if tail]
+        yield GraphDocument(self._name, self._file, text, tuple(dict.fromkeys(triples)))
+        yield from self._inner_documents(self._tree, "")
+
+    def _inner_documents(self, outer: ast.AST, prefix: str) -> Iterator[GraphDocument]:
+        for node in self._scope(outer):
+            if isinstance(node, _DEFINITIONS):
+                name = f"{prefix}{node.name}"
+                document = self._document(name, node)
+                if document:
+                    yield document
+                yield from self._inner_documents(node, f"{name}.")
+
+    def _document(self, name: str, node: _Definition) -> GraphDocument | None:
+        """None where the name cannot be found: a line may be continued between `def` and it."""
+        if isinstance(node, ast.ClassDef):
+            self.classes.append(node.name)
+            facts, text = self._class_facts(node), _Excerpt(self._lines, _class_lines(node), node.col_offset)
+        else:
+            facts, text = self._function_facts(node), _Excerpt(self._lines, _all_lines(node), node.col_offset)
+        keywords = _KEYWORDS.match(self._lines[node.lineno - 1], node.col_offset)
+        span = text.span(node.lineno, keywords.end(), node.name) if keywords else None
+        if span is None:
+            return None
+        triples = [Triple(node.name, relation, tail, span) for relation, tail in facts if tail]
+        if not isinstance(node, ast.ClassDef):
+            triples += _parameter_triples(node, text)
+        return GraphDocument(f"{self._name}:{name}", self._file, text.text, tuple(dict.fromkeys(triples)))
+
+    def _scope(self, outer: ast.AST) -> list[ast.AST]:
+        """The nodes of a definition's body in the order of the source, without those inside inner definitions."""
+        if outer not in self._scopes:
+            nodes: list[ast.AST] = []
+            stack: list[ast.AST] = list(reversed(getattr(outer, "body", [])))
+            while stack:
+                node = stack.pop()
+                nodes.append(node)
+                if not isinstance(node, _UNOPENED):
+                    stack.extend(reversed(list(ast.iter_child_nodes(node))))
+            self._scopes[outer] = nodes
+        return self._scopes[outer]
+
+    def _module_text(self) -> str:
+        parts = [f"module {self._name}", ast.get_docstring(self._tree) or ""]
+        for node in self._scope(self._tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                parts.append(_Excerpt(self._lines, _all_lines(node), node.col_offset).text)
+        return "\n".join(part for part in parts if part)
+
+    def _module_facts(self) -> Iterator[_Fact]:
+        for node in self._scope(self._tree):
+            match node:
+                case ast.Import(names=names):
+                    yield from (("imports", _last(alias.name)) for alias in names)
+                case ast.ImportFrom(module=None, names=names):
+                    yield from (("imports", alias.name) for alias in names)
+                case ast.ImportFrom(module=str(module)):
+                    yield "imports", _last(module)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    yield "defines", name
+                case ast.Assign() | ast.AnnAssign():
+                    yield from (("declares", name) for name in _assigned(node))
+
+    def _class_facts(self, node: ast.ClassDef) -> Iterator[_Fact]:
+        yield from (("inherits_from", _name(base)) for base in node.bases)
+        for inner in self._scope(node):
+            match inner:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    yield "defines", name
+                    yield from (("has_field", field) for field in self._own_fields(inner))
+                case ast.Assign() | ast.AnnAssign():
+                    yield from (("has_field", field) for field in _assigned(inner))
+
+    def _own_fields(self, method: ast.AST) -> Iterator[str]:
+        for node in self._scope(method):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self"), attr=field, ctx=ast.Store()):
+                    yield field
+
+    def _function_facts(self, function: _Function) -> Iterator[_Fact]:
+        yield from (("annotated_with", _name(decorator)) for decorator in function.decorator_list)
+        if function.returns:
+            yield "annotated_with", _name(function.returns)
+        parameters = _parameters(function)
+        yield from (("has_parameter", p.arg) for n, p in enumerate(parameters) if n or p.arg not in ("self", "cls"))
+        raised: ast.AST | None = None
+        for node in self._scope(function):
+            match node:
+                case ast.Call(func=called) if node is not raised and self._is_known(called):
+                    yield "calls", _name(called)
+                case ast.Return(value=ast.Name() | ast.Attribute() | ast.Call() | ast.Constant() as value):
+                    yield "returns", _name(value)
+                case ast.Raise(exc=ast.expr() as raised):  # comes before the call that makes it, which says no more
+                    yield "raises", _name(raised)
+                case ast.ExceptHandler(type=ast.Tuple(elts=kinds)):
+                    yield from (("catches", _name(kind)) for kind in kinds)
+                case ast.ExceptHandler(type=ast.expr() as kind):
+                    yield "catches", _name(kind)
+                case ast.Global(names=names) | ast.Nonlocal(names=names):
+                    yield from (("declares", name) for name in names)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    yield "declares", name
+
+    def _is_known(self, called: ast.expr) -> bool:
+        """Whether the source says whose function is called; a method of some variable may be anyone's."""
+        match called:
+            case ast.Name() | ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
+                return True
+            case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(value=ast.Name(id=owner))):
+                return owner in self._top_names
+        return False
+
+
+class _Excerpt:
+    """Lines of a source without their definition's indent, which know where in them a place of the source stands."""
+
+    def __init__(self, lines: list[str], numbers: Iterable[int], indent: int) -> None:
+        self._lines = lines
+        self._starts: dict[int, int] = {}  # of a line, by its number from 1: where its first column is in the text
+        kept, length = [], 0
+        for number in numbers:
+            line = lines[number - 1]
+            cut = min(indent, len(line) - len(line.lstrip()))  # a text of several lines may stand further left
+            self._starts[number] = length - cut
+            kept.append(line[cut:])
+            length += len(line) - cut + 1
+        self.text = "\n".join(kept)
+
+    def span(self, number: int, column: int, name: str) -> tuple[int, int] | None:
+        """Characters of the text where `name` stands, at a column of a line; None where something else stands there."""
+        start = self._starts[number] + column
+        return (start, start + len(name)) if self.text.startswith(name, start) else None
+
+    def node_span(self, node: ast.arg) -> tuple[int, int] | None:
+        """The same, of a parameter's name; `ast` counts columns in bytes of UTF-8."""
+        line = self._lines[node.lineno - 1]
+        return self.span(node.lineno, len(line.encode()[: node.col_offset].decode()), node.arg)
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators = node.decorator_list if isinstance(node, _DEFINITIONS) else []
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _all_lines(node: ast.stmt) -> Iterable[int]:
+    return range(_first_line(node), (node.end_lineno or node.lineno) + 1)
+
+
+def _class_lines(node: ast.ClassDef) -> Iterable[int]:
+    """All before the first method, then each method's `def`."""
+    methods = [inner for inner in node.body if isinstance(inner, _FUNCTIONS)]
+    if not methods:
+        return _all_lines(node)
+    return [*range(_first_line(node), _first_line(methods[0])), *(method.lineno for method in methods)]
+
+
+def _parameters(function: _Function) -> list[ast.arg]:
+    """In the order of the source."""
+    arguments = function.args
+    ordered = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
+    return [parameter for parameter in ordered if parameter]
+
+
+def _parameter_triples(function: _Function, text: _Excerpt) -> Iterator[Triple]:
+    for parameter in _parameters(function):
+        tail = _name(parameter.annotation) if parameter.annotation else None
+        span = text.node_span(parameter)
+        if tail and span:
+            yield Triple(parameter.arg, "annotated_with", tail, span)
+
+
+def _bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Names that imports and definitions give."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, _DEFINITIONS):
+            yield node.name
+
+
+def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[str]:
+    """Names that are assigned to, those of a tuple as well."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        names = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        yield from (name.id for name in names if isinstance(name, ast.Name))
+
+
+def _name(node: ast.expr) -> str | None:
+    """The last name of what is called, named or written: `c` of `a.b.c(x)[y]`."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.Call(func=inner) | ast.Subscript(value=inner) | ast.BinOp(left=inner):
+            return _name(inner)
+        case ast.Constant(value=bool() | None as value):
+            return str(value)
+        case ast.Constant(value=str(value)) if value.isidentifier():
+            return value  # an annotation of what is defined further down
+    return None
+
+
+def _last(dotted: str) -> str:
+    return dotted.rpartition(".")[2]

@@ -1,0 +1,398 @@
+"""Files, folders and datasets -> texts with their triples, and what is refused."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.graph import GraphDocument, Triple
+from sansgpu.data.graph_sources import GraphSources, open_graph_part, open_graphs
+
+TEXT = "Metformin lowers hepatic glucose output in type 2 diabetes ."
+TREATS = {"head": "Metformin", "relation": "treats", "tail": "diabetes", "head_span": [0, 9]}
+IS_A = {"head": "type 2 diabetes", "relation": "isa", "tail": "diabetes"}
+GOOD = {"id": "good", "text": TEXT, "triples": [TREATS]}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_rows(*rows: object, name: str = "a.jsonl") -> Path:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return tmp_path / name
+
+    return write_rows
+
+
+def opened(path: Path, inverse: bool = False, **settings: object) -> GraphSources:
+    data = DataConfig.model_validate({"dataset_name": str(path), **settings})
+    return open_graphs(data, pytest.fail, inverse)
+
+
+def read(path: Path, inverse: bool = False, **settings: object) -> list[GraphDocument]:
+    return list(opened(path, inverse, **settings).train.documents())
+
+
+def parts(graphs: GraphSources) -> list[list[str]]:
+    """The ids of each part's documents."""
+    sources = [graphs.train, graphs.validation, graphs.test]
+    return [[document.id for document in source.documents()] if source else [] for source in sources]
+
+
+def facts(document: GraphDocument) -> list[tuple[str, str, str]]:
+    return [(triple.head, triple.relation, triple.tail) for triple in document.triples]
+
+
+def test_a_row_is_a_text_with_its_triples(write: Write) -> None:
+    more = {"head_id": "D3", "tail_id": 4, "head_span": [43, len(TEXT)]}
+    row = {"id": "d17:0", "text": TEXT, "triples": [TREATS, {**IS_A, **more}]}
+    triples = (
+        Triple("Metformin", "treats", "diabetes", (0, 9)),
+        Triple("type 2 diabetes", "isa", "diabetes", (43, len(TEXT)), "D3", "4"),
+    )
+    path = write({**row, "entities": ["Metformin", "diabetes"]})
+    assert read(path) == [GraphDocument("d17:0", "d17", TEXT, triples, ("Metformin", "diabetes"))]
+
+
+def test_rows_are_grouped_by_their_ids(write: Write) -> None:
+    ids: list[Any] = ["d17:0", "d17:12", "d17", "d17:x", 17, "a:b:3", ":3", None]
+    path = write(*({"id": name, "text": TEXT, "triples": []} for name in ids), {"text": TEXT})
+    groups = [document.group for document in read(path)]
+    assert groups == ["d17", "d17", "d17", "d17:x", "17", "a:b", ":3", "a.jsonl, line 8", "a.jsonl, line 9"]
+
+
+def test_texts_without_triples_are_documents_too(write: Write) -> None:
+    path = write({"text": TEXT, "triples": None}, {"id": "x", "text": "b"}, {"text": "", "triples": [TREATS]})
+    assert [(d.id, d.text, d.triples) for d in read(path)] == [("a.jsonl, line 1", TEXT, ()), ("x", "b", ())]
+    assert [d.text for d in read(write({"text": "a", "body": TEXT}), text_column="body")] == [TEXT]
+
+
+def test_a_row_can_say_one_triple_of_its_text_itself(write: Write) -> None:
+    path = write({"id": "s1", "text": TEXT, **TREATS}, {"id": "s2", "content": TEXT, **IS_A})
+    assert [d.triples for d in read(path)] == [
+        (Triple("Metformin", "treats", "diabetes", (0, 9)),),
+        (Triple("type 2 diabetes", "isa", "diabetes"),),
+    ]
+
+
+def test_a_plain_file_is_one_text(tmp_path: Path, write: Write) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.md").write_text("# Notes\n" * 200_000)
+    write(GOOD)
+    found = read(tmp_path)
+    assert [(d.id, d.group, len(d.triples)) for d in found] == [("good", "good", 1), ("deep/b.md", "deep/b.md", 0)]
+    assert found[1].text == "# Notes\n" * 200_000
+
+
+ROWS = [{"id": "a", "text": TEXT, "triples": [TREATS, IS_A]}, {"id": "b", "text": "alone", "triples": []}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "saved"])
+def test_all_forms_of_rows_give_the_same_documents(tmp_path: Path, write: Write, name: str) -> None:
+    path = tmp_path / name
+    match name:
+        case "a.jsonl":
+            write(*ROWS)
+        case "a.json":
+            write(ROWS, name=name)
+        case "a.parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        case "saved":
+            datasets.Dataset.from_list(ROWS).save_to_disk(path)
+    triples = (Triple("Metformin", "treats", "diabetes", (0, 9)), Triple("type 2 diabetes", "isa", "diabetes"))
+    assert read(path) == [GraphDocument("a", "a", TEXT, triples), GraphDocument("b", "b", "alone")]
+
+
+BAD_ROWS = [
+    ([], "line 2: it is a list, not an object"),
+    ('{"text"', "line 2 is no JSON"),
+    ({"text": 3}, "line 2: column text holds a int"),
+    ({"text": TEXT, "id": [1]}, r"its id is \[1\], not a text or a whole number"),
+    ({"text": TEXT, "triples": {}}, "its triples are a dict, not a list"),
+    ({"text": TEXT, "triples": [TREATS, 7]}, "triple 2: it is a int, not an object"),
+    ({"text": TEXT, "entities": "Metformin"}, "its entities is a str, not a list"),
+    ({"text": TEXT, "entities": [3]}, "its entities holds 3"),
+    ({"text": "half a pair \ud83c"}, "its text holds half a surrogate pair"),
+    ({"text": TEXT, "head": "Metformin"}, "triple 1: no relation"),
+    ({"head": "Metformin", "relation": "treats"}, "no tail"),
+    ({"head": "Metformin", "relation": " ", "tail": "x"}, "its relation ' ' is no text"),
+    ({**IS_A, "qualifiers": "since 1957"}, "its qualifiers is a str"),
+    ({**IS_A, "qualifiers": ["since 1957"]}, "its qualifiers hold a str"),
+    ({**IS_A, "qualifiers": {"since": [1957]}}, r"its qualifiers.since holds \[1957\]"),
+]
+
+
+@pytest.mark.parametrize(("row", "sentence"), BAD_ROWS)
+def test_a_bad_row_is_named_or_skipped(write: Write, row: object, sentence: str) -> None:
+    path = write(GOOD, row, GOOD)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        read(path)
+    assert f"{path}, line 2" in str(error.value)
+    assert str(error.value).endswith("or set data.on_bad_row to skip.")
+    notes: list[str] = []
+    data = DataConfig(dataset_name=str(path), on_bad_row="skip")
+    assert [d.id for d in open_graphs(data, notes.append).train.documents()] == ["good", "good"]
+    assert [note.partition("; the first: ")[0] for note in notes] == [f"{path}: bad rows skipped: 1"]
+    assert "line 2" in notes[0]
+
+
+@pytest.mark.parametrize("key", ["head", "relation", "tail"])
+@pytest.mark.parametrize(("value", "sentence"), [(None, "no {}"), ("", "no {}"), (5, "its {} 5"), ("\ud83c", "its {}")])
+def test_a_triple_without_a_part_is_bad(write: Write, key: str, value: object, sentence: str) -> None:
+    path = write({"text": TEXT, "triples": [TREATS, {**IS_A, key: value}]})
+    with pytest.raises(ConfigError, match=f"line 1: triple 2: {sentence.format(key)}|its {key} holds half a surrogate"):
+        read(path)
+
+
+NO_SPANS = [[0], [0, 9, 9], ["0", 9], [0, True], "09", 9, [5, 5], [9, 0], [-9, -1], [0, 1 + len(TEXT)]]
+
+
+@pytest.mark.parametrize("span", NO_SPANS)
+def test_a_span_that_is_not_in_the_text_is_bad(write: Write, span: object) -> None:
+    with pytest.raises(ConfigError, match="line 1: triple 1: its head_span"):
+        read(write({"text": TEXT, "triples": [{**TREATS, "head_span": span}]}))
+
+
+KNOWLEDGE: list[dict[str, Any]] = [
+    {"head": "Q1", "relation": "part of", "tail": "Q2"},
+    {"id": "Q1", "text": "a river in Europe", "name": "Rhine"},
+    {"head": "Q3", "relation": "flows through", "tail": "Q1"},
+    {"head": "Q1", "relation": "flows into", "tail": "North Sea"},
+    {"head": "Q1", "relation": "part of", "tail": "Q2"},
+    {"id": "Q2", "text": "RHINE BASIN, all that flows into it", "name": "Rhine basin"},
+    {"id": "Q4", "text": "has no facts"},
+]
+
+
+def test_triples_alone_are_joined_to_the_texts_of_their_entities(write: Write) -> None:
+    triples = (
+        Triple("Rhine", "part of", "Rhine basin", (0, 5), "Q1", "Q2"),
+        Triple("Rhine", "flows into", "North Sea", (0, 5), "Q1", "North Sea"),
+    )
+    assert read(write(*KNOWLEDGE)) == [
+        GraphDocument("Q1", "Q1", "Rhine: a river in Europe", triples),
+        GraphDocument("Q3", "Q3", "Q3", (Triple("Q3", "flows through", "Rhine", (0, 2), "Q3", "Q1"),)),
+    ]
+
+
+def test_facts_are_also_said_of_their_tails(write: Write) -> None:
+    found = {d.id: d for d in read(write(*KNOWLEDGE), inverse=True)}
+    assert list(found) == ["Q1", "Q2", "Q3", "North Sea"]
+    assert found["Q2"].text == "RHINE BASIN, all that flows into it"  # begins with the name, in capitals
+    assert found["Q2"].triples == (Triple("Rhine basin", "inverse of part of", "Rhine", (0, 11), "Q2", "Q1"),)
+    assert ("Rhine", "inverse of flows through", "Q3") in facts(found["Q1"])
+
+
+@pytest.mark.parametrize(
+    ("entity", "text"),
+    [
+        ({"text": "a river"}, "Q1: a river"),
+        ({"text": "Rhine", "name": "Rhine"}, "Rhine"),
+        ({"text": "Rhineland it is not", "name": "Rhine"}, "Rhine: Rhineland it is not"),
+        ({"text": "rhine, a river", "name": "Rhine"}, "rhine, a river"),
+        ({"text": "", "name": "Rhine"}, "Rhine"),
+        ({"text": "C++ (a language)", "name": "C++"}, "C++ (a language)"),
+    ],
+)
+def test_a_text_begins_with_its_name(write: Write, entity: dict[str, str], text: str) -> None:
+    (document,) = read(write({"id": "Q1", **entity}, {"head": "Q1", "relation": "is", "tail": "x"}))
+    (triple,) = document.triples
+    assert document.text == text
+    assert triple.head_span is not None
+    assert text[slice(*triple.head_span)].lower() == triple.head.lower() == entity.get("name", "Q1").lower()
+
+
+def test_a_fact_with_qualifiers_has_a_document_of_its_own(write: Write) -> None:
+    fact = {"head": "Q1", "relation": "dammed", "tail": "Q2"}
+    path = write(
+        {**fact, "qualifiers": {"since": 1957, "by": "Q9"}},
+        fact,
+        {**fact, "qualifiers": [{"since": "1961"}, {"by": None}]},
+        {"id": "Q9", "text": "a guild", "name": "the guild"},
+    )
+    assert [(d.id, d.group, d.text, facts(d)) for d in read(path)] == [
+        ("Q1:0", "Q1", "Q1; since 1957; by the guild", [("Q1", "dammed", "Q2")]),
+        ("Q1", "Q1", "Q1", [("Q1", "dammed", "Q2")]),
+        ("Q1:1", "Q1", "Q1; since 1961", [("Q1", "dammed", "Q2")]),
+    ]
+
+
+def test_facts_and_texts_may_be_columns_of_one_table(tmp_path: Path) -> None:
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "name", "text", "head", "relation", "tail", "qualifiers"])
+        writer.writeheader()
+        writer.writerows(KNOWLEDGE)
+    pyarrow.parquet.write_table(
+        pyarrow.table({key: [row.get(key) for row in KNOWLEDGE] for key in writer.fieldnames}), tmp_path / "b.parquet"
+    )
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in KNOWLEDGE))
+    of_csv, of_parquet, of_jsonl = (read(tmp_path / name) for name in ("a.csv", "b.parquet", "c.jsonl"))
+    assert of_csv == of_parquet == of_jsonl
+
+
+DOCRED: dict[str, Any] = {
+    "title": "Ada Lovelace",
+    "sents": [["Ada", "Lovelace", "wrote", "notes", "."], ["Lovelace", "knew", "Babbage", ",", "a", "Londoner", "."]],
+    "vertexSet": [
+        [{"name": "Lovelace", "pos": [0, 1], "sent_id": 1}, {"name": "Ada Lovelace", "pos": [0, 2], "sent_id": 0}],
+        [{"name": "Babbage", "pos": [2, 3], "sent_id": 1}],
+        [{"name": "London", "pos": [5, 6], "sent_id": 1}],
+    ],
+    "labels": [{"h": 1, "t": 2, "r": "P19"}, {"h": 0, "t": 1, "r": "P3342"}, {"h": 1, "t": 2, "r": "P19"}],
+}
+
+
+def test_a_document_of_docred_is_its_joined_tokens(write: Write) -> None:
+    unlabelled = {key: value for key, value in DOCRED.items() if key != "labels"}
+    document, other = read(write([DOCRED, unlabelled], name="dev.json"))
+    text = "Ada Lovelace wrote notes . Lovelace knew Babbage , a Londoner ."
+    assert document == GraphDocument(
+        "Ada Lovelace",
+        "Ada Lovelace",
+        text,
+        (
+            Triple("Babbage", "P19", "London", (41, 48), "Ada Lovelace#1", "Ada Lovelace#2"),
+            Triple("Ada Lovelace", "P3342", "Babbage", (0, 12), "Ada Lovelace#0", "Ada Lovelace#1"),
+        ),
+        ("Ada Lovelace", "Babbage", "London"),
+    )
+    assert [text[slice(*t.head_span)] for t in document.triples if t.head_span] == ["Babbage", "Ada Lovelace"]
+    assert other == document._replace(triples=())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"title": None}, "no title"),
+        ({"sents": "Ada"}, "its sents is a str"),
+        ({"sents": ["Ada Lovelace", []]}, "sentence 0 is a str"),
+        ({"sents": [[1], []]}, "its sents holds 1"),
+        ({"vertexSet": {}}, "its vertexSet is a dict"),
+        ({"vertexSet": [[]]}, "entity 0 of its vertexSet is no list of mentions"),
+        ({"vertexSet": [["Ada"]]}, "entity 0 of its vertexSet: a mention is a str"),
+        ({"vertexSet": [[{"pos": [0, 1], "sent_id": 0}]]}, "entity 0 of its vertexSet: no name"),
+        ({"vertexSet": [[{"name": "Ada", "pos": [0, 1], "sent_id": 2}]]}, "sent_id 2 is none of the 2 sentences"),
+        ({"vertexSet": [[{"name": "Ada", "pos": [4, 6], "sent_id": 0}]]}, r"pos \[4, 6\] is not within the 5 tokens"),
+        ({"vertexSet": [[{"name": "Ada", "pos": 4, "sent_id": 0}]]}, "pos 4 is not two whole numbers"),
+        ({"labels": [3]}, "a label is a int"),
+        ({"labels": [{"h": 0, "t": 3, "r": "P19"}]}, "a label's t 3 is none of the 3 entities"),
+        ({"labels": [{"h": 0, "t": 1}]}, "a label: no r"),
+    ],
+)
+def test_a_malformed_document_of_docred_is_a_bad_row(write: Write, change: dict[str, object], sentence: str) -> None:
+    path = write([DOCRED, {**DOCRED, **change}], name="dev.json")
+    with pytest.raises(ConfigError, match=f"row 2: .*{sentence}"):
+        read(path)
+
+
+@pytest.fixture
+def folder(write: Write) -> Path:
+    write("01\t_has_part\t02", "03\tbelongs_to\t01", "01\t_also_see\t04", "01\t_has_part\t02", name="train.tsv")
+    write("02\t_has_part\t03", name="dev.tsv")
+    write("03\t_also_see\t01", "04\t_also_see\t01", name="test.tsv")
+    write("01\ttree, a tall plant", "02\tleaf", "03\ttwig, small branch, thin", name="entity2text.txt")
+    return write("_has_part\thas part", "_unused\t", name="relation2text.txt").parent
+
+
+def test_a_folder_of_triples_has_parts_and_texts(folder: Path) -> None:
+    graphs = opened(folder)
+    assert parts(graphs) == [["01", "03"], ["02"], ["03", "04"]]
+    tree, twig = graphs.train.documents()
+    assert tree == GraphDocument(
+        "01",
+        "01",
+        "tree, a tall plant",
+        (Triple("tree", "has part", "leaf", (0, 4), "01", "02"), Triple("tree", "also see", "04", (0, 4), "01", "04")),
+    )
+    assert facts(twig) == [("twig", "belongs to", "tree")]
+
+
+def test_inverse_triples_of_a_folder_stand_in_their_own_part(folder: Path) -> None:
+    assert parts(opened(folder, inverse=True)) == [["01", "02", "03", "04"], ["02", "03"], ["03", "01", "04"]]
+    found = {d.id: d for d in read(folder, inverse=True)}
+    assert facts(found["01"]) == [
+        ("tree", "has part", "leaf"),
+        ("tree", "inverse of belongs to", "twig"),
+        ("tree", "also see", "04"),
+    ]
+    assert found["02"].triples == (Triple("leaf", "inverse of has part", "tree", (0, 4), "02", "01"),)
+    assert found["04"].text == "04"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "sentence"),
+    [
+        ("train.tsv", "01\t_has_part", "line 2: it has not three columns"),
+        ("train.tsv", "01\t\t02", "line 2: it has not three columns"),
+        ("train.tsv", "01\ta\t02\t03", "line 2: it has not three columns"),
+        ("entity2text.txt", "no text", "line 2: it has not two columns"),
+        ("relation2text.txt", "\ttext", "line 2: it has not two columns"),
+    ],
+)
+def test_a_line_without_its_columns_is_a_bad_row(
+    folder: Path, write: Write, name: str, line: str, sentence: str
+) -> None:
+    first = "01\tx\t02" if name == "train.tsv" else "01\ttext"
+    path = write(first, line, "", name=name)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        read(folder)
+    assert str(path) in str(error.value)
+    notes: list[str] = []
+    data = DataConfig(dataset_name=str(folder), on_bad_row="skip")
+    assert len(list(open_graphs(data, notes.append).train.documents())) >= 1
+    assert [note.partition("; ")[0] for note in notes] == [f"{folder}: bad rows skipped: 1"]
+    path.write_bytes(b"01\t\xff")
+    with pytest.raises(ConfigError, match=f"{name} is not UTF-8 text"):
+        read(folder)
+
+
+def test_a_folder_without_a_file_to_train_on_is_an_ordinary_one(folder: Path, write: Write) -> None:
+    (folder / "train.tsv").rename(folder / "entity2text.txt")
+    write(GOOD)
+    assert [d.id for d in read(folder)] == ["good", "entity2text.txt", "relation2text.txt"]
+
+
+def evaluated(name: Path) -> list[str]:
+    return [d.id for d in open_graph_part(str(name), DataConfig(), pytest.fail).documents()]
+
+
+def test_the_part_to_evaluate_on_is_the_last_there_is(folder: Path, write: Write) -> None:
+    assert evaluated(write(GOOD, name="rows.jsonl")) == ["good"]
+    for name, ids in (("test.tsv", ["03", "04"]), ("dev.tsv", ["02"]), ("entity2text.txt", ["01", "03"])):
+        assert evaluated(folder) == ids
+        (folder / name).unlink()
+
+
+def test_files_and_splits_are_parts_by_their_names(tmp_path: Path, write: Write) -> None:
+    rows = {name: {**GOOD, "id": name} for name in ("train", "validation", "test")}
+    for name, row in rows.items():
+        write(row, name=f"{name}.jsonl")
+    assert parts(opened(tmp_path)) == [["train"], ["validation"], ["test"]]
+    splits = {name: datasets.Dataset.from_list([row]) for name, row in rows.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert parts(opened(tmp_path / "saved")) == [["train"], ["validation"], ["test"]]
+
+
+def test_a_validation_source_can_be_named(folder: Path, write: Write) -> None:
+    assert parts(opened(write(GOOD), validation_name=str(folder))) == [["good"], ["02"], []]
+    assert parts(opened(folder, validation_name=str(folder / "a.jsonl")))[1] == ["good"]
+
+
+def test_the_fingerprint_is_of_the_content_and_the_way_it_is_read(folder: Path, write: Write) -> None:
+    rows = write(GOOD)
+    seen = [opened(folder).train.fingerprint, opened(rows).train.fingerprint]
+    assert seen == [opened(folder).train.fingerprint, opened(rows).train.fingerprint]
+    seen += [opened(folder, inverse=True).train.fingerprint, opened(rows, on_bad_row="skip").train.fingerprint]
+    seen += [part.fingerprint for part in [opened(folder).validation, opened(folder).test] if part]
+    write("01\ta shrub", name="entity2text.txt")
+    write(GOOD, GOOD)
+    seen += [opened(folder).train.fingerprint, opened(rows).train.fingerprint]
+    assert len(seen) == len(set(seen)) == 8
