@@ -82,8 +82,8 @@ def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
 
 KINDS = [
     *itertools.product(ACTIVATIONS, ["bf16", "fp32"], ["off"]),
-    ("swiglu", "bf16", "on"),
-    ("gelu", "fp32", "on"),
+    pytest.param("swiglu", "bf16", "on", marks=pytest.mark.long),
+    pytest.param("gelu", "fp32", "on", marks=pytest.mark.long),
 ]
 
 

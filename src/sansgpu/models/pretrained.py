@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoTokenizer,
     PreTrainedConfig,
@@ -22,9 +23,17 @@ from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.models.whole_folder import written_whole
 
-Head = Literal["causal", "qa"]
-_AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "qa": AutoModelForQuestionAnswering}
-_WHAT: dict[Head, str] = {"causal": "a causal model", "qa": "a model for questions"}
+Head = Literal["causal", "qa", "masked"]
+_AUTO: dict[Head, Any] = {
+    "causal": AutoModelForCausalLM,
+    "qa": AutoModelForQuestionAnswering,
+    "masked": AutoModelForMaskedLM,
+}
+_WHAT: dict[Head, str] = {
+    "causal": "a causal model",
+    "qa": "a model for questions",
+    "masked": "a model that fills gaps",
+}
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -54,7 +63,7 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
 def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
     """The model with its weights: in fp32 to be trained whole, as they are stored under an adapter.
 
-    A question-answering head that it has not yet is drawn from `seed`. Raises ConfigError where it cannot be loaded,
+    A head for questions or gaps that it has not yet is drawn from `seed`. Raises ConfigError where it cannot be loaded,
     or weights are missing.
     """
     name, options = _source(model)

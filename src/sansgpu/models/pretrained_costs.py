@@ -91,7 +91,7 @@ def _shape(model_json: str, head: Head) -> PretrainedShape:
         inner=max((max(weight.shape) for weight in matrices.values()), default=int(config.hidden_size)),
         heads=int(config.num_attention_heads),
         vocabulary=int(config.vocab_size),
-        outputs=int(config.vocab_size) if head == "causal" else 2,
+        outputs=2 if head == "qa" else int(config.vocab_size),
         embedding=sum(p.numel() for _, p in named if id(p) in embeddings),
         head=sum(p.numel() for n, p in named if id(p) not in embeddings | inside and "lora_" not in n),
         blocks=sum(p.numel() for n, p in named if id(p) in inside and "lora_" not in n),

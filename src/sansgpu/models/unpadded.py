@@ -90,6 +90,22 @@ class UnpaddedModel:
         output = self.model(**given)
         return flat(output.start_logits).float(), flat(output.end_logits).float()
 
+    def gap_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
+        """Of a model that fills gaps, the logits of the tokens at `gaps` (N,) bool alone: (M, V)."""
+        given, flat = self.inputs(tokens, lengths)
+        base: Any = self.model.base_model
+
+        def pick(module: nn.Module, args: Any, output: Any) -> Any:
+            output.last_hidden_state = flat(output.last_hidden_state)[gaps][None]
+            return output
+
+        hook = base.register_forward_hook(pick)
+        try:
+            logits: torch.Tensor = self.model(**given).logits[0]
+        finally:
+            hook.remove()
+        return logits
+
     @property
     def _filler(self) -> int:
         return int(self._text.pad_token_id or 0)

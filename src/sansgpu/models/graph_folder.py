@@ -1,0 +1,148 @@
+"""Graph encoders as folders: BERT's layout where it holds the model, else our own, of the same files.
+
+BERT's: text alone, learned positions, normalised embeddings, no decay. transformers loads it with equal logits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from sansgpu.config import ConfigError, ModelConfig, problems
+from sansgpu.models.graph_encoder import INIT_STD, NORM_EPS, GraphEncoder
+from sansgpu.models.whole_folder import written_whole
+
+MODEL_TYPE = "sansgpu-graph"  # of our own layout
+Weights = dict[str, torch.Tensor]
+
+# One line a parameter: ours, then BERT's. `{}` is the layer.
+_BERT = {
+    "embedding": "bert.embeddings.word_embeddings",
+    "position": "bert.embeddings.position_embeddings",
+    "embedding_norm": "bert.embeddings.LayerNorm",
+    "blocks.{}.attention.q": "bert.encoder.layer.{}.attention.self.query",
+    "blocks.{}.attention.k": "bert.encoder.layer.{}.attention.self.key",
+    "blocks.{}.attention.v": "bert.encoder.layer.{}.attention.self.value",
+    "blocks.{}.attention.o": "bert.encoder.layer.{}.attention.output.dense",
+    "blocks.{}.attention_norm": "bert.encoder.layer.{}.attention.output.LayerNorm",
+    "blocks.{}.up": "bert.encoder.layer.{}.intermediate.dense",
+    "blocks.{}.down": "bert.encoder.layer.{}.output.dense",
+    "blocks.{}.feed_forward_norm": "bert.encoder.layer.{}.output.LayerNorm",
+    "transform": "cls.predictions.transform.dense",
+    "transform_norm": "cls.predictions.transform.LayerNorm",
+}
+_LAYER = re.compile(r"(?<=^blocks\.)\d+")
+
+
+class Codec(Protocol):
+    """What turns texts into a model's inputs; `data.mask_tokenizer.GraphCodec` is one."""
+
+    @property
+    def pad_id(self) -> int:
+        """What stands for nothing."""
+
+    def save(self, folder: Path) -> None:
+        """Write it as transformers reads it."""
+
+
+def export_graph_model(
+    model: GraphEncoder, codec: Codec, folder: Path, learned: Mapping[str, Any] | None = None
+) -> None:
+    """Write a folder; whole, or not at all. `learned` are sections of the configuration that are to be known again.
+
+    The head of the span-boundary objective served training, and stays out.
+    """
+    weights = {name: t.detach().cpu().float() for name, t in model.state_dict().items() if "boundary." not in name}
+    config = model.config
+
+    def write(partial: Path) -> None:
+        if config.is_plain_bert:
+            settings, named = _bert_config(config, codec.pad_id), _to_bert(config, weights)
+        else:
+            shape = config.model_dump(mode="json", exclude_defaults=True)
+            settings, named = {"model_type": MODEL_TYPE, "model": shape, **(learned or {})}, weights
+        save_file(named, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        codec.save(partial)
+
+    written_whole(folder, write)
+
+
+def is_graph_folder(folder: Path) -> bool:
+    """Whether it holds a graph encoder in our layout."""
+    return _settings(folder).get("model_type") == MODEL_TYPE
+
+
+def fills_gaps(folder: Path) -> bool:
+    """Whether it holds a model of transformers with a head for masked tokens."""
+    return any(str(name).endswith("ForMaskedLM") for name in _settings(folder).get("architectures") or ())
+
+
+def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
+    """The encoder of a folder in our layout, and what of its configuration was written.
+
+    Raises ConfigError where a weight is missing, or does not fit.
+    """
+    settings = _settings(folder)
+    try:
+        config = ModelConfig.model_validate(settings["model"])
+        model = GraphEncoder(config, seed=None)
+        model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
+    except (KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"{folder} is no graph encoder's folder: {error}; export the model anew.") from None
+    except ValidationError as error:
+        raise ConfigError(f"{folder}: config.json makes no model: {'; '.join(problems(error))}.") from None
+    except (SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{folder}: the weights do not fit config.json: {reason}") from None
+    return model, {name: settings[name] for name in ("data", "training") if name in settings}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _to_bert(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
+    renamed: Weights = {}
+    for ours, tensor in weights.items():
+        module, _, kind = ours.rpartition(".")
+        layer = _LAYER.search(module)
+        theirs = _BERT[_LAYER.sub("{}", module)].format(layer.group() if layer else "")
+        renamed[f"{theirs}.{kind}"] = tensor.contiguous()
+    renamed["bert.embeddings.token_type_embeddings.weight"] = torch.zeros(2, config.d_model)
+    renamed["cls.predictions.bias"] = torch.zeros(len(weights["embedding.weight"]))
+    return renamed
+
+
+def _bert_config(config: ModelConfig, pad_id: int) -> dict[str, Any]:
+    return {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "intermediate_size": config.d_ff,
+        "max_position_embeddings": config.max_seq_len,
+        "type_vocab_size": 2,
+        "hidden_act": config.activation,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "initializer_range": INIT_STD,
+        "layer_norm_eps": NORM_EPS,
+        "tie_word_embeddings": True,
+        "pad_token_id": pad_id,
+        "torch_dtype": "float32",
+    }
