@@ -149,7 +149,7 @@ def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) 
     """The mean loss of the first batch, cut into micro-batches of each size."""
     overrides = settings(home, architecture, model_folder(architecture), data__pack_sequences=pack)
     config, _ = load_config(None, overrides)
-    kind: Any = TASKS[config.task]
+    kind: Any = TASKS[config.kind]
     config, corpus = kind.prepare(config, home / "cache", lambda *_: None)
     task = kind(config, corpus, ROWS)
     task.model.eval()  # without dropout

@@ -18,7 +18,7 @@ STEPS, ROWS = 20, 4
 
 def our_losses(overrides: list[str], micro_batch: int) -> list[float]:
     config, _ = load_config(None, overrides)
-    kind = TASKS[config.task]
+    kind = TASKS[config.kind]
     config, corpus = kind.prepare(config, Path("unused"), lambda *_: None)
     task = kind(config, corpus, ROWS)
     device = torch.device("cpu")

@@ -56,7 +56,7 @@ def after_first_snapshot(run: Path, delay: float) -> Callable[[], bool]:
     return ready
 
 
-@pytest.mark.parametrize("trial", range(3))
+@pytest.mark.parametrize("trial", [0, *(pytest.param(t, marks=pytest.mark.long) for t in (1, 2))])
 def test_sigkill_at_a_random_moment(home: Path, straight: Path, trial: int) -> None:
     run = home / f"killed-{trial}"
     delay = random.Random(trial).uniform(0, 0.5)
@@ -65,7 +65,7 @@ def test_sigkill_at_a_random_moment(home: Path, straight: Path, trial: int) -> N
     assert outcome(run) == outcome(straight)
 
 
-@pytest.mark.parametrize("earlier", [0, 2])
+@pytest.mark.parametrize("earlier", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_sigkill_while_a_snapshot_is_written(home: Path, straight: Path, earlier: int) -> None:
     run = home / f"killed-saving-{earlier}"
     process = start(arguments(home, run.name), home / "cache")
@@ -126,6 +126,7 @@ def test_two_processes_do_not_train_into_one_folder(home: Path, straight: Path) 
     process.communicate()
 
 
+@pytest.mark.long
 def test_the_same_snapshot_resumed_twice_gives_the_same(home: Path) -> None:
     shape = {"training__batch_size": 1, "training__gradient_accumulation_steps": 4}
     completed(home, "parent", training__max_steps=8, **shape)
@@ -154,8 +155,8 @@ def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
     "changes",
     [
         {"training__optimizer": "adamw"},
-        {"data__pack_sequences": "false"},
-        {"training__window_warmup_ratio": 0.8, "model__max_seq_len": 128},
+        pytest.param({"data__pack_sequences": "false"}, marks=pytest.mark.long),
+        pytest.param({"training__window_warmup_ratio": 0.8, "model__max_seq_len": 128}, marks=pytest.mark.long),
     ],
 )
 def test_exact_with_other_choices(home: Path, changes: dict[str, object]) -> None:

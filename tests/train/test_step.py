@@ -15,13 +15,16 @@ CLASSIC = {**MODERN, "activation": "gelu", "tie_embeddings": False}
 
 
 class Memorise:
-    """A task of which train_step needs only the loss."""
+    """A task of which train_step needs only the loss, and what else it adds up."""
 
     def __init__(self, model: TransformerLM) -> None:
         self.model = model
 
     def loss(self, batch: Batch) -> torch.Tensor:
         return self.model.summed_loss(batch.inputs, batch.targets, batch.positions, batch.document_ids)
+
+    def step_sums(self) -> dict[str, float]:
+        return {}
 
 
 def model_of(settings: dict[str, object], seed: int = 3) -> TransformerLM:

@@ -1,15 +1,23 @@
-"""What is learned. A task is a model, its batches, its loss and its metrics: one file, and one line here."""
+"""What is learned. A kind of run is a model, its batches, its loss and its metrics: one file, and one line here."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from sansgpu.tasks.task import Corpus, Evaluated, Objective, Task, TaskKind
+from sansgpu.tasks.task import Corpus, Evaluated, Objective, Sums, Task, TaskKind
 
-_TABLE = {"pretrain": "pretrain:Pretrain", "sft": "sft:SFT", "qa": "qa:QA"}
+_TABLE = {
+    "pretrain": "pretrain:Pretrain",
+    "graph": "graph:Graph",
+    "masked": "masked:MaskedLM",
+    "sft": "sft:SFT",
+    "qa": "qa:QA",
+}
 
 
 class _Tasks(Mapping[str, TaskKind]):
-    """Tasks by name, each imported when it is asked for: transformers takes seconds that pretraining never needs."""
+    """Kinds of runs by name (`Config.kind`), each imported when it is asked for: not all need transformers, which takes
+    seconds.
+    """
 
     def __getitem__(self, name: str) -> TaskKind:
         module, _, kind = _TABLE[name].partition(":")
@@ -25,4 +33,4 @@ class _Tasks(Mapping[str, TaskKind]):
 
 TASKS = _Tasks()
 
-__all__ = ["TASKS", "Corpus", "Evaluated", "Objective", "Task", "TaskKind"]
+__all__ = ["TASKS", "Corpus", "Evaluated", "Objective", "Sums", "Task", "TaskKind"]

@@ -6,13 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError, fold_seed
-from sansgpu.data.sequences import Sequences
 from sansgpu.machine.compilation import expect_shapes
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import pretrained_costs as costs
@@ -20,54 +19,15 @@ from sansgpu.models.costs import Products, StepTraffic, StepWork
 from sansgpu.models.patches import blocks_of, use_our_kernels, use_our_layers
 from sansgpu.models.pretrained import Head, load_pretrained, made_up, save_pretrained, with_adapter
 from sansgpu.models.unpadded import UnpaddedModel
-
-
-class Part(Protocol):
-    """Examples to train on, or held out."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each that are read."""
-
-
-P = TypeVar("P", bound=Part)
+from sansgpu.tasks.ragged_corpus import P, RaggedCorpus
+from sansgpu.tasks.task import Sums
 
 
 @dataclass(frozen=True)
-class FineTuningCorpus(Generic[P]):
-    """Tokenised examples, to train on and held out."""
+class FineTuningCorpus(RaggedCorpus[P]):
+    """Examples as a tokenizer of transformers cuts them."""
 
     tokenizer: Any
-    train: P
-    validation: P
-    notes: Sequence[str]
-    fingerprint: str
-
-    @property
-    def train_examples(self) -> int:
-        """How many there are to train on."""
-        return len(self.train)
-
-    @property
-    def example_tokens(self) -> float:
-        """Tokens of an example, in the mean."""
-        return self.train_tokens / len(self.train)
-
-    def most_tokens(self, examples: int) -> int:
-        """Tokens of the longest ones."""
-        return max(int(np.sort(part.lengths)[-examples:].sum()) for part in (self.train, self.validation))
-
-    @property
-    def train_tokens(self) -> int:
-        """Tokens of an epoch."""
-        return int(self.train.lengths.sum())
-
-    @property
-    def validation_tokens(self) -> int:
-        """Tokens of an evaluation."""
-        return int(self.validation.lengths.sum())
 
 
 class FineTuning(ABC):
@@ -100,10 +60,10 @@ class FineTuning(ABC):
             yield f"{name} cannot read several examples in one row, so that short ones are padded."
 
     @abstractmethod
-    def summed_loss(self, batch: Sequences) -> torch.Tensor:
+    def summed_loss(self, batch: Any) -> torch.Tensor:
         """The task's loss, summed over targets; ()."""
 
-    def loss(self, batch: Sequences) -> torch.Tensor:
+    def loss(self, batch: Any) -> torch.Tensor:
         """The loss of a training pass."""
         self._reading = True
         try:
@@ -115,6 +75,14 @@ class FineTuning(ABC):
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         """Take up what a snapshot holds: all weights, or an adapter's."""
         self.model.load_state_dict(weights, strict=False)
+
+    def step_sums(self) -> Sums:
+        """None: the loss says all."""
+        return {}
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        """None."""
+        return {}
 
     def compile(self, on: bool) -> None:
         """Compile block by block, for any length."""

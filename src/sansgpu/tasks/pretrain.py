@@ -33,8 +33,7 @@ from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.huggingface import export_model
 from sansgpu.tasks.language_modelling import LanguageModelling
 from sansgpu.tasks.task import Sums
-
-VOCABULARY_MULTIPLE = 64  # rows of the embedding are padded to this, which matmuls like
+from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,14 @@ class PretrainObjective:
             batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_shape
         )
 
+    def step_sums(self) -> Sums:
+        """None: the loss says all."""
+        return {}
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        """None."""
+        return {}
+
     def compile(self, on: bool) -> None:
         """Compile block by block, or no longer."""
         self.model.compile_blocks(on)
@@ -109,7 +116,7 @@ class Pretrain(PretrainObjective):
         """
         sources = open_sources(config.data)
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
-        config = _with_vocabulary(config, tokenizer)
+        config = with_vocabulary_of(config, tokenizer.vocab_size)
         store = build_store(sources.train, tokenizer, cache, progress)
         if sources.validation is not None:
             held = build_store(sources.validation, tokenizer, cache, progress)
@@ -156,11 +163,7 @@ class Pretrain(PretrainObjective):
     @staticmethod
     def with_vocabulary(config: Config) -> Config:
         """The configuration as `prepare` would settle it, of data that was not looked at yet."""
-        if config.model.vocab_size is None and config.data.tokenizer != "bpe":
-            raise ConfigError(
-                f"how many tokens {config.data.tokenizer} has is known when the data is read; set model.vocab_size."
-            )
-        return config if config.model.vocab_size else _sized(config, config.data.vocab_size)
+        return with_expected_vocabulary(config)
 
     @staticmethod
     def parameters(config: Config) -> dict[str, int]:
@@ -221,22 +224,6 @@ class Pretrain(PretrainObjective):
     def export(self, folder: Path) -> None:
         """Write weights, config, tokenizer and generation config."""
         export_model(self.model, self.corpus.tokenizer, folder)
-
-
-def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    size = config.model.vocab_size
-    if size is None:
-        return _sized(config, tokenizer.vocab_size)
-    if size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size {size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise it or leave it out."
-        )
-    return config
-
-
-def _sized(config: Config, vocabulary: int) -> Config:
-    size = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
 
 
 def _require_tokens(config: Config, train: TokenRanges, validation: TokenRanges, store: TokenStore) -> None:

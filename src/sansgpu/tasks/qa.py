@@ -132,7 +132,7 @@ class QA(QAObjective):
             null = any(question.impossible for question in train)
             config = config.model_copy(update={"data": data.model_copy(update={"null_answers": null})})
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(asked[0])}-{asked[0].lengths.sum()}"
-        return config, QuestionCorpus(tokenizer, asked[0], asked[1], notes, fingerprint)
+        return config, QuestionCorpus(asked[0], asked[1], notes, fingerprint, tokenizer)
 
     @classmethod
     def objective(cls, config: Config, layers: int | None = None) -> QAObjective:

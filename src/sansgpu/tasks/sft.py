@@ -117,7 +117,7 @@ class SFT(SFTObjective):
             raise too_few(sources.train.name, len(examples), "rows")
         tokens = int(train.lengths.sum())
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{tokens}-{train.targets}"
-        return config, ChatCorpus(tokenizer, train, validation, notes, fingerprint)
+        return config, ChatCorpus(train, validation, notes, fingerprint, tokenizer)
 
     @classmethod
     def objective(cls, config: Config, layers: int | None = None) -> SFTObjective:

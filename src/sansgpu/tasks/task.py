@@ -45,6 +45,12 @@ class Objective(Protocol):
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss summed over the batch's targets; differentiable, ()."""
 
+    def step_sums(self) -> Sums:
+        """What else training passes have added up since this was last asked for."""
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        """The metrics of summed-up passes; of a task without any, none."""
+
     def compile(self, on: bool) -> None:
         """Have the model's repeated parts compiled when they next run, or run as they are written."""
 

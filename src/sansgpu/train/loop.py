@@ -192,6 +192,8 @@ class Trainer:
         progress.tokens += result.tokens
         progress.logged_loss += result.loss_sum
         progress.logged_targets += result.targets
+        for name, value in result.sums.items():
+            progress.logged_sums[name] = progress.logged_sums.get(name, 0.0) + value
         if not self._first_step:
             self._budget.stepped(seconds)
         if not self._first_step or training.logging_steps == 1:
@@ -213,6 +215,7 @@ class Trainer:
                 "event": "step",
                 "step": progress.step,
                 "loss": progress.logged_loss / progress.logged_targets,
+                **self.task.step_metrics(progress.logged_sums),
                 "lr": lr,
                 "grad_norm": result.grad_norm,
                 "tokens": progress.tokens,
@@ -226,7 +229,7 @@ class Trainer:
                 "total_steps": None if self.total_steps == UNKNOWN else self.total_steps,
             }
         )
-        progress.logged_loss, progress.logged_targets = 0.0, 0
+        progress.logged_loss, progress.logged_targets, progress.logged_sums = 0.0, 0, {}
         self._interval = []
 
     def _eta_seconds(self, step_seconds: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Progress:
     best_step: int | None = None
     logged_loss: float = 0.0  # summed since the last step event
     logged_targets: int = 0
+    logged_sums: dict[str, float] = field(default_factory=dict)  # the task's own
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a snapshot's state.json."""

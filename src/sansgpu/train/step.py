@@ -12,7 +12,7 @@ import torch
 from sansgpu.config import SansGPUError, TrainingConfig, fold_seed
 from sansgpu.data.batch import Examples
 from sansgpu.machine.pressure import MemoryShortError
-from sansgpu.tasks import Task
+from sansgpu.tasks import Sums, Task
 from sansgpu.train.state import TrainState
 
 
@@ -44,6 +44,7 @@ class StepResult:
     targets: int  # that it is summed over
     tokens: int
     grad_norm: float
+    sums: Sums  # the task's own
 
 
 def train_step(
@@ -94,4 +95,4 @@ def train_step(
     limit = training.max_grad_norm
     scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
     state.optimizer.step(lr, state.progress.step + 1, scale)
-    return StepResult(total, targets, batch.token_count(), grad_norm)
+    return StepResult(total, targets, batch.token_count(), grad_norm, task.step_sums())

@@ -212,3 +212,44 @@ def print_doctor(console: Console, facts: Result) -> None:
 def rate(flops_per_second: float) -> str:
     """FLOP/s, in a thousand millions."""
     return f"{flops_per_second / 1e9:,.0f} GFLOP/s"
+
+
+def print_link_prediction(console: Console, result: Result) -> None:
+    """Ranks of held-out tails, beside what is reached without a model."""
+    for side in ("tail", "head"):
+        if side not in result:
+            continue
+        found = result[side]
+        console.print(
+            f"{side}s of {found['queries']:,} triples among {found['candidates']:,} entities, those known to be true "
+            f"left out; {found['covered']:.1%} could be asked",
+            highlight=False,
+        )
+        table = Table(box=None, pad_edge=False)
+        for title in ("", "triples", "MRR", "Hits@1", "Hits@3", "Hits@10", "MRR by frequency"):
+            table.add_column(title, justify="left" if not title else "right")
+        for name, row in {"all": found, **found["relations"]}.items():
+            hits = (f"{row[key]:.3f}" if key in row else "" for key in ("hits_at_1", "hits_at_3", "hits_at_10"))
+            usual = f"{row['relation_frequency_mrr']:.4f}" if "relation_frequency_mrr" in row else "not known"
+            table.add_row(escape(name), f"{row['queries']:,}", f"{row['mrr']:.4f}", *hits, usual)
+        console.print(table)
+        console.print(f"by chance the MRR is {found['random_mrr']:.5f}", highlight=False)
+
+
+def print_extraction(console: Console, result: Result) -> None:
+    """How many triples were read, and how well they agree with the texts' own."""
+    console.print(f"{result['triples']:,} triples from {result['documents']:,} texts", highlight=False)
+    if "gold" in result:
+        given = result["given"]
+        console.print(
+            f"of {result['gold']:,} triples that the texts have: precision {result['precision']:.3f}, "
+            f"recall {result['recall']:.3f}, F1 {result['f1']:.3f}",
+            highlight=False,
+        )
+        if result.get("best_min_score") is not None:
+            best, score = result["best_f1"], result["best_min_score"]
+            console.print(f"best F1 {best:.3f} with --min-score {score:.4f}, chosen on these texts", highlight=False)
+        console.print(
+            f"where head and relation are told: {given['accuracy']:.1%} of {given['pairs']:,} tails right",
+            highlight=False,
+        )

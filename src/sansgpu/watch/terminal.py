@@ -13,6 +13,8 @@ from rich.text import Text
 from sansgpu.watch.events import Event
 
 REDRAWS_PER_SECOND = 4
+LEAST_SHOWN = 50_000  # bytes
+_RIGHT = {"mlm_acc": "tokens", "mnm_acc": "leaves"}  # of gaps, the share that is filled right
 
 
 class Terminal:
@@ -85,8 +87,9 @@ class Terminal:
             "answerable": "{:.0f} answerable", "unanswerable": "{:.0f} not",
         }  # fmt: skip
         parts = [form.format(event[key]) for key, form in known.items() if key in event]
-        others = [k for k in event if k not in known and k not in ("event", "step", "sample")]
-        parts += [f"{key.replace('_', ' ')} {event[key]:.4f}" for key in others]
+        gaps, said = _gaps(event)
+        others = [k for k in event if k not in known and k not in said and k not in ("event", "step", "sample")]
+        parts += gaps + [f"{key.replace('_', ' ')} {event[key]:.4f}" for key in others]
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
@@ -125,7 +128,9 @@ class PreparationBar:
                 self._task = self._bar.add_task(doing, total=total, figures="")
                 self._bar.start()
             else:
-                self._console.print(f"{doing} ({total / 1e6:.1f} MB)", highlight=False)
+                # Else how much there will be is not known, or it is counted and no size.
+                size = f" ({total / 1e6:.1f} MB)" if total > max(done, LEAST_SHOWN) else ""
+                self._console.print(doing + size, highlight=False)
         elif time.monotonic() - self._shown < 1 / REDRAWS_PER_SECOND:
             return
         self._shown = time.monotonic()
@@ -153,10 +158,30 @@ class PreparationBar:
 def _figures(event: Event) -> str:
     eta = event["eta_seconds"]
     finish = datetime.now() + timedelta(seconds=eta)
+    right = "".join(f"{what} {event[key]:.0%}  " for key, what in _RIGHT.items() if key in event)
     return (
-        f"loss {event['loss']:.4f}  {event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
+        f"loss {event['loss']:.4f}  {right}{event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
         f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
     )
+
+
+def _gaps(event: Event) -> tuple[list[str], set[str]]:
+    """How well gaps are filled, as a person says it, and the keys that this says."""
+    parts, said = [], set()
+    for kind, what in (("mlm", "masked tokens"), ("mnm", "masked leaves"), ("tail", "whole tails")):
+        count, share = event.get(f"{kind}_count"), event.get(f"{kind}_acc")
+        if count is None or share is None:
+            continue
+        text = f"{share:.1%} of {count:,.0f} {what} right"
+        beside = [f"loss {event[f'{kind}_loss']:.4f}"] if f"{kind}_loss" in event else []
+        if f"{kind}_interval" in event:
+            low, high = event[f"{kind}_interval"]
+            beside.append(f"95 % interval {low:.1%} to {high:.1%}")
+        if f"{kind}_majority_acc" in event:
+            beside.append(f"the commonest: {event[f'{kind}_majority_acc']:.1%}")
+        parts.append(text + (f" ({', '.join(beside)})" if beside else ""))
+        said |= {f"{kind}_{key}" for key in ("count", "hits", "acc", "loss", "interval", "majority_acc")}
+    return parts, said
 
 
 def _length(event: Event) -> str:

@@ -1,0 +1,211 @@
+"""Models that fill gaps: masked batches of a step, and how well held-out ones are filled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sansgpu.config import Config, fold_seed
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.graph_batch import LEAVES, TAIL, GraphBatch
+from sansgpu.data.leafy import LeafyGraphs
+from sansgpu.data.mask_tokenizer import MaskTokenizer
+from sansgpu.data.masking import MaskRules, masked
+from sansgpu.data.order import batch_indices, steps_per_epoch
+from sansgpu.tasks.task import Sums
+
+KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
+
+
+class Filler(Protocol):
+    """A model that tells what stands at masked nodes."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is measured."""
+
+    def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
+        """Of the nodes that have a target, in order; (M, V)."""
+
+
+def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
+    """How a configuration masks."""
+    data = config.data
+    return MaskRules(
+        data.mask_ratio,
+        config.max_span,
+        data.leaf_mask_ratio,
+        data.min_leaf_groups,
+        tokenizer.mask_id,
+        tokenizer.ordinary_ids(),
+    )
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Examples with the masks of their epoch."""
+
+    graphs: LeafyGraphs
+    rules: MaskRules
+    seed: int
+    by_length: bool = False  # within a batch, for a model that pads
+
+    def batch(self, numbers: np.ndarray, epoch: int) -> GraphBatch:
+        """The examples of these numbers, masked."""
+        if self.by_length:
+            numbers = numbers[np.argsort(self.graphs.lengths[numbers], kind="stable")]
+        examples = [self.graphs.example(int(number)) for number in numbers]
+        shown = [
+            masked(example, self.rules, self.seed, epoch, int(number))
+            for example, number in zip(examples, numbers, strict=True)
+        ]
+        return GraphBatch.of(examples, shown)
+
+    def of_step(self, step: int, size: int) -> GraphBatch:
+        """The batch of step 0, 1, 2, ..."""
+        epoch = step // steps_per_epoch(len(self.graphs), size)
+        return self.batch(batch_indices(self.seed, step, len(self.graphs), size), epoch)
+
+
+def held_masking(graphs: LeafyGraphs, rules: MaskRules, seed: int, by_length: bool = False) -> Masking:
+    """Of what is held out: masks of its own, the same at every evaluation."""
+    return Masking(graphs, rules, fold_seed(seed, "validation"), by_length)
+
+
+class FillingSums:
+    """What training passes add up besides their loss."""
+
+    def __init__(self) -> None:
+        self._sums = Sums()
+
+    def add(self, name: str, **values: float) -> None:
+        """Of a kind of gaps."""
+        for key, value in values.items():
+            self._sums[f"{name}_{key}"] = self._sums.get(f"{name}_{key}", 0.0) + value
+
+    def take(self) -> Sums:
+        """All since it was last asked for."""
+        sums, self._sums = self._sums, Sums()
+        return sums
+
+
+def filling_metrics(sums: Sums) -> dict[str, float]:
+    """Loss and accuracy of masked tokens and of masked leaves, and how many there were: of what there was."""
+    metrics: dict[str, float] = {}
+    for name in KINDS:
+        if count := sums.get(f"{name}_count"):
+            metrics |= {
+                f"{name}_loss": sums[f"{name}_loss"] / count,
+                f"{name}_acc": sums[f"{name}_hits"] / count,
+                f"{name}_hits": sums[f"{name}_hits"],
+                f"{name}_count": count,
+            }
+    return metrics
+
+
+@dataclass(frozen=True)
+class Majority:
+    """The tokens that are most frequent in the training part: of texts, and of tails."""
+
+    root: int
+    leaf: int
+
+
+def majority_of(graphs: LeafyGraphs) -> Majority:
+    """What one says without having looked: the commonest token."""
+    roots: Counter[int] = Counter()
+    for tokens, _ in graphs.windows:
+        roots.update(tokens[1:-1].tolist())
+    leaves = Counter(token for _, placed in graphs.examples for p in placed for token in p.tail.tolist())
+    first = [min(c, key=lambda token: (-c[token], token), default=-1) for c in (roots, leaves)]
+    return Majority(*first)
+
+
+class Filling:
+    """A model, and the held-out examples whose gaps it fills."""
+
+    def __init__(
+        self, filler: Filler, masking: Masking, majority: Majority, weights: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
+        self._filler, self._masking, self._majority, self._weights = filler, masking, majority, weights
+
+    @property
+    def model(self) -> nn.Module:
+        """What is measured."""
+        return self._filler.model
+
+    def validation_batches(self, size: int) -> Iterator[GraphBatch]:
+        """All examples in order, `size` at a time, with the same masks every time."""
+        count = len(self._masking.graphs)
+        for start in range(0, count, size):
+            yield self._masking.batch(np.arange(start, min(start + size, count)), epoch=0)
+
+    def evaluate(self, batch: GraphBatch) -> Sums:
+        """Losses, hits and counts of masked tokens and leaves, and the tails of which every token is right."""
+        chosen = batch.targets != IGNORE
+        targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
+        sums = Sums()
+        if not len(targets):
+            return sums
+        logits = self._filler.masked_logits(batch).float()
+        losses, right = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=1) == targets
+        for name, rows, usual in zip(KINDS, (~leaves, leaves), (self._majority.root, self._majority.leaf), strict=True):
+            sums[f"{name}_loss"] = float(losses[rows].sum(dtype=torch.float64))
+            sums[f"{name}_hits"] = float(right[rows].sum())
+            sums[f"{name}_usual"] = float((targets[rows] == usual).sum())
+            sums[f"{name}_count"] = float(rows.sum())
+        return sums | _whole_tails(batch, chosen, right)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Means, of what there is; `loss` weighs them as training does, but adds two means even where it pools."""
+        metrics = filling_metrics(sums)
+        losses = (w * metrics.get(f"{name}_loss", 0.0) for name, w in zip(KINDS, self._weights, strict=True))
+        metrics = {"loss": sum(losses), **metrics}
+        for name in KINDS:
+            if count := sums.get(f"{name}_count"):
+                metrics[f"{name}_majority_acc"] = sums[f"{name}_usual"] / count
+        if tails := sums.get("tails"):
+            whole = sums["whole_tails"]
+            metrics |= {"tail_acc": whole / tails, "tail_hits": whole, "tail_count": tails}
+        return metrics
+
+
+def _whole_tails(batch: GraphBatch, chosen: torch.Tensor, right: torch.Tensor) -> Sums:
+    """Masked tails, and those whose tokens are all right."""
+    hit = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
+    hit[chosen] = right.long()
+    until = torch.cat((hit.new_zeros(1), hit.cumsum(0)))
+    tails = batch.placed_triples()
+    tails = tails[chosen[tails[:, TAIL]]]
+    first, leaves = tails[:, TAIL], tails[:, LEAVES]
+    whole = (until[first + leaves] - until[first]) == leaves
+    return {"tails": float(len(tails)), "whole_tails": float(whole.sum())}
+
+
+class FillingTask:
+    """What tasks whose models fill gaps do alike: they are measured on held-out gaps, and write no text."""
+
+    _measured: Filling
+
+    def validation_batches(self, size: int) -> Iterator[GraphBatch]:
+        """The validation part in order, `size` examples at a time."""
+        return self._measured.validation_batches(size)
+
+    def evaluate(self, batch: GraphBatch) -> Sums:
+        """Losses, hits and counts."""
+        return self._measured.evaluate(batch)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Losses and accuracies beside those of the commonest token."""
+        return self._measured.metrics(sums)
+
+    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+        """Nothing: gaps are filled, no text is written."""
+        return ""

@@ -1,0 +1,256 @@
+"""Encoders that learn from texts and a knowledge graph: masked tokens (MLM) and masked tails of triples (MNM)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sansgpu.config import Config, ConfigError, fold_seed
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.graph import Triple
+from sansgpu.data.graph_batch import GraphBatch
+from sansgpu.data.leafy import Leafy, Placed
+from sansgpu.data.masking import MaskRules, masked
+from sansgpu.data.shards import Progress
+from sansgpu.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_and_hits
+from sansgpu.kernels.embedding import embed
+from sansgpu.machine.memory import Execution, Memory
+from sansgpu.models import graph_costs as costs
+from sansgpu.models.costs import Products, StepTraffic, StepWork
+from sansgpu.models.graph_encoder import GraphEncoder
+from sansgpu.models.graph_folder import export_graph_model
+from sansgpu.tasks.filling import (
+    KINDS,
+    Filling,
+    FillingSums,
+    FillingTask,
+    Masking,
+    filling_metrics,
+    held_masking,
+    majority_of,
+    mask_rules,
+)
+from sansgpu.tasks.graph_corpus import GraphCorpus, gaps_of, graph_corpus
+from sansgpu.tasks.task import Sums
+from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
+
+
+class GraphObjective:
+    """The encoder and its loss."""
+
+    def __init__(self, config: Config, model: GraphEncoder | None = None) -> None:
+        self.config, self._sums = config, FillingSums()
+        self.model = model or GraphEncoder(config.model, fold_seed(config.training.seed, "model"), longest_span(config))
+
+    def states(self, batch: GraphBatch) -> torch.Tensor:
+        """Of all nodes, (N, D)."""
+        return self.model.hidden(batch.tokens, batch.nodes, batch.lengths, batch.placed_triples())
+
+    def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
+        """Of the nodes that have a target, (M, V)."""
+        return self.model.logits(self.states(batch)[batch.targets != IGNORE])
+
+    def loss(self, batch: GraphBatch) -> torch.Tensor:
+        """Cross-entropy of masked roots and masked leaves by the batch's weights, summed; ()."""
+        states, chosen = self.states(batch), batch.targets != IGNORE
+        targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
+        predicted, total = self.model.predicted(states[chosen]), states.sum() * 0.0
+        for name, rows, weight in zip(KINDS, (~leaves, leaves), batch.weights[:2], strict=True):
+            if bool(rows.any()):
+                head = self.model.embedding.weight
+                loss, hits = linear_cross_entropy_and_hits(predicted[rows], head, targets[rows])
+                total = total + weight * loss
+                self._sums.add(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
+        if self.model.boundary is not None:
+            total = total + batch.weights[2] * self._boundary_loss(batch, states, chosen & ~batch.is_leaf)
+        return total
+
+    def _boundary_loss(self, batch: GraphBatch, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Of masked roots, told from the roots before and behind their spans; summed and weighed."""
+        assert self.model.boundary is not None
+        if not bool(chosen.any()):
+            return states.sum() * 0.0
+        bounds = batch.bounds[chosen]
+        offsets = batch.nodes[chosen, 0].long() - bounds[:, 0] - 1
+        before, behind = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
+        rows = self.model.boundary(embed(before[None], states)[0], embed(behind[None], states)[0], offsets)
+        loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen])
+        self._sums.add("sbo", loss=float(loss.detach()), count=float(len(rows)))
+        return self.config.training.sbo_weight * loss
+
+    def step_sums(self) -> Sums:
+        """Losses, hits and counts since they were last asked for."""
+        return self._sums.take()
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        """Loss and accuracy of masked tokens and of masked leaves, of what there was."""
+        metrics = filling_metrics(sums)
+        if count := sums.get("sbo_count"):
+            metrics["sbo_loss"] = sums["sbo_loss"] / count
+        return metrics
+
+    def compile(self, on: bool) -> None:
+        """Compile block by block, or no longer."""
+        self.model.compile_blocks(on)
+
+    def between_blocks(self, look: Callable[[], None]) -> None:
+        """Call `look` before every block of a training pass."""
+        self.model.before_block = look
+
+
+class Graph(FillingTask, GraphObjective):
+    """`task: graph`."""
+
+    def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
+        super().__init__(config)
+        self.corpus, self._effective_batch = corpus, effective_batch
+        self.fingerprint = corpus.fingerprint
+        self.notes: Sequence[str] = ()
+        masked = gaps_of(corpus.train, config) / corpus.train_tokens
+        self.flops_per_token = costs.graph_work(
+            config.model, corpus.example_tokens, 1, masked, longest_span(config)
+        ).needed
+        training, rules = config.training, mask_rules(config, corpus.codec.tokenizer)
+        self._masking = Masking(corpus.train, rules, training.seed)
+        held = held_masking(corpus.validation, rules, training.seed)
+        self._measured = Filling(self, held, majority_of(corpus.train), (training.mlm_weight, training.mnm_weight))
+
+    @staticmethod
+    def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, GraphCorpus]:
+        """Read and tokenize texts and triples, and settle what depends on them. Raises ConfigError."""
+        corpus = graph_corpus(config, cache, progress)
+        config = with_vocabulary_of(config, corpus.codec.tokenizer.vocab_size)
+        return _with_relations(config, len(corpus.codec.relations)), corpus
+
+    @staticmethod
+    def with_vocabulary(config: Config) -> Config:
+        """The configuration as `prepare` would settle it, of data that was not looked at yet."""
+        if config.model.leaves and config.model.n_relations is None:
+            raise ConfigError("how many relations there are is known when the data is read; set model.n_relations.")
+        return with_expected_vocabulary(config)
+
+    @staticmethod
+    def objective(config: Config, layers: int | None = None) -> GraphObjective:
+        """A model and its loss, without data."""
+        if layers is None:
+            return GraphObjective(config)
+        model = config.model.model_copy(update={"n_layers": layers})
+        return GraphObjective(config.model_copy(update={"model": model}))
+
+    @staticmethod
+    def layers(config: Config) -> int:
+        """Blocks of the model."""
+        return config.model.n_layers
+
+    @staticmethod
+    def random_batch(config: Config, size: int, tokens: int | None = None) -> GraphBatch:
+        """`size` graphs of tokens drawn at random; of `tokens` nodes each, or with every leaf slot filled."""
+        model, nodes = config.model, min(tokens or config.window, config.window)
+        draws = np.random.Generator(np.random.PCG64(fold_seed(config.training.seed, "trial")))
+        examples = [_random_example(config, nodes, draws) for _ in range(size)]
+        assert model.vocab_size is not None
+        data = config.data
+        ids = np.arange(model.vocab_size)
+        rules = MaskRules(data.mask_ratio, config.max_span, data.leaf_mask_ratio, data.min_leaf_groups, 0, ids)
+        shown = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
+        return GraphBatch.of(examples, shown)
+
+    @staticmethod
+    def parameters(config: Config) -> dict[str, int]:
+        """Parameters by part, without making the model."""
+        return costs.parameters_by_part(config.model, longest_span(config))
+
+    @staticmethod
+    def memory(config: Config, how: Execution, layers: int | None = None) -> Memory:
+        """Bytes at the peak of the largest micro-batch."""
+        model, training = config.model, config.training
+        if layers is not None:
+            model = model.model_copy(update={"n_layers": min(layers, model.n_layers)})
+        nodes = how.tokens(config.window)
+        return costs.graph_memory(model, nodes, _masked_share(config), how, training, longest_span(config))
+
+    @staticmethod
+    def work(config: Config, tokens: float) -> StepWork:
+        """FLOPs of a step of so many nodes, in graphs whose leaf slots are mostly empty."""
+        return costs.graph_work(config.model, config.roots, tokens, _masked_share(config), longest_span(config))
+
+    @staticmethod
+    def traffic(config: Config, how: Execution) -> StepTraffic:
+        """Bytes a step moves at least."""
+        return costs.graph_traffic(config.model, Graph.memory(config, how), how)
+
+    @staticmethod
+    def products(config: Config) -> Products:
+        """The shapes of a step's matrix products."""
+        return costs.graph_products(config.model)
+
+    def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
+        """The masked examples of a step, with the weights of both losses at that step."""
+        training = self.config.training
+        grown = min(1.0, (step + 1) / training.mnm_ramp_steps) if training.mnm_ramp_steps else 1.0
+        batch = self._masking.of_step(step, self._effective_batch)
+        return batch.weighed(training.mlm_weight, training.mnm_weight * grown, training.mnm_reduction == "pooled")
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer, and the relations beside it."""
+        self.corpus.codec.save(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write BERT's layout where it holds the model, else ours."""
+        export_graph_model(self.model, self.corpus.codec, folder, how_learned(self.config))
+
+
+def how_learned(config: Config) -> dict[str, dict[str, Any]]:
+    """What of the configuration an exported model is asked by."""
+    data = ["max_length", "doc_stride", "triples", "inverse_relations", "mask_ratio", "max_span"]
+    data += ["leaf_mask_ratio", "min_leaf_groups"]
+    training = ["mlm_weight", "mnm_weight", "seed"]
+    return {
+        "data": {key: getattr(config.data, key) for key in data},
+        "training": {key: getattr(config.training, key) for key in training},
+    }
+
+
+def _masked_share(config: Config) -> float:
+    """Of the nodes, where every leaf slot is filled."""
+    leaves, data = config.model.leaves, config.data
+    return (data.mask_ratio + leaves * data.leaf_mask_ratio) / (1 + leaves)
+
+
+def longest_span(config: Config) -> int | None:
+    """Of the spans that are told from the tokens around them; None where none are."""
+    return config.max_span if config.training.sbo_weight else None
+
+
+def _with_relations(config: Config, found: int) -> Config:
+    """The configuration with a row for every relation. Raises ConfigError where it has fewer."""
+    model = config.model
+    if not model.leaves:
+        return config
+    if model.n_relations is None:
+        return config.model_copy(update={"model": model.model_copy(update={"n_relations": max(1, found)})})
+    if model.n_relations < found:
+        raise ConfigError(
+            f"model.n_relations {model.n_relations} is less than the {found} of the data; raise it or leave it out."
+        )
+    return config
+
+
+def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> Leafy:
+    """Roots, and on the first of them tails, until there are so many nodes."""
+    model, roots = config.model, min(config.roots, nodes)
+    assert model.vocab_size is not None
+    tokens = draws.integers(model.vocab_size, size=roots)
+    placed, left = [], nodes - roots
+    for place in range(roots):
+        leaves = min(model.leaves, left)
+        if leaves:
+            tail = draws.integers(model.vocab_size, size=leaves)
+            relation = 1 + int(draws.integers(model.n_relations or 1))
+            placed.append(Placed(place, 1, relation, tail, Triple("", "", "")))
+            left -= leaves
+    return Leafy(tokens, np.ones(roots, bool), placed)

@@ -1,0 +1,129 @@
+"""Texts and triples, ready to be masked: what both tasks that fill gaps learn from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.data.graph import GraphDocument
+from sansgpu.data.graph_sources import GraphSource, GraphSources, open_graphs
+from sansgpu.data.leafy import LeafyGraphs, LeafyRules, build_leafy, relations_of
+from sansgpu.data.mask_tokenizer import GraphCodec, build_mask_tokenizer
+from sansgpu.data.shards import Progress
+from sansgpu.data.split import split_examples
+from sansgpu.tasks.ragged_corpus import RaggedCorpus
+
+
+@dataclass(frozen=True)
+class GraphCorpus(RaggedCorpus[LeafyGraphs]):
+    """Windows with their triples."""
+
+    codec: GraphCodec
+
+    def preview(self) -> str | None:
+        """The first example that has a triple: its text, and its triples in brackets."""
+        number = next((n for n, (_, placed) in enumerate(self.train.examples) if placed), 0)
+        example = self.train.example(number)
+        said = [f"⟦{t.head} · {t.relation} · {t.tail}⟧" for t in (placed.triple for placed in example.placed)]
+        return " ".join([self.codec.tokenizer.decode(example.tokens.tolist()), *said])
+
+
+def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCodec | None = None) -> GraphCorpus:
+    """Read, split by document, tokenize: as `codec` does, or else as the configuration says. Raises ConfigError."""
+    notes: list[str] = []
+    data = config.data
+    sources = open_graphs(data, notes.append, data.inverse_relations)
+    documents = read_graphs(sources.train, config, progress)
+    if codec is None:
+        read = f"{sources.train.fingerprint}-{'with triples' if leaves_of(config) else 'texts'}"
+        tokenizer = build_mask_tokenizer(data, read, lambda: _texts(documents), cache, progress)
+        codec = GraphCodec(tokenizer, tuple(relations_of(documents)))
+    if sources.validation is not None:
+        train, held = documents, read_graphs(sources.validation, config, progress)
+    else:
+        train, held = split_by_group(documents, data.validation_split)
+    known = frozenset(triple.fact for document in train for triple in document.triples)
+    rules = leafy_rules(config)
+    parts = (
+        build_leafy(train, codec.tokenizer, codec.relations, rules),
+        build_leafy(held, codec.tokenizer, codec.relations, rules, known),
+    )
+    for name, part in zip(("training", "validation"), parts, strict=True):
+        if not len(part):
+            raise ConfigError(
+                f"the {name} part of {sources.train.name} is empty; give more texts, or set data.validation_name."
+            )
+        if note := part.note():
+            notes.append(f"{name} part: {note}.")
+        if not gaps_of(part, config):
+            raise ConfigError(
+                f"no token of the {name} part of {sources.train.name} would be masked: its texts are too short for "
+                "data.mask_ratio, and no triples are masked; raise it, or data.leaf_mask_ratio."
+            )
+    return GraphCorpus(*parts, notes, _fingerprint(config, sources, codec, parts), codec)
+
+
+def gaps_of(graphs: LeafyGraphs, config: Config) -> float:
+    """Nodes that are masked in an epoch, in the mean."""
+    ratio, least = config.data.leaf_mask_ratio if leaves_of(config) else 0.0, config.data.min_leaf_groups
+    gaps = 0.0
+    for window, placed in graphs.examples:
+        gaps += int(config.data.mask_ratio * (len(graphs.windows[window][0]) - 2))
+        if placed:
+            groups = len(placed) * ratio + ((1 - ratio) ** len(placed) if least else 0.0)
+            gaps += groups * sum(len(p.tail) for p in placed) / len(placed)
+    return gaps
+
+
+def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts: tuple[LeafyGraphs, ...]) -> str:
+    """Names the examples of both parts."""
+    held = sources.validation.fingerprint if sources.validation else ""
+    said = (held, codec.tokenizer.backend.to_str(), codec.relations, config.data.validation_split)
+    counts = f"{len(parts[0])}-{int(parts[0].lengths.sum())}-{config.window}"
+    return f"{sources.train.fingerprint[:16]}-{counts}-{hashlib.sha256(repr(said).encode()).hexdigest()[:8]}"
+
+
+def leafy_rules(config: Config) -> LeafyRules:
+    """How a configuration cuts windows."""
+    return LeafyRules(config.roots, leaves_of(config), config.data.doc_stride, config.data.triples)
+
+
+def leaves_of(config: Config) -> int:
+    """Leaf slots of a root: none where a model of plain text is trained on."""
+    return config.model.leaves if config.kind == "graph" else 0
+
+
+def read_graphs(source: GraphSource, config: Config, progress: Progress) -> list[GraphDocument]:
+    """All documents of a source; without their triples where the model has no leaves."""
+    documents, done = [], 0
+    for document in source.documents():
+        done += len(document.text)
+        progress("reading", done, done)
+        documents.append(document if leaves_of(config) else document._replace(triples=()))
+    return documents
+
+
+def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
+    """What a tokenizer is trained on: texts, and tails as they are spelled on leaves."""
+    for document in documents:
+        yield document.text
+        if document.triples:
+            yield " ".join(["", *(triple.tail for triple in document.triples)])
+
+
+def split_by_group(documents: Sequence[GraphDocument], share: float) -> tuple[list[GraphDocument], list[GraphDocument]]:
+    """Documents to train on and held out: groups are never divided, and their names decide."""
+    sizes: dict[str, int] = {}
+    for document in documents:
+        sizes[document.group] = sizes.get(document.group, 0) + len(document.text)
+    names = list(sizes)
+    if len(names) < 2:
+        return list(documents), []
+    _, held = split_examples([name.encode() for name in names], np.array(list(sizes.values())), share)
+    chosen = frozenset(names[number] for number in held)
+    return [d for d in documents if d.group not in chosen], [d for d in documents if d.group in chosen]

@@ -1,0 +1,204 @@
+"""Link prediction: a head and a relation are given, and every entity is ranked as the tail.
+
+Ranks are filtered: other tails that are known to be true are left out (Bordes et al. 2013). Entities of equal score
+share the mean of the best and the worst rank they may have (arXiv 1911.03903). N entities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sansgpu.config import fold_seed
+from sansgpu.data.graph import INVERSE, GraphDocument, Triple
+from sansgpu.data.leafy import LeafyRules, build_leafy
+from sansgpu.data.mask_tokenizer import MaskTokenizer
+from sansgpu.data.shards import Progress
+from sansgpu.tasks.gaps import GapFiller, Names, Question
+
+HITS = (1, 3, 10)
+EULER = 0.5772  # the harmonic number of N is about ln N and this
+
+
+class Query(NamedTuple):
+    """A triple whose tail is asked for."""
+
+    triple: Triple
+    question: Question | None  # None: the head is in no window, the tail too long, or the relation not trained on
+
+
+class KnownFacts:
+    """What is known to be true, and of what: entities, told apart by their ids and names, and the tails of heads.
+
+    `trained` are the documents whose facts make up the relations' frequencies; `others` are known beside them.
+    """
+
+    def __init__(self, trained: Iterable[GraphDocument], others: Iterable[GraphDocument]) -> None:
+        learned, more = _triples(trained), _triples(others)
+        triples = [*learned, *more]
+        ends = ((triple.key[i], name) for triple in triples for i, name in ((0, triple.head), (2, triple.tail)))
+        self.entities = list(dict.fromkeys(ends))
+        self._number = {entity: number for number, entity in enumerate(self.entities)}
+        self._of_key: dict[str, list[int]] = defaultdict(list)
+        for number, (key, _) in enumerate(self.entities):
+            self._of_key[key].append(number)
+        self._tails: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+        for head, relation, tail in (triple.key for triple in triples):
+            self._tails[head, relation][tail] = None
+        self._counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for _, relation, tail in dict.fromkeys(triple.key for triple in learned):
+            self._counts[relation][tail] += 1
+        self.frequencies = lru_cache(maxsize=64)(self._frequencies)
+        self.trained = frozenset(triple.fact for triple in learned)
+
+    def tail(self, triple: Triple) -> int:
+        """The number of the entity that is asked for."""
+        return self._number[triple.key[2], triple.tail]
+
+    def others(self, triple: Triple) -> list[int]:
+        """Numbers of the other entities that are a true tail of its head and relation."""
+        gold, tails = self.tail(triple), self._tails[triple.key[:2]]
+        return [number for key in tails for number in self._of_key[key] if number != gold]
+
+    def _frequencies(self, relation: str) -> tuple[np.ndarray, np.ndarray]:
+        """How often each entity is the relation's tail in what was trained on, (N,), and the same in order of size."""
+        counts = self._counts[relation]
+        found = np.array([counts[key] for key, _ in self.entities], np.int64)
+        return found, np.sort(found)
+
+
+def _triples(documents: Iterable[GraphDocument]) -> list[Triple]:
+    return [triple for document in documents for triple in document.triples]
+
+
+class LinkPrediction:
+    """An encoder that ranks entities."""
+
+    def __init__(
+        self,
+        filler: GapFiller,
+        tokenizer: MaskTokenizer,
+        relations: Sequence[str],
+        rules: LeafyRules,
+        known: KnownFacts,
+    ) -> None:
+        self._filler, self._tokenizer, self._relations, self._known = filler, tokenizer, relations, known
+        self._rules = replace(rules, triples="all")  # no triple goes unasked
+        self._names = Names(tokenizer, [name for _, name in known.entities], rules.leaves)
+        self._sharing = torch.from_numpy(np.bincount(self._own_spellings, minlength=self._names.spellings)).int()
+
+    @property
+    def _own_spellings(self) -> np.ndarray:
+        return self._names.spelling[self._names.spelling >= 0]
+
+    def report(
+        self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None, progress: Progress
+    ) -> dict[str, Any]:
+        """Figures of the documents' triples, all of which are known: `tail`, and with `inverse` relations `head`.
+
+        With `limit` of so many triples of each side, the same ones at every call.
+        """
+        sides: dict[str, list[Query]] = {"tail": [], "head": []}
+        for query in self._queries(list(documents)):
+            sides["head" if inverse and query.triple.relation.startswith(INVERSE) else "tail"].append(query)
+        chosen = {side: _some(queries, limit) for side, queries in sides.items() if queries}
+        ranks = iter(self._ranks([query for queries in chosen.values() for query in queries], progress))
+        return {side: self._figures(queries, [next(ranks) for _ in queries]) for side, queries in chosen.items()}
+
+    def _queries(self, documents: list[GraphDocument]) -> list[Query]:
+        """A query for every triple, in order."""
+        graphs = build_leafy(documents, self._tokenizer, self._relations, self._rules)
+        asked: dict[Triple, deque[Question]] = defaultdict(deque)
+        for window, placed in graphs.examples:
+            tokens = graphs.windows[window][0].astype(np.int64)
+            for p in placed:
+                asked[p.triple].append(Question(tokens, p.place, p.head_length, p.relation))
+        triples = _triples(documents)
+        return [Query(triple, asked[triple].popleft() if asked[triple] else None) for triple in triples]
+
+    def _ranks(self, queries: list[Query], progress: Progress) -> np.ndarray:
+        """The filtered rank of each query's tail, (Q,); in the middle of all where it cannot be asked."""
+        ranks = np.full(len(queries), (len(self._known.entities) + 1) / 2)
+        numbers = [number for number, query in enumerate(queries) if query.question is not None]
+        questions = [query.question for query in queries if query.question is not None]
+        for start, stop in self._names.pieces(self._filler, questions):
+            scores = self._names.scores(self._filler, questions[start:stop])
+            part = numbers[start:stop]
+            ranks[part] = self._ranked(scores, [queries[number].triple for number in part])
+            progress("ranking entities", stop, len(questions))
+        return ranks
+
+    def _ranked(self, scores: torch.Tensor, triples: list[Triple]) -> np.ndarray:
+        """Ranks by the scores (Q, S) of spellings, each counted as often as there are entities of it."""
+        spelling = self._names.spelling
+        gold = scores.gather(1, torch.from_numpy(spelling[[self._known.tail(t) for t in triples]])[:, None])
+        zero = torch.zeros((), dtype=torch.int32)
+        better, equal = (
+            torch.where(test, self._sharing, zero).sum(dim=1).numpy() for test in (scores > gold, scores == gold)
+        )
+        others = [spelling[self._known.others(triple)] for triple in triples]
+        rows = np.repeat(np.arange(len(triples)), [len(numbers) for numbers in others])
+        columns = np.concatenate(others).astype(np.int64)
+        rows, columns = rows[columns >= 0], columns[columns >= 0]
+        known, limits = scores[rows, columns].numpy(), gold.numpy()[rows, 0]
+        better = better - np.bincount(rows[known > limits], minlength=len(triples))
+        equal = equal - np.bincount(rows[known == limits], minlength=len(triples)) - 1  # and the tail itself
+        ranks: np.ndarray = 1 + better + equal / 2
+        return ranks
+
+    def _figures(self, queries: list[Query], ranks: list[float]) -> dict[str, Any]:
+        entities, usual = len(self._known.entities), self._usual_ranks(queries)
+        names = sorted({query.triple.relation for query in queries})
+        by_relation = {name: [n for n, query in enumerate(queries) if query.triple.relation == name] for name in names}
+        return {
+            **_means(ranks, HITS),
+            "queries": len(queries),
+            "covered": sum(query.question is not None for query in queries) / len(queries),
+            "trained_on": sum(query.triple.fact in self._known.trained for query in queries) / len(queries),
+            "candidates": entities,
+            "random_mrr": (math.log(entities) + EULER) / entities,
+            **_usual_mrr(usual),
+            "relations": {
+                name: {
+                    **_means([ranks[n] for n in numbers], (10,)),
+                    "queries": len(numbers),
+                    **_usual_mrr([usual[n] for n in numbers] if usual else []),
+                }
+                for name, numbers in by_relation.items()
+            },
+        }
+
+    def _usual_ranks(self, queries: list[Query]) -> list[float]:
+        """Ranks by how often an entity is the relation's tail in what was trained on; none where that is not known."""
+        return [self._usual_rank(query.triple) for query in queries] if self._known.trained else []
+
+    def _usual_rank(self, triple: Triple) -> float:
+        counts, ordered = self._known.frequencies(triple.relation)
+        gold, others = counts[self._known.tail(triple)], counts[self._known.others(triple)]
+        first, last = (int(np.searchsorted(ordered, gold, side)) for side in ("left", "right"))
+        better = len(ordered) - last - int((others > gold).sum())
+        equal = last - first - 1 - int((others == gold).sum())
+        return 1 + better + equal / 2
+
+
+def _some(queries: list[Query], limit: int | None) -> list[Query]:
+    if limit is None or limit >= len(queries):
+        return queries
+    draws = np.random.Generator(np.random.PCG64(fold_seed(0, "link prediction")))
+    return [queries[number] for number in np.sort(draws.permutation(len(queries))[:limit])]
+
+
+def _means(ranks: Sequence[float], hits: Sequence[int]) -> dict[str, float]:
+    found = np.array(ranks, np.float64)
+    return {"mrr": float((1 / found).mean()), **{f"hits_at_{k}": float((found <= k).mean()) for k in hits}}
+
+
+def _usual_mrr(ranks: Sequence[float]) -> dict[str, float]:
+    return {"relation_frequency_mrr": _means(ranks, ())["mrr"]} if ranks else {}

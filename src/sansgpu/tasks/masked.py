@@ -1,0 +1,118 @@
+"""Hugging Face encoders that go on learning to fill gaps in texts (MLM)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.graph_batch import GraphBatch
+from sansgpu.data.leafy import Leafy
+from sansgpu.data.mask_tokenizer import GraphCodec, of_pretrained
+from sansgpu.data.masking import MaskRules, masked
+from sansgpu.data.shards import Progress
+from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, weights_fingerprint
+from sansgpu.models.pretrained_costs import pretrained_work
+from sansgpu.tasks.filling import (
+    Filling,
+    FillingSums,
+    FillingTask,
+    Masking,
+    filling_metrics,
+    held_masking,
+    majority_of,
+    mask_rules,
+)
+from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
+from sansgpu.tasks.task import Sums
+
+
+class MaskedObjective(FineTuning):
+    """An encoder of transformers with its head for gaps, and its loss."""
+
+    head = "masked"
+
+    def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
+        super().__init__(config, random, layers)
+        self._sums = FillingSums()
+
+    def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
+        """Of the tokens that have a target, (M, V)."""
+        return self.unpadded.gap_logits(batch.tokens, batch.lengths, batch.targets != IGNORE)
+
+    def summed_loss(self, batch: GraphBatch) -> torch.Tensor:
+        """Cross-entropy summed over masked tokens, ()."""
+        targets = batch.targets[batch.targets != IGNORE]
+        logits = self.masked_logits(batch).float()
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        hits = float((logits.argmax(dim=1) == targets).sum())
+        self._sums.add("mlm", loss=float(loss.detach()), hits=hits, count=float(len(targets)))
+        return loss
+
+    def step_sums(self) -> Sums:
+        """Loss, hits and count since they were last asked for."""
+        return self._sums.take()
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        """Accuracy of masked tokens."""
+        return filling_metrics(sums)
+
+
+class MaskedLM(FillingTask, MaskedObjective):
+    """`task: graph` of a `model.name_or_path`."""
+
+    def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
+        super().__init__(config)
+        self.corpus, self._effective_batch = corpus, effective_batch
+        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
+        share = config.data.mask_ratio
+        self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
+        rules, seed = mask_rules(config, corpus.codec.tokenizer), config.training.seed
+        pads = not self.unpadded.packs
+        self._masking = Masking(corpus.train, rules, seed, pads)
+        held = held_masking(corpus.validation, rules, seed, pads)
+        self._measured = Filling(self, held, majority_of(corpus.train))
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, GraphCorpus]:
+        """Read and tokenize texts. Raises ConfigError where there are too few, or windows too long for the model."""
+        tokenizer = load_tokenizer_of(config.model)
+        places = getattr(pretrained_config(config.model), "max_position_embeddings", config.roots)
+        longest = min(int(tokenizer.model_max_length), int(places))
+        if config.roots > longest:
+            raise ConfigError(
+                f"data.max_length {config.roots} is longer than the {longest} tokens that {config.model.name_or_path} "
+                "reads; lower it."
+            )
+        return config, graph_corpus(config, cache, progress, GraphCodec(of_pretrained(tokenizer), ()))
+
+    @classmethod
+    def objective(cls, config: Config, layers: int | None = None) -> MaskedObjective:
+        """A model of this shape and its loss, without data."""
+        return MaskedObjective(config, random=True, layers=layers)
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> GraphBatch:
+        """`size` texts of tokens drawn at random."""
+        ids = np.arange(cls.shape(config).vocabulary)
+        rules = MaskRules(config.data.mask_ratio, 1, 0.0, 0, 0, ids)
+        examples = [Leafy(t, np.ones(len(t), bool), []) for t in cls.random_tokens(config, size, tokens)]
+        shown = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
+        return GraphBatch.of(examples, shown)
+
+    def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
+        """The masked texts of a step."""
+        return self._masking.of_step(step, self._effective_batch)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer."""
+        load_tokenizer_of(self.config.model).save_pretrained(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the model."""
+        self.export_to(load_tokenizer_of(self.config.model), folder)
