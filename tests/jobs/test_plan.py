@@ -148,6 +148,7 @@ def test_a_preset_is_a_configuration(home: Path, tmp_path: Path, capsys: pytest.
     assert (tmp_path / "r/final/model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_bench_measures_and_what_it_writes_runs(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "bench"
     arguments = ["bench", *chosen(home), "--steps", "3", "--no-what-if", "--output-dir", str(folder)]

@@ -17,19 +17,37 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="A source as data.dataset_name; by default the run's own.")] = None,
     snapshot: SnapshotOption = "latest",
     window: Annotated[int | None, typer.Option(min=2, help="Tokens a window, with --data.")] = None,
+    link_prediction: Annotated[
+        bool, typer.Option("--link-prediction", help="Of task graph: rank all entities as tails of held-out triples.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --link-prediction: this many triples.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure loss, perplexity and bits per byte; of a run of task qa exact match and F1, with the answers beside it.
+    """Measure loss, perplexity and bits per byte; of a run of task qa exact match and F1, with the answers beside it;
+    of task graph the accuracies of masked tokens and leaves.
 
     Example: sansgpu eval runs/default --data notes.txt
     """
     from rich.console import Console
 
-    from sansgpu.jobs.evaluate import evaluate_model
     from sansgpu.watch.terminal import PreparationBar, Terminal
 
+    if limit is not None and not link_prediction:
+        raise typer.BadParameter("--limit is for --link-prediction; leave it out")
+    if window is not None and link_prediction:
+        raise typer.BadParameter("--window does nothing with --link-prediction; leave it out")
     bar = PreparationBar(Console(stderr=True))
     try:
+        if link_prediction:
+            from sansgpu.jobs.link_prediction import link_prediction as rank
+            from sansgpu.watch.tables import print_link_prediction
+
+            ranked = rank(run, data, snapshot, limit, bar, warn)
+            bar.close()
+            print_json(ranked) if as_json else print_link_prediction(Console(), ranked)
+            return
+        from sansgpu.jobs.evaluate import evaluate_model
+
         event = evaluate_model(run, data, snapshot, window, bar, warn)
     finally:
         bar.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import FINE_TUNING, Config, ConfigError, SansGPUError, change_config, load_config, save_config
+from sansgpu.config import RAGGED, Config, ConfigError, SansGPUError, change_config, load_config, save_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.measure import Request, Result, measure_apart
 from sansgpu.jobs.plan import roofline_of, step_limits
@@ -57,7 +57,7 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
     for note in notes:
         warn(note)
     if request.forward_only:
-        config = TASKS[config.task].with_vocabulary(config)
+        config = TASKS[config.kind].with_vocabulary(config)
     prepared = prepare(config, None, progress, warn, data="unread" if request.forward_only else "needed")
     chosen = _with_choices(config, prepared)
     if request.forward_only:
@@ -96,7 +96,7 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
 def _summary(prepared: Prepared, measured: Result, baseline: Result, request: BenchRequest) -> Result:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
-    needed = TASKS[prepared.config.task].work(prepared.config, tokens).needed
+    needed = TASKS[prepared.config.kind].work(prepared.config, tokens).needed
     gemm = measured["gemm_flops_per_second"]
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
@@ -112,7 +112,7 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
         "tokens_per_step": tokens,
         "task": config.task,
-        "padded": config.task not in FINE_TUNING and tokens < prepared.tokens_per_step,
+        "padded": config.kind not in RAGGED and tokens < prepared.tokens_per_step,
         "step_seconds": {"median": middle, "min": min(seconds), "max": max(seconds)},
         "all_step_seconds": seconds,
         "tokens_per_second": tokens / middle,
@@ -200,7 +200,7 @@ def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable
 def _row(
     name: str, settings: Sequence[str], given_up: str, config: Config, measured: Result, prepared: Prepared
 ) -> Result:
-    task = TASKS[config.task]
+    task = TASKS[config.kind]
     parameters = sum(task.parameters(config).values())
     seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
     lost = parameters / sum(task.parameters(prepared.config).values()) - 1
@@ -332,7 +332,7 @@ def _anywhere(config: Config) -> Config:
 def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]) -> Result:
     """The model alone, at the run's micro-batch and at one window."""
     rows = []
-    task, window = TASKS[chosen.task], chosen.window
+    task, window = TASKS[chosen.kind], chosen.window
     for size in sorted({1, prepared.environment.micro_batch}):
         say(f"forward passes of {size} x {window} tokens")
         one = change_config(chosen, (f"training.batch_size={size}",))

@@ -14,7 +14,7 @@ from sansgpu.data.shards import Progress, build_store
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
 from sansgpu.jobs.kernels import load_kernels
-from sansgpu.jobs.loading import LoadedModel, is_fine_tuning, load_model
+from sansgpu.jobs.loading import LoadedModel, is_filling, is_fine_tuning, load_model
 from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models import TransformerLM
 from sansgpu.tasks.language_modelling import LanguageModelling
@@ -29,11 +29,15 @@ def evaluate_model(
     target: str, data: str | None, snapshot: str, window: int | None, progress: Progress, warn: Callable[[str], None]
 ) -> dict[str, Any]:
     """The eval event of a model on `data`; without `data`, of a run on its own validation part."""
+    if is_filling(target):
+        from sansgpu.jobs.evaluate_graph import evaluate_graph
+
+        _without_window(window)
+        return evaluate_graph(target, data, snapshot, progress, warn)
     if is_fine_tuning(target):
         from sansgpu.jobs.evaluate_fine_tuned import evaluate_fine_tuned  # imports transformers
 
-        if window is not None:
-            raise ConfigError("--window is for texts; rows and questions are read as they were learned.")
+        _without_window(window)
         return evaluate_fine_tuned(Path(target).expanduser(), data, snapshot, progress, warn)
     loaded = load_model(target, snapshot, warn)
     config = loaded.config or Config()
@@ -53,6 +57,11 @@ def evaluate_model(
     metrics = evaluate(measured, StepPlan(micro_batch, device, precision))
     assert metrics is not None
     return {"event": "eval", "step": loaded.snapshot.step if loaded.snapshot else None, **metrics}
+
+
+def _without_window(window: int | None) -> None:
+    if window is not None:
+        raise ConfigError("--window is for decoders; what others read is as long as they learned.")
 
 
 def _own_validation(loaded: LoadedModel, progress: Progress) -> LanguageModelling:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.shards import Progress
 from sansgpu.data.sources import open_single
-from sansgpu.jobs.fine_tuned import FineTuned, load_fine_tuned
+from sansgpu.jobs.fine_tuned import HEADS, FineTuned, load_fine_tuned
 from sansgpu.jobs.folders import open_run
 from sansgpu.machine.probe import cache_dir, resolve_device
 from sansgpu.tasks import TASKS, Evaluated
@@ -26,7 +26,7 @@ def evaluate_fine_tuned(
 ) -> dict[str, Any]:
     """The eval event of a run on `data`, or on its own validation part; of questions, the answers are written too."""
     config, _ = open_run(run)
-    loaded = load_fine_tuned(str(run), "qa" if config.task == "qa" else "causal", snapshot, warn)
+    loaded = load_fine_tuned(str(run), HEADS[config.kind], snapshot, warn)
     measured = _measured(loaded, data, progress, warn)
     assert loaded.snapshot is not None
     precision = loaded.snapshot.state()["environment"]["precision"]
@@ -45,7 +45,7 @@ def _measured(loaded: FineTuned, data: str | None, progress: Progress, warn: Cal
     config, objective, part = loaded.config, cast(Any, loaded.objective), cast(Any, None)
     notes: list[str] = []
     if data is None:
-        _, corpus = TASKS[config.task].prepare(config, cache_dir(config.data.cache_dir), progress)
+        _, corpus = TASKS[config.kind].prepare(config, cache_dir(config.data.cache_dir), progress)
         part = corpus.validation
     else:
         source = open_single(data, DataConfig(dataset_name=data, dataset_config=config.data.dataset_config))

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from sansgpu.config import ConfigError
 from sansgpu.jobs.folders import open_run
+from sansgpu.jobs.graph_model import is_graph, load_graph
 from sansgpu.jobs.loading import is_fine_tuning, load_model
+from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.models.huggingface import export_model
+from sansgpu.tasks.graph import how_learned
 
 KNOWN = ("config.json", "adapter_config.json")
 
@@ -24,6 +27,9 @@ def export_run(run: Path, snapshot: str, output: Path | None, merge: bool | None
     if is_fine_tuning(str(run)):
         _export_fine_tuned(run, snapshot, folder, merge, warn)
         return folder
+    if is_graph(str(run)):
+        _export_graph(run, snapshot, folder, merge, warn)
+        return folder
     if merge is not None:
         raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
     loaded = load_model(str(run), snapshot, warn)
@@ -33,11 +39,19 @@ def export_run(run: Path, snapshot: str, output: Path | None, merge: bool | None
     return folder
 
 
-def _export_fine_tuned(run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None]) -> None:
-    from sansgpu.jobs.fine_tuned import load_fine_tuned  # imports transformers
+def _export_graph(run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None]) -> None:
+    encoder = load_graph(str(run), snapshot, warn)
+    if encoder.snapshot is None:
+        raise ConfigError(f"{run} is an exported folder already; export takes a run.")
+    if merge is not None:
+        raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
+    export_graph_model(encoder.objective.model, encoder.codec, folder, how_learned(encoder.config))
 
-    task = open_run(run)[0].task
-    loaded = load_fine_tuned(str(run), "qa" if task == "qa" else "causal", snapshot, warn)
+
+def _export_fine_tuned(run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None]) -> None:
+    from sansgpu.jobs.fine_tuned import HEADS, load_fine_tuned  # imports transformers
+
+    loaded = load_fine_tuned(str(run), HEADS[open_run(run)[0].kind], snapshot, warn)
     if merge is not None and loaded.config.model.adapter == "none":
         raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
     loaded.objective.export_to(loaded.tokenizer, folder, merge)

@@ -15,12 +15,18 @@ from sansgpu.jobs.loading import run_snapshot
 from sansgpu.machine.probe import cache_dir, has_native_bf16, resolve_device, resolve_threads
 from sansgpu.models.pretrained import Head, load_tokenizer_of
 from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.masked import MaskedObjective
 from sansgpu.tasks.qa import QAObjective
 from sansgpu.tasks.sft import SFTObjective
 from sansgpu.train.checkpoint import Snapshot
 
-_OBJECTIVES: dict[Head, Callable[[Config], FineTuning]] = {"causal": SFTObjective, "qa": QAObjective}
-_TASKS: dict[Head, str] = {"causal": "sft", "qa": "qa"}
+_OBJECTIVES: dict[Head, Callable[[Config], FineTuning]] = {
+    "causal": SFTObjective,
+    "qa": QAObjective,
+    "masked": MaskedObjective,
+}
+HEADS: dict[str, Head] = {"sft": "causal", "qa": "qa", "masked": "masked"}  # of each kind of run
+_TASKS: dict[Head, str] = {"causal": "sft", "qa": "qa", "masked": "graph"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ def load_fine_tuned(target: str, head: Head, snapshot_name: str, warn: Callable[
     folder, snapshot = Path(target).expanduser(), None
     if (folder / "config.yaml").is_file():
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
-        if config.task != _TASKS[head]:
+        if HEADS.get(config.kind) != head:
             raise ConfigError(f"{target} is a run of task {config.task}; this takes one of task {_TASKS[head]}.")
     else:
         given = {"task": _TASKS[head], "model": {"name_or_path": target}, "data": {"dataset_name": "-"}}

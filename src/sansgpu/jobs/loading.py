@@ -8,10 +8,11 @@ from pathlib import Path
 
 from torch import nn
 
-from sansgpu.config import FINE_TUNING, Config, ConfigError
+from sansgpu.config import FINE_TUNING, GRAPH, MASKED, PRETRAIN, Config, ConfigError
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.models import TransformerLM
+from sansgpu.models.graph_folder import fills_gaps, is_graph_folder
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, load_decoder
 from sansgpu.train.checkpoint import Snapshot, find_snapshot
 
@@ -65,14 +66,26 @@ def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[
 def is_fine_tuning(target: str) -> bool:
     """Whether this is the folder of a fine-tuning run."""
     folder = Path(target).expanduser()
-    return (folder / "config.yaml").is_file() and open_run(folder)[0].task in FINE_TUNING
+    return (folder / "config.yaml").is_file() and open_run(folder)[0].kind in FINE_TUNING
+
+
+def is_filling(target: str) -> bool:
+    """Whether this is a run of task graph, or a folder of a model that fills gaps."""
+    folder = Path(target).expanduser()
+    if (folder / "config.yaml").is_file():
+        return open_run(folder)[0].task == GRAPH
+    return is_graph_folder(folder) or fills_gaps(folder)
 
 
 def is_ours(target: str) -> bool:
-    """Whether this is a run of a decoder of ours, or a folder in one of its layouts."""
+    """Whether this is a run of a decoder of ours, or a folder in one of its layouts. Raises ConfigError where it fills
+    gaps.
+    """
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
-        return not is_fine_tuning(target)
+        if (kind := open_run(folder)[0].kind) in (GRAPH, MASKED):
+            raise ConfigError(f"{target} is a run of task graph, which writes no text; use sansgpu eval.")
+        return kind == PRETRAIN
     if folder.is_dir():
         return not (folder / "config.json").is_file() or decoder_config(folder) is not None
     return folder.is_absolute() or target.startswith((".", "runs/"))  # it is not there, as loading it will say

@@ -90,7 +90,7 @@ class _Stages:
 class _Bench:
     def __init__(self, config: Config, machine: Machine, request: Request, folder: Path) -> None:
         self._config, self._machine, self._request, self._folder = config, machine, request, folder
-        self._kind = TASKS[config.task]
+        self._kind = TASKS[config.kind]
         size = config.training.batch_size
         assert size != "auto"
         self._plan = StepPlan(size, machine.device, machine.precision)

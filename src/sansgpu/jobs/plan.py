@@ -41,7 +41,7 @@ def plan_prepared(prepared: Prepared) -> Result:
     """The plan of what is prepared, with a timing."""
     config, result = prepared.config, _described(prepared)
     if not prepared.fits:
-        changes = changes_that_fit(TASKS[config.task], config, execution(prepared), prepared.machine.available)
+        changes = changes_that_fit(TASKS[config.kind], config, execution(prepared), prepared.machine.available)
         result["changes"] = [{"set": list(c.settings), "cost": c.cost, "memory": c.memory.least} for c in changes]
     return {**result, **_time(prepared)}
 
@@ -51,7 +51,7 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
     rows = []
     for name in PRESETS:
         config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])
-        task = TASKS[config.task]
+        task = TASKS[config.kind]
         prepared = prepare(task.with_vocabulary(config), None, silent, warn, "report", data="unread", timed="always")
         row = {"preset": name, **_described(prepared), **_time(prepared)}
         frugal = prepared.config.model.model_copy(update={"gradient_checkpointing": True})
@@ -81,8 +81,8 @@ def execution(prepared: Prepared) -> Execution:
 def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
     """Seconds that each part of a step takes at least on this machine: its work at the machine's own rates."""
     config, tokens = prepared.config, prepared.tokens_per_step
-    work = TASKS[config.task].work(config, tokens)
-    traffic = TASKS[config.task].traffic(config, execution(prepared))
+    work = TASKS[config.kind].work(config, tokens)
+    traffic = TASKS[config.kind].traffic(config, execution(prepared))
     muon = work.muon if config.training.optimizer == "muon" else 0.0
     return {
         "attention": roofline.seconds(work.attention, 0),
@@ -96,7 +96,7 @@ def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
 def roofline_of(prepared: Prepared) -> Roofline:
     """The machine's rates at the shapes of this model, measured once a cache."""
     config, machine = prepared.config, prepared.machine
-    products = TASKS[config.task].products(config)
+    products = TASKS[config.kind].products(config)
     shapes, head = products.block, products.head
     tokens = min(ROOFLINE_TOKENS, round(prepared.environment.micro_batch * prepared.example_tokens))
     question = {
@@ -115,7 +115,7 @@ def roofline_of(prepared: Prepared) -> Roofline:
 
 def _described(prepared: Prepared) -> Result:
     config, environment = prepared.config, prepared.environment
-    parts = TASKS[config.task].parameters(config)
+    parts = TASKS[config.kind].parameters(config)
     return {
         "parameters": sum(parts.values()),
         "parameters_by_part": parts,
@@ -170,7 +170,7 @@ def forecast_of(prepared: Prepared) -> Forecast:
     """The run's parts in seconds, by the timing of its blocks."""
     timing, config, training = prepared.timing, prepared.config, prepared.config.training
     assert timing is not None
-    layers = TASKS[config.task].layers(config)
+    layers = TASKS[config.kind].layers(config)
     step = timing.step_seconds(layers, prepared.accumulation)
     passes = prepared.accumulation * (timing.ends_seconds + layers * timing.block_seconds)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from sansgpu.config import FINE_TUNING, Config, ConfigError
+from sansgpu.config import RAGGED, Config, ConfigError
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import Shortage, fits, fitting_micro_batches, memory_of
@@ -117,7 +117,7 @@ class Prepared:
         """For people and the start event."""
         corpus: Corpus | None = self.corpus
         training = self.config.training
-        parts = TASKS[self.config.task].parameters(self.config)
+        parts = TASKS[self.config.kind].parameters(self.config)
         return {
             "parameters": sum(parts.values()),
             "trained_parameters": parts.get("adapter", sum(parts.values())),
@@ -132,7 +132,7 @@ class Prepared:
             "train_tokens": corpus.train_tokens if corpus else None,
             "train_examples": corpus.train_examples if corpus else None,
             "validation_tokens": corpus.validation_tokens if corpus else None,
-            "vocab_size": TASKS[self.config.task].products(self.config).head[1],
+            "vocab_size": TASKS[self.config.kind].products(self.config).head[1],
             "memory_bytes": self.memory.to_json(),
             "available_bytes": self.machine.available,
         }
@@ -159,7 +159,7 @@ def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, cache, device, warn)
     if kernels == "native":
-        native.keep_blocks(varying=config.task in FINE_TUNING)
+        native.keep_blocks(varying=config.kind in RAGGED)
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = precision or resolve_precision(training, device)
     return Machine(device, torch.get_num_threads(), kernels, precision, memory_for_run(device), cache)
@@ -180,7 +180,7 @@ def prepare(
     """
     config = _with_finish(config)
     machine = set_up(config, before, warn)
-    task = TASKS[config.task]
+    task = TASKS[config.kind]
     config, corpus = (config, None) if data == "unread" else _data(config, machine, progress, warn, data)
     example_tokens = corpus.example_tokens if corpus else config.window
     config, steps, long = _with_length(config, machine, corpus)
@@ -221,7 +221,7 @@ def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tup
     """The configuration with its optimizer, the steps, and whether measuring and compiling pay in so many."""
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
-    work = TASKS[config.task].work(config, tokens_per_step)
+    work = TASKS[config.kind].work(config, tokens_per_step)
     optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
     config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
     examples, tokens = (corpus.train_examples, corpus.train_tokens) if corpus else (1, tokens_per_step)
@@ -254,7 +254,7 @@ def _with_finish(config: Config) -> Config:
 
 
 def _data(config: Config, machine: Machine, progress: Progress, warn: Warn, data: Data) -> tuple[Config, Corpus | None]:
-    task, training = TASKS[config.task], config.training
+    task, training = TASKS[config.kind], config.training
     try:
         config, corpus = task.prepare(config, machine.cache, progress)
     except ConfigError as error:
@@ -296,7 +296,7 @@ def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str,
         "torch": str(torch.__version__),
     }
     plan = StepPlan(sizes[-1], machine.device, machine.precision)
-    task = TASKS[config.task]
+    task = TASKS[config.kind]
 
     def ask() -> dict[str, Any]:
         return measure(task, config, plan, sizes, compiled, whole, tokens).to_json()
@@ -308,7 +308,7 @@ def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str,
 
 def _trial_fits(config: Config, how: Execution, available: int) -> bool:
     """Whether what is timed fits: a model of a few layers takes no more than the whole one."""
-    return fits(memory_of(TASKS[config.task], config, how, LONG), available)
+    return fits(memory_of(TASKS[config.kind], config, how, LONG), available)
 
 
 def _kept_micro_batch(

@@ -150,7 +150,7 @@ def _candidate(base: Prepared, width: int, hours: float, shares: list[tuple[int,
     unique = base.corpus.train_tokens
     speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, shares)
     tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MOST_EPOCHS * unique)
-    parameters = sum(TASKS[config.task].parameters(config).values())
+    parameters = sum(TASKS[config.kind].parameters(config).values())
     return Candidate(
         config, parameters, speed, tokens, tokens / unique, expected_bits_per_byte(parameters, tokens, unique)
     )

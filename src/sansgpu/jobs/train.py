@@ -75,7 +75,7 @@ def _train_in(folder: Path, request: TrainRequest, sinks: list[Sink], progress: 
     before = recorded_environment(snapshot) if snapshot else None
     prepared = prepare(config, before, progress, early.warn, "begin" if request.force else "refuse")
     _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
-    task = TASKS[config.task](prepared.config, prepared.corpus, effective_batch(prepared.config.training))
+    task = TASKS[config.kind](prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
         early.warn(note)
     return Begun(prepared, paths) if request.dry_run else _run(prepared, paths, task, snapshot, request, sinks)
