@@ -4,7 +4,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-long smoke lint setup clean
+.PHONY: train test test-long smoke graph lint setup clean
 
 train: setup
 	$(BIN)/sansgpu train configs/default.yaml --output-dir runs/default --resume latest
@@ -15,6 +15,12 @@ test: setup
 
 smoke: setup
 	$(BIN)/python -m benchmarks.smoke
+
+graph: setup
+	$(BIN)/sansgpu train configs/graph_small.yaml --output-dir runs/graph --resume latest
+	$(BIN)/sansgpu eval runs/graph --snapshot best
+	$(BIN)/sansgpu eval runs/graph --snapshot best --link-prediction --limit 300
+	$(BIN)/sansgpu extract runs/graph --snapshot best --head read_lines --text "def read_lines(path, encoding): return open(path)"
 
 test-long: setup
 	$(BIN)/python -m pytest -q -m long

@@ -19,7 +19,7 @@ from sansgpu.config import DataConfig
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import BPETokenizer
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[PAD]", "[CLS]", "[SEP]")
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -65,7 +65,9 @@ def make_tokenizer(encoder: bool, vocabulary: int = VOCABULARY) -> Any:
         backend.post_processor = tokenizers.processors.TemplateProcessing(
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=places
         )
-    names = {"cls_token": "[CLS]", "sep_token": "[SEP]"} if encoder else {"eos_token": "<|im_end|>"}
+    names = (
+        {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"} if encoder else {"eos_token": "<|im_end|>"}
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", **names)
     if not encoder:
         tokenizer.chat_template = CHAT_TEMPLATE

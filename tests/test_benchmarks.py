@@ -12,6 +12,7 @@ from benchmarks.tiny_model import make_folder
 
 from tests.processes import environment, write_corpus
 from tests.tasks.folders import chat_rows, squad
+from tests.tasks.graphs import rows, write_rows
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,18 +40,18 @@ def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
     arguments = f"--size tiny --peers plain,hf-fp32 --steps 2 --rounds 1 --data {data}".split()
     results = benchmark("peers", *arguments, cache=tmp_path, result=tmp_path / "peers.json")
-    rows = {row["name"]: row for row in results["rows"]}
-    assert list(rows) == ["sansgpu", "plain", "hf-fp32"]
+    found = {row["name"]: row for row in results["rows"]}
+    assert list(found) == ["sansgpu", "plain", "hf-fp32"]
     if not find_spec("accelerate"):
-        assert rows.pop("hf-fp32")["status"] == "not installed: accelerate"
-    for row in rows.values():
+        assert found.pop("hf-fp32")["status"] == "not installed: accelerate"
+    for row in found.values():
         assert row["status"] == "measured"
         assert len(row["runs"][0]["step_seconds"]) == 2
         assert row["median_step_seconds"] > 0
         assert row["peak_rss_bytes"] > 100e6
         assert 3 < row["loss"] < 7  # ln 300 is 5.7
-    assert rows["sansgpu"]["ratio"] == 1
-    assert rows["plain"]["ratio"] > 0
+    assert found["sansgpu"]["ratio"] == 1
+    assert found["plain"]["ratio"] > 0
 
 
 def test_memory_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_memory_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
     assert abs(row["error"]) < 0.3
 
 
+@pytest.mark.long
 def test_time_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
     arguments = ["--quick", "--minutes", "0.02"]
     (row,) = benchmark("forecast", *arguments, cache=tmp_path, result=tmp_path / "forecast.json")["rows"]
@@ -69,8 +71,8 @@ def test_time_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_fine_tuning_is_measured_beside_a_trainer(tmp_path: Path) -> None:
-    model, rows = make_folder(tmp_path / "model", narrow=True), chat_rows(tmp_path / "rows.jsonl")
-    arguments = ["--data", str(rows), "--model", str(model), "--steps", "2", "--rounds", "1"]
+    model, talk = make_folder(tmp_path / "model", narrow=True), chat_rows(tmp_path / "rows.jsonl")
+    arguments = ["--data", str(talk), "--model", str(model), "--steps", "2", "--rounds", "1"]
     found = benchmark("fine_tuning", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
     assert [row["status"] for row in found] == ["measured"] * 5
     assert all(row["tokens_per_second"] > 0 for row in found)
@@ -100,3 +102,36 @@ def test_the_smoke_trains_resumes_and_talks(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ended in the same state" in done.stdout
+
+
+TINY_GRAPH = (
+    "model.vocab_size=null", "model.d_model=32", "model.n_heads=2", "model.n_layers=2", "model.d_ff=64",
+    "model.max_seq_len=40", "model.n_relations=null", "data.vocab_size=600", "training.batch_size=1",
+)  # fmt: skip
+
+
+@pytest.mark.long
+def test_graphs_are_learned_beside_a_plain_model(tmp_path: Path) -> None:
+    """Both begin with the same loss, on the same masks."""
+    changes = [part for key in TINY_GRAPH for part in ("--set", key)]
+    data = str(write_rows(tmp_path / "rows.jsonl", rows()))
+    arguments = [*changes, "--data", data, "--steps", "2", "--set", "model.dropout=0"]
+    found = benchmark("graph", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    assert [row["status"] for row in found] == ["measured"] * 4
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=0.05)
+    assert all(row["nodes_per_second"] > 0 for row in found)
+
+
+@pytest.mark.long
+def test_every_part_of_the_method_is_left_out_in_turn(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", rows(30))
+    changes = [part for key in (*TINY_GRAPH, f"data.dataset_name={data}") for part in ("--set", key)]
+    arguments = [*changes, "--steps", "2", "--set", "data.validation_split=0.3"]
+    found = benchmark("graph_ablations", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    assert [row["name"] for row in found][:3] == [
+        "as configured",
+        "relations shuffled in training",
+        "no leaves in training",
+    ]
+    assert len(found) == 8
+    assert all(0 <= row["mlm_acc"] <= 1 for row in found)

@@ -1,0 +1,159 @@
+"""Encoders of texts and triples, against the same model in plain PyTorch on the same batches.
+
+    python -m benchmarks.graph [--config configs/graph_80m.yaml] [--data SOURCE] [--steps 20] [--json FILE]
+
+Twice: on windows in which every root but the first and the last carries a triple whose tail fills its leaf slots, and
+on the standard library's own triples, where most slots are empty. Real nodes are those that hold a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from benchmarks.contest import Contestant, Outcome, Row, Sample, add_ratios, print_table, take_turns, write_json
+from benchmarks.ours import MEASURED, at_step, command, compile_setting, overrides, sample
+
+WARM_UP = 2
+OURS, PLAIN = "sansgpu", "plain PyTorch, fp32"
+COLUMNS = {
+    "": ("name", "s"),
+    "s/step": ("median_step_seconds", ".3f"),
+    "real nodes/s": ("nodes_per_second", ",.0f"),
+    "GFLOP/s": ("gflops", ",.0f"),
+    "peak memory, GB": ("peak_gb", ".2f"),
+    "faster by": ("ratio", ".2f"),
+    "last loss": ("loss", ".3f"),
+}
+WINDOWS, WORDS = 400, 2000  # of the filled data
+SETTINGS = {**{k: v for k, v in MEASURED.items() if k != "training.window_warmup_ratio"}, "data.validation_split": 0.01}
+
+
+def filled_rows(roots: int, leaves: int, relations: int) -> list[dict[str, object]]:
+    """Texts of made-up words, each of one token, of which every one is the head of a triple with a full tail."""
+    draws = random.Random(0)
+    words = ["".join(parts) for parts in product("bdfgklmnprst", "aeiou", "bdfgklmnprst", "aeiou")]
+    words = draws.sample(words, WORDS)
+    rows: list[dict[str, object]] = []
+    for number in range(WINDOWS):
+        text = draws.sample(words, roots - 2)
+        triples, place = [], 1  # texts begin with a space, so that all words are spelled alike
+        for word in text:
+            tail, relation = " ".join(draws.sample(words, leaves)), f"relation {draws.randrange(relations):02d}"
+            span = [place, place + len(word)]
+            triples.append({"head": word, "relation": relation, "tail": tail, "head_span": span})
+            place += len(word) + 1
+        rows.append({"id": f"w{number}", "text": " " + " ".join(text), "triples": triples})
+    return rows
+
+
+def contestants(
+    name: str, config: Path, settings: dict[str, object], folder: Path, asked: argparse.Namespace
+) -> list[Contestant]:
+    """Ours and plain PyTorch on the same data."""
+    total = WARM_UP + asked.steps
+    ours = {**SETTINGS, **settings, "training.max_steps": total, "training.compile": compile_setting(True)}
+    label = Path(name).stem.replace(" ", "-")
+    line = command(folder / f"{label}-ours", {**ours, "training.threads": asked.threads}, config)
+    job = folder / f"{label}.json"
+    given = [part for part in overrides({**SETTINGS, **settings}) if part != "--set"]
+    job.write_text(
+        json.dumps(
+            {
+                "config": str(config),
+                "overrides": given,
+                "steps": total,
+                "threads": asked.threads,
+                "cache": str(folder / "cache"),
+            }
+        )
+    )
+    plain = [sys.executable, "-m", "benchmarks.graph_plain", str(job)]
+    read = partial(noted, folder / f"{label}.nodes")
+    return [
+        Contestant(f"{OURS}, {name}", line, read, until=at_step(total)),
+        Contestant(f"{PLAIN}, {name}", plain, read),
+    ]
+
+
+def noted(file: Path, outcome: Outcome) -> Sample:
+    """The measured steps; the nodes that plain PyTorch was given, which are the same for both, are noted beside."""
+    counts = [event["nodes"] for _, event in outcome.named("step") if "nodes" in event]
+    if counts:
+        file.write_text(json.dumps(sum(counts[WARM_UP:]) / len(counts[WARM_UP:])))
+    return sample(outcome)
+
+
+def flops_a_node(width: int, inner: int, layers: int, vocabulary: int, nodes: float, masked: float) -> float:
+    """6 a matmul parameter, 12 L D T of attention over the T real nodes of a graph, and the head on masked nodes."""
+    blocks = layers * (4 * width * width + 2 * width * inner)
+    return 6 * blocks + 12 * layers * width * nodes + 6 * masked * (vocabulary * width + width * width)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("configs/graph_80m.yaml"))
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value, for both")
+    parser.add_argument("--data", default="python-stdlib-graph", help="the second kind of data")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="sansgpu-graph-") as name:
+        rows = measured(asked, Path(name))
+    for part in rows:
+        title = f"{asked.config.name}, {part}: {rows[part][0]['nodes']:,.0f} real nodes a step"
+        print_table(title, COLUMNS, rows[part])
+    values = {**vars(asked), "config": str(asked.config)}
+    write_json(asked.json, "graph", values, [row for part in rows.values() for row in part])
+
+
+def measured(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
+    """Rows by kind of data."""
+    from sansgpu.config import load_config  # no torch: this process stays small
+
+    config, _ = load_config(asked.config, asked.changes)
+    model = config.model
+    data = folder / "filled.jsonl"
+    lines = (json.dumps(row) for row in filled_rows(config.roots, model.leaves, model.n_relations or 12))
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    changes = dict(change.split("=", 1) for change in asked.changes)
+    kinds: dict[str, dict[str, object]] = {
+        "filled windows": {**changes, "data.dataset_name": data, "data.triples": "first"},
+        asked.data: {**changes, "data.dataset_name": asked.data},
+    }
+    found = {}
+    for name, settings in kinds.items():
+        rows = take_turns(contestants(name, asked.config, settings, folder, asked), asked.rounds)
+        noted_nodes = folder / f"{Path(name).stem.replace(' ', '-')}.nodes"
+        if not noted_nodes.exists():
+            raise SystemExit(f"{name}: {rows[-1].get('status')}")
+        nodes = json.loads(noted_nodes.read_text())
+        training = config.training
+        examples = training.gradient_accumulation_steps * (1 if training.batch_size == "auto" else training.batch_size)
+        assert model.vocab_size is not None
+        shape = (model.d_model, model.d_ff, model.n_layers, model.vocab_size)
+        flops = flops_a_node(*shape, nodes / examples, config.data.mask_ratio) * nodes
+        for row in rows:
+            row["nodes"] = nodes
+            if "runs" in row:
+                row["nodes_per_second"] = nodes / row["median_step_seconds"]
+                row["gflops"] = flops / row["median_step_seconds"] / 1e9
+                row["peak_gb"] = row["peak_rss_bytes"] / 1e9
+        add_ratios(rows, "nodes_per_second", f"{PLAIN}, {name}")
+        found[name] = rows
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What each part of the method for texts and triples is good for.
+
+    python -m benchmarks.graph_ablations [--config FILE] [--set KEY=VALUE] [--steps 400] [--json FILE]
+
+Trains the same model with one thing changed at a time, on the same examples in the same order with the same masks, and
+evaluates each on the same held-out part. Without leaves there is nothing to fill but text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.contest import Row, print_table, write_json
+from sansgpu.config import Config, load_config
+from sansgpu.data.leafy import LeafyGraphs
+from sansgpu.jobs.kernels import load_kernels
+from sansgpu.kernels import native
+from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.probe import cache_dir, resolve_precision, resolve_threads
+from sansgpu.tasks.graph import Graph
+from sansgpu.tasks.graph_corpus import GraphCorpus
+from sansgpu.train.evaluate import evaluate
+from sansgpu.train.optim import choose_optimizer
+from sansgpu.train.schedule import learning_rate
+from sansgpu.train.state import TrainState
+from sansgpu.train.step import StepPlan, train_step
+
+MICRO_BATCH = 32
+COLUMNS = {
+    "": ("name", "s"),
+    "masked tokens right": ("mlm_acc", ".2%"),
+    "masked leaves right": ("mnm_acc", ".2%"),
+    "whole tails right": ("tail_acc", ".2%"),
+    "loss of tokens": ("mlm_loss", ".3f"),
+    "loss of leaves": ("mnm_loss", ".3f"),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing changed."""
+
+    name: str
+    changes: dict[str, Any]
+    shuffled: bool = False  # relations, in the training part
+    bare: bool = False  # no leaves in the training part
+
+
+def variants(config: Config) -> list[Variant]:
+    """The model as it is, and with one part changed."""
+    model = config.model
+    found = [Variant("as configured", {})]
+    found.append(Variant("relations shuffled in training", {}, shuffled=True))
+    found.append(Variant("no leaves in training", {}, bare=True))
+    found.append(Variant("no H-GAT fusion", {"fusion": "none"}))
+    found.append(Variant("no decay", {"decay": "none"}))
+    for decay in ("multiply_logits", "additive_log"):
+        if decay != model.decay:
+            found.append(Variant(f"decay {decay}", {"decay": decay}))
+    if model.position != "none":
+        found.append(Variant("no positions", {"position": "none"}))
+    if model.slot_embedding:
+        found.append(Variant("slots not told apart", {"slot_embedding": False}))
+    return found
+
+
+def shuffled(graphs: LeafyGraphs, relations: int) -> LeafyGraphs:
+    """With relations drawn at random."""
+    draws = np.random.Generator(np.random.PCG64(0))
+    examples = [
+        (window, [p._replace(relation=1 + int(draws.integers(relations))) for p in placed])
+        for window, placed in graphs.examples
+    ]
+    return replace(graphs, examples=examples)
+
+
+def bare(graphs: LeafyGraphs) -> LeafyGraphs:
+    """The same windows in the same order, without triples."""
+    return replace(graphs, examples=[(window, []) for window, _ in graphs.examples])
+
+
+def measured(variant: Variant, config: Config, corpus: GraphCorpus, steps: int, plan: StepPlan) -> Row:
+    """Train one variant, and evaluate it."""
+    config = config.model_copy(update={"model": config.model.model_copy(update=variant.changes)})
+    train = corpus.train
+    if variant.shuffled:
+        train = shuffled(train, len(corpus.codec.relations))
+    if variant.bare:
+        train = bare(train)
+    training = config.training
+    task = Graph(config, replace(corpus, train=train), effective_batch(training))
+    state = TrainState.begin(task.model, training, plan.device, plan.compute_dtype)
+    for step in range(steps):
+        rate = learning_rate(training, step, steps)
+        train_step(state, task, task.batch(step), plan, training, rate)
+        state.progress.step += 1
+    metrics = evaluate(task, plan)
+    assert metrics is not None
+    state.optimizer.release()
+    return {"name": variant.name, **metrics}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("configs/graph_small.yaml"))
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(arguments)
+    config, _ = load_config(asked.config, asked.changes)
+    cache, device = cache_dir(None), torch.device("cpu")
+    torch.set_num_threads(resolve_threads(config.training))
+    torch.set_flush_denormal(True)
+    keep_freed_memory()
+    load_kernels(config.training.kernels, cache, device, lambda said: print(said, file=sys.stderr))
+    native.keep_blocks(varying=True)
+    config, corpus = Graph.prepare(config, cache, lambda *_: None)
+    training = config.training
+    work = Graph.work(config, effective_batch(training) * corpus.example_tokens)
+    optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
+    config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
+    plan = StepPlan(MICRO_BATCH, device, resolve_precision(config.training, device))
+    rows = []
+    for variant in variants(config):
+        print(variant.name, file=sys.stderr, flush=True)
+        rows.append(measured(variant, config, corpus, asked.steps, plan))
+    print_table(f"{asked.config.name}, {asked.steps} steps", COLUMNS, rows)
+    write_json(asked.json, "graph_ablations", {**vars(asked), "config": str(asked.config)}, rows)
+
+
+if __name__ == "__main__":
+    main()
