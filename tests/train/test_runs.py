@@ -155,6 +155,7 @@ def test_batch_size_auto_keeps_the_effective_batch(home: Path, tmp_path: Path) -
     assert start["tokens_per_step"] == 6 * 32
 
 
+@pytest.mark.long  # what is measured beside other work is not kept
 def test_a_long_run_measures_its_micro_batch_and_compiling_once(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
