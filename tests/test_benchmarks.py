@@ -105,7 +105,7 @@ def test_the_smoke_trains_resumes_and_talks(tmp_path: Path) -> None:
 
 
 TINY_GRAPH = (
-    "model.vocab_size=null", "model.d_model=32", "model.n_heads=2", "model.n_layers=2", "model.d_ff=64",
+    "model.vocab_size=600", "model.d_model=32", "model.n_heads=2", "model.n_layers=2", "model.d_ff=64",
     "model.max_seq_len=40", "model.n_relations=null", "data.vocab_size=600", "training.batch_size=1",
 )  # fmt: skip
 
