@@ -115,6 +115,21 @@ def test_the_reference_is_the_definition(
     assert_near(reference, definition, torch.float64)
 
 
+def assert_exact(
+    leaves: list[torch.Tensor], ranges: torch.Tensor, nodes: torch.Tensor, added: bool, weight: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Output and gradients of q, k, v and the table are those of the reference in float64."""
+    ours = with_gradients(leaves, lambda q, k, v, t: attention(q, k, v, ranges, 0.0, Decay(nodes, t, added)), weight)
+    exact = with_gradients(
+        [t.double() for t in leaves],
+        lambda q, k, v, t: reference_attention(q, k, v, ranges, None, Decay(nodes, t, added)),
+        weight,
+    )
+    assert len(ours) == 5
+    assert_near(ours, exact, dtype)
+
+
 @RANDOM
 @given(
     st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 35), st.integers(0, 4),
@@ -132,16 +147,7 @@ def test_decayed_attention(
     inputs = random_inputs(batch, heads, kv_heads, time, dim, dtype, generator)
     table = torch.randn(heads, roots + 2, generator=generator).to(wide(dtype))
     weight = torch.randn(batch, heads, time, dim, generator=generator, dtype=torch.float64)
-    ours = with_gradients(
-        [*inputs, table], lambda q, k, v, t: attention(q, k, v, ranges, 0.0, Decay(nodes, t, added)), weight
-    )
-    exact = with_gradients(
-        [t.double() for t in (*inputs, table)],
-        lambda q, k, v, t: reference_attention(q, k, v, ranges, None, Decay(nodes, t, added)),
-        weight,
-    )
-    assert len(ours) == 5
-    assert_near(ours, exact, dtype)
+    assert_exact([*inputs, table], ranges, nodes, added, weight, dtype)
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -201,15 +207,7 @@ def test_entries_of_any_size_stay_exact(kernels: str, added: bool, size: float) 
     table = torch.randn(2, 22, generator=generator)
     table[:, ::2] = size
     weight = torch.randn(inputs[0].shape, generator=generator, dtype=torch.float64)
-    ours = with_gradients(
-        [*inputs, table], lambda q, k, v, t: attention(q, k, v, ranges, 0.0, Decay(nodes, t, added)), weight
-    )
-    exact = with_gradients(
-        [t.double() for t in (*inputs, table)],
-        lambda q, k, v, t: reference_attention(q, k, v, ranges, None, Decay(nodes, t, added)),
-        weight,
-    )
-    assert_near(ours, exact, torch.float32)
+    assert_exact([*inputs, table], ranges, nodes, added, weight, torch.float32)
 
 
 def test_a_distance_beyond_the_table_is_refused_where_it_is_seen(kernels: str) -> None:

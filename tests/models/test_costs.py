@@ -1,19 +1,20 @@
 """What a decoder is said to cost is what it costs."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sansgpu.config import ModelConfig, TrainingConfig
+from sansgpu.config import ModelConfig
 from sansgpu.kernels import native
 from sansgpu.kernels.attention import causal_ranges
 from sansgpu.machine.memory import Execution
 from sansgpu.models import TransformerLM
 from sansgpu.models.costs import decoder_memory, kept_bytes, parameters_by_part, step_work
-from sansgpu.train.optim import Optimizer
+from tests.models.kept import kept_bytes_of
 
 ACTIVATIONS = ("swiglu", "relu2", "gelu")
 
@@ -55,29 +56,16 @@ def test_flops_of_a_token_by_hand() -> None:
 
 
 def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
-    """Bytes of all storages that a real block keeps for its backward pass, and of its output."""
     model = TransformerLM(config, seed=0).train()
-    dtype = torch.bfloat16 if how.precision == "bf16" else torch.float32
-    optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), dtype)
     model.compile_blocks(how.compile == "on")
-    x = torch.randn(how.micro_batch, window, config.d_model, requires_grad=True)
-    ranges = causal_ranges(torch.zeros(how.micro_batch, window, dtype=torch.int64))
-    rotary = model._rotary(torch.arange(window)[None])
-    others = {t.untyped_storage().data_ptr() for t in (x, ranges, *(rotary or ()), *model.parameters())}
-    kept: dict[int, torch.Tensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+    def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+        x = torch.randn(how.micro_batch, window, config.d_model, requires_grad=True)
+        ranges = causal_ranges(torch.zeros(how.micro_batch, window, dtype=torch.int64))
+        rotary = model._rotary(torch.arange(window)[None])
+        return lambda: model.blocks[0](x, rotary, ranges), [x, ranges, *(rotary or ())]
 
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bf16"),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        out = model.blocks[0](x, rotary, ranges)
-    optimizer.release()
-    size = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in others)
-    return size + out.nbytes
+    return kept_bytes_of(model, how, prepare)
 
 
 KINDS = [

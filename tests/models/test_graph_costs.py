@@ -1,5 +1,7 @@
 """What a graph encoder is said to cost is what it costs."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +11,9 @@ from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.kernels import native
 from sansgpu.kernels.attention import bidirectional_ranges
 from sansgpu.machine.memory import Execution
-from sansgpu.models.graph_costs import graph_memory, graph_work, kept_bytes, parameters_by_part
+from sansgpu.models.graph_costs import graph_memory, graph_products, graph_work, kept_bytes, parameters_by_part
 from sansgpu.models.graph_encoder import GraphEncoder
-from sansgpu.train.optim import Optimizer
+from tests.models.kept import kept_bytes_of
 
 
 def shape(**changes: object) -> ModelConfig:
@@ -58,30 +60,22 @@ def test_flops_of_a_node_by_hand() -> None:
     assert work.loss == 6 * 0.5 * (64 * 4 + 4 * 4)
 
 
+def test_matrices_of_one_shape_are_all_counted() -> None:
+    assert graph_products(shape(d_model=8, n_heads=1, d_ff=8)).block == {(8, 8): 6}
+
+
 def kept_by_a_block(config: ModelConfig, how: Execution, nodes: int) -> int:
-    """Bytes of all storages that a real block keeps for its backward pass, and of its output."""
     model = GraphEncoder(config, seed=0).train()
-    dtype = torch.bfloat16 if how.precision == "bf16" else torch.float32
-    optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), dtype)
     model.compile_blocks(how.compile == "on")
-    x = torch.randn(1, nodes, config.d_model, requires_grad=True)
-    places = torch.stack((torch.arange(nodes), torch.zeros(nodes, dtype=torch.int64)), dim=1).int()[None]
-    ranges, table = bidirectional_ranges(torch.zeros(1, nodes, dtype=torch.int64)), model.decay_table()
-    assert table is not None
-    others = {t.untyped_storage().data_ptr() for t in (x, ranges, places, table, *model.parameters())}
-    kept: dict[int, torch.Tensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+    def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+        x = torch.randn(1, nodes, config.d_model, requires_grad=True)
+        places = torch.stack((torch.arange(nodes), torch.zeros(nodes, dtype=torch.int64)), dim=1).int()[None]
+        ranges, table = bidirectional_ranges(torch.zeros(1, nodes, dtype=torch.int64)), model.decay_table()
+        assert table is not None
+        return lambda: model.blocks[0](x, ranges, places, table, False), [x, ranges, places, table]
 
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bf16"),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        out = model.blocks[0](x, ranges, places, table, False)
-    optimizer.release()
-    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in others) + out.nbytes
+    return kept_bytes_of(model, how, prepare)
 
 
 COMPILED = [pytest.param(precision, "on", marks=pytest.mark.long) for precision in ("bf16", "fp32")]

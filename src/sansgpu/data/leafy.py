@@ -165,7 +165,7 @@ def _add(
         if not 1 <= len(tail) <= rules.leaves:
             graphs.dropped[LONG_TAIL] += 1
             continue
-        found = _first_window(text.mentions(triple), spans, rules)
+        found = next(places_of(text.mentions(triple), spans, rules), None)
         if found is None:
             graphs.dropped[NO_HEAD] += 1
             continue
@@ -177,7 +177,7 @@ def _add(
     begins = np.concatenate([[True], words[1:] != words[:-1]])
     ids = np.array(encoding.ids, np.int32)
     for (start, stop), turns in zip(spans, rounds, strict=True):
-        tokens = np.concatenate([[tokenizer.begin_id], ids[start:stop], [tokenizer.end_id]]).astype(np.int32)
+        tokens = tokenizer.enclosed(ids[start:stop]).astype(np.int32)
         word_starts = np.concatenate([[False], begins[start:stop], [False]])
         word_starts[1] = True  # the rest of a word that is cut counts as one
         number = len(graphs.windows)
@@ -205,15 +205,14 @@ def _put(turns: list[dict[int, tuple[str, Placed]]], head: str, put: Placed, fir
     return True
 
 
-def _first_window(
-    mentions: Iterator[tuple[int, int]], spans: list[tuple[int, int]], rules: LeafyRules
-) -> tuple[int, int, int] | None:
-    """(window, root, tokens) of the first mention that is whole within a window."""
+def places_of(
+    mentions: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]], rules: LeafyRules
+) -> Iterator[tuple[int, int, int]]:
+    """(window, root, tokens) of each mention in each of the windows that holds it whole."""
     for first, last in mentions:
-        window = max(0, -((rules.roots - 2 - last) // rules.step))  # the first that ends behind it
-        if window < len(spans) and spans[window][0] <= first:
-            return window, first - spans[window][0] + 1, last - first
-    return None
+        ends_behind = max(0, -((rules.roots - 2 - last) // rules.step))
+        for window in range(ends_behind, min(len(spans), first // rules.step + 1)):
+            yield window, first - spans[window][0] + 1, last - first
 
 
 class TokenText:

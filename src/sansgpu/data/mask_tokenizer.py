@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.shards import Progress, cache_key, cached
-from sansgpu.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, token_bytes
+from sansgpu.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, rows_needed
 
 
 class Specials(NamedTuple):
@@ -57,17 +57,13 @@ class MaskTokenizer:
     @property
     def vocab_size(self) -> int:
         """Rows an embedding needs: the largest id and one."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return rows_needed(self.backend)
 
     def ordinary_ids(self) -> np.ndarray:
         """Ids that stand for text, int64."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
         return np.array(sorted(index for token, index in vocabulary.items() if token not in special), np.int64)
-
-    def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes each id stands for, (V,) int64."""
-        return token_bytes(self.backend)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
         """Tokens of each text with their offsets and words, no special one among them; in parallel."""
@@ -77,6 +73,10 @@ class MaskTokenizer:
         """Ids of names as they would stand within a text, behind a space."""
         texts = [f" {name.strip()}" for name in names]
         return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def enclosed(self, ids: np.ndarray) -> np.ndarray:
+        """A text's ids with those that begin and end it, int64."""
+        return np.concatenate([[self.begin_id], ids, [self.end_id]]).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out."""

@@ -42,7 +42,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Rows an embedding needs: the largest id and one."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return rows_needed(self.backend)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no special token among them."""
@@ -75,10 +75,15 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
+def rows_needed(backend: Backend) -> int:
+    """Of an embedding: the largest id and one."""
+    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+
 def token_bytes(backend: Backend) -> np.ndarray:
     """UTF-8 bytes each id stands for, (V,) int64; 0 for special tokens. Sums to a text's size."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    sizes = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+    sizes = np.zeros(rows_needed(backend), dtype=np.int64)
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     byte_level = "ByteLevel" in json.dumps(json.loads(backend.to_str()).get("decoder"))
     for token, index in vocabulary.items():

@@ -10,8 +10,20 @@ from dataclasses import dataclass
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.attention import ROWS
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS
-from sansgpu.kernels.newton_schulz import orthogonalise_flops
 from sansgpu.machine.memory import Execution, Memory
+from sansgpu.models.costing import (
+    COMPUTE,
+    FULL,
+    Shapes,
+    activation_bytes,
+    beside_gradients,
+    counted,
+    gradient_bytes,
+    muon_flops,
+    numbers_of,
+    vocabulary_of,
+    with_process,
+)
 
 # Bytes that a block keeps of each token for its backward pass, times D, K and F. Counts of what the code does, which a
 # test holds to real blocks; by (layout, compile, precision).
@@ -30,16 +42,11 @@ _KEPT = {
     ("classic", "on", "fp32"): (28, 0, 8),
 }
 _KEPT_A_HEAD = {"swiglu": 14, "relu2": 14, "classic": 8}  # norms' and softmax' sums
-_FULL, _COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes of a master's number, and of a product's
-# Measured on Linux: the process with torch and the libraries around it, what compiling leaves behind, and the share of
-# everything that blocks of memory are larger than what is in them.
-_PROCESS_BYTES, _COMPILER_BYTES, _ROUNDING = 434 << 20, 96 << 20, 0.05
-_PARTLY_TOGETHER = 0.25  # of gradients and activations, the smaller: the one grows while the other is freed; measured
 
 
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     """Parameters, a tied one counted once."""
-    d, f, layers, vocabulary = model.d_model, model.d_ff, model.n_layers, _vocabulary(model)
+    d, f, layers, vocabulary = model.d_model, model.d_ff, model.n_layers, vocabulary_of(model)
     kv = model.kv_heads * model.head_dim
     matrices = 3 if model.activation == "swiglu" else 2
     attention, feed_forward, norms = 2 * d * d + 2 * d * kv, matrices * d * f, 2 * d
@@ -58,66 +65,60 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     return {name: count for name, count in parts.items() if count}
 
 
-def block_products(model: ModelConfig) -> dict[tuple[int, int], int]:
+def block_products(model: ModelConfig) -> Shapes:
     """(inputs, outputs) of a block's linear layers, and how many have this shape."""
     d, f, kv = model.d_model, model.d_ff, model.kv_heads * model.head_dim
     shapes = [(d, d), (d, kv), (d, kv), (d, d), (d, f), (f, d)] + ([(d, f)] if model.activation == "swiglu" else [])
-    return {shape: shapes.count(shape) for shape in dict.fromkeys(shapes)}
+    return counted(shapes)
 
 
 def kept_bytes(model: ModelConfig, window: int, how: Execution) -> int:
     """What one block keeps for the backward pass of a micro-batch, with its output."""
     layout = model.activation if model.modern else "classic"
     width, kv, feed_forward = _KEPT[layout, how.compile, how.precision]
-    per_token = (width + _FULL) * model.d_model + kv * model.kv_heads * model.head_dim + feed_forward * model.d_ff
+    per_token = (width + FULL) * model.d_model + kv * model.kv_heads * model.head_dim + feed_forward * model.d_ff
     per_token += _KEPT_A_HEAD[layout] * model.n_heads
     if how.kernels == "torch":  # keeps attention's weights, and with dropout which of them stay
         copies = 2 if model.attention_dropout else 1
-        per_token += model.n_heads * (min(window, ROWS) + window) // 2 * _COMPUTE[how.precision] * copies
+        per_token += model.n_heads * (min(window, ROWS) + window) // 2 * COMPUTE[how.precision] * copies
     return how.micro_batch * window * per_token
 
 
 def decoder_memory(model: ModelConfig, window: int, how: Execution) -> Memory:
     """Bytes at the peak of a step. Measured against real runs by `benchmarks/memory.py`."""
-    parts, compute, tokens = parameters_by_part(model), _COMPUTE[how.precision], how.micro_batch * window
+    parts, compute, tokens = parameters_by_part(model), COMPUTE[how.precision], how.micro_batch * window
     total, hidden = sum(parts.values()), _hidden_matrices(model)
-    table, rest = _vocabulary(model) * model.d_model, total - hidden
-    moments = _FULL * _moments(model, how)
+    table, rest = vocabulary_of(model) * model.d_model, total - hidden
+    moments = FULL * _moments(model, how)
     narrow = _narrow_bytes(model, how)
-    summed = how.accumulation > 1
-    gradients = (_FULL if summed else compute) * hidden + _FULL * rest
+    gradients = gradient_bytes(hidden, rest, how)
     kept = kept_bytes(model, window, how)
-    if model.gradient_checkpointing:
-        activations = (model.n_layers * _FULL * tokens * model.d_model) + kept
-    else:
-        activations = model.n_layers * kept
+    activations = activation_bytes(model.n_layers, kept, tokens * model.d_model, model.gradient_checkpointing)
     rows = min(tokens, CHUNK_ROWS)
-    logits = rows * _vocabulary(model) * compute + tokens * model.d_model * (2 * compute + 2 * _FULL)
-    logits += table * (_FULL + (compute if tokens > CHUNK_ROWS else 0) + (_FULL if summed else 0))
-    overlap = int(_PARTLY_TOGETHER * min(gradients, activations))
+    logits = rows * vocabulary_of(model) * compute + tokens * model.d_model * (2 * compute + 2 * FULL)
+    logits += table * (FULL + (compute if tokens > CHUNK_ROWS else 0) + (FULL if how.accumulation > 1 else 0))
     needed = {
-        "weights": _FULL * total + narrow,
+        "weights": FULL * total + narrow,
         "gradients": gradients,
         "optimizer": moments,
-        "activations": activations - overlap,
+        "activations": beside_gradients(activations, gradients),
         "logits": logits,
-        "snapshot": _FULL * total + moments if how.copies else 0,
+        "snapshot": FULL * total + moments if how.copies else 0,
     }
-    process = _PROCESS_BYTES + (_COMPILER_BYTES if how.compile == "on" else 0)
-    return Memory(**needed, overhead=process + int(_ROUNDING * sum(needed.values())))
+    return with_process(needed, how)
 
 
 @dataclass(frozen=True)
 class Products:
     """(inputs, outputs) of a block's linear layers and how many have this shape, and those of the output head."""
 
-    block: dict[tuple[int, int], int]
+    block: Shapes
     head: tuple[int, int]
 
 
 def decoder_products(model: ModelConfig) -> Products:
     """The matrix products of our decoder."""
-    return Products(block_products(model), (model.d_model, _vocabulary(model)))
+    return Products(block_products(model), (model.d_model, vocabulary_of(model)))
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,11 @@ class StepWork:
 
 def step_work(model: ModelConfig, window: int, tokens: float) -> StepWork:
     """FLOPs of a step of `tokens`: 6 a matmul parameter, and causal attention."""
-    shapes = block_products(model)
-    orthogonal = sum(n * orthogonalise_flops(o, i) for (i, o), n in shapes.items()) * model.n_layers
     return StepWork(
         matmul=6.0 * _hidden_matrices(model) * tokens,
         attention=12.0 * model.n_layers * model.d_model * (window + 1) / 2 * tokens,
-        loss=6.0 * _vocabulary(model) * model.d_model * tokens,
-        muon=orthogonal,
+        loss=6.0 * vocabulary_of(model) * model.d_model * tokens,
+        muon=model.n_layers * muon_flops(block_products(model)),
     )
 
 
@@ -158,8 +157,8 @@ class StepTraffic:
 def step_traffic(model: ModelConfig, window: int, how: Execution) -> StepTraffic:
     """Weights and moments once through the update, and what blocks keep written once and read once."""
     total = sum(parameters_by_part(model).values())
-    read_gradients = _COMPUTE[how.precision] * total
-    update = 2 * _FULL * (total + _moments(model, how)) + read_gradients + _narrow_bytes(model, how)
+    read_gradients = COMPUTE[how.precision] * total
+    update = 2 * FULL * (total + _moments(model, how)) + read_gradients + _narrow_bytes(model, how)
     return StepTraffic(update, 2.0 * how.accumulation * model.n_layers * kept_bytes(model, window, how))
 
 
@@ -171,15 +170,9 @@ def _moments(model: ModelConfig, how: Execution) -> int:
 
 def _narrow_bytes(model: ModelConfig, how: Execution) -> int:
     """Of the weights that products read, where these are narrower than the masters."""
-    parts, compute = parameters_by_part(model), _COMPUTE[how.precision]
-    return compute * (sum(parts.values()) - parts["norms"]) if compute < _FULL else 0
+    parts, compute = parameters_by_part(model), COMPUTE[how.precision]
+    return compute * (sum(parts.values()) - parts["norms"]) if compute < FULL else 0
 
 
 def _hidden_matrices(model: ModelConfig) -> int:
-    return model.n_layers * sum(i * o * n for (i, o), n in block_products(model).items())
-
-
-def _vocabulary(model: ModelConfig) -> int:
-    if model.vocab_size is None:
-        raise ValueError("model.vocab_size must be set")
-    return model.vocab_size
+    return model.n_layers * numbers_of(block_products(model))

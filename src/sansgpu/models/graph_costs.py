@@ -8,18 +8,29 @@ from __future__ import annotations
 from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.kernels.attention import ROWS
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS
-from sansgpu.kernels.newton_schulz import orthogonalise_flops
 from sansgpu.machine.memory import Execution, Memory
+from sansgpu.models.costing import (
+    COMPUTE,
+    FULL,
+    MOMENTS,
+    Shapes,
+    activation_bytes,
+    beside_gradients,
+    copy_bytes,
+    counted,
+    gradient_bytes,
+    master_bytes,
+    muon_flops,
+    numbers_of,
+    vocabulary_of,
+    with_process,
+)
 from sansgpu.models.costs import Products, StepTraffic, StepWork
 
-_FULL, _COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes of a master's number, and of a product's
 # Bytes that a block keeps of each node for its backward pass, times D and F, with its output; by (compile, precision).
 # Counts of what the code does, which a test holds to real blocks.
 _KEPT = {("off", "bf16"): (24, 4), ("on", "bf16"): (22, 4), ("off", "fp32"): (32, 8), ("on", "fp32"): (32, 8)}
 _KEPT_A_HEAD = 10  # softmax' sums
-_MOMENTS = {"fp32": 8.0, "8bit": 2.0 + 8 / 256}  # bytes a weight: two numbers, or two codes and their blocks' scales
-_PROCESS_BYTES, _COMPILER_BYTES, _ROUNDING = 434 << 20, 96 << 20, 0.05
-_PARTLY_TOGETHER = 0.25  # of gradients and activations, the smaller: the one grows while the other is freed
 
 
 def parameters_by_part(model: ModelConfig, longest_span: int | None = None) -> dict[str, int]:
@@ -28,7 +39,7 @@ def parameters_by_part(model: ModelConfig, longest_span: int | None = None) -> d
     rows = (model.n_relations or 0) + 1
     matrix = 2 * d * model.relation_rank if model.relation_rank else d * d
     parts = {
-        "embedding": _vocabulary(model) * d,
+        "embedding": vocabulary_of(model) * d,
         "positions": model.max_seq_len * d if model.position == "learned" else 0,
         "slots": (model.leaves + 1) * d if model.leaves and model.slot_embedding else 0,
         "relations": rows * (matrix + 2 * d) if model.leaves and model.fusion == "hgat" else 0,
@@ -49,7 +60,7 @@ def kept_bytes(model: ModelConfig, nodes: int, how: Execution) -> int:
     if how.kernels == "torch":  # keeps scores and weights of the graphs that a block of rows meets
         copies = 3 if model.attention_dropout else 2
         longest = model.max_seq_len * (1 + model.leaves)
-        per_node += model.n_heads * (longest + ROWS) * _FULL * copies
+        per_node += model.n_heads * (longest + ROWS) * FULL * copies
     return nodes * per_node
 
 
@@ -62,33 +73,29 @@ def graph_memory(
     longest_span: int | None = None,
 ) -> Memory:
     """Bytes at the peak of a step in micro-batches of so many nodes, of which a share is `masked`."""
-    parts, compute = parameters_by_part(model, longest_span), _COMPUTE[how.precision]
+    parts, compute = parameters_by_part(model, longest_span), COMPUTE[how.precision]
     total, summed = sum(parts.values()), how.accumulation > 1
     hidden = _hidden_matrices(model, longest_span)
-    masters = compute if training.master_weights == "bf16" else _FULL + (compute if compute < _FULL else 0)
     moments = _moments(total, hidden, how.optimizer, training.optimizer_state)
-    gradients = (_FULL if summed else compute) * hidden + _FULL * (total - hidden)
+    gradients = gradient_bytes(hidden, total - hidden, how)
     kept = kept_bytes(model, nodes, how)
-    activations = model.n_layers * kept
-    if model.gradient_checkpointing:
-        activations = model.n_layers * _FULL * nodes * model.d_model + kept
+    activations = activation_bytes(model.n_layers, kept, nodes * model.d_model, model.gradient_checkpointing)
     rows = max(1, round(nodes * masked))
-    table = _vocabulary(model) * model.d_model
-    logits = min(rows, CHUNK_ROWS) * _vocabulary(model) * (compute + _FULL) + 20 * rows * model.d_model
+    table = vocabulary_of(model) * model.d_model
+    logits = min(rows, CHUNK_ROWS) * vocabulary_of(model) * (compute + FULL) + 20 * rows * model.d_model
     heads = 3 if longest_span else 2  # of roots, of leaves, of spans: each keeps a gradient of the table until backward
-    logits += table * (heads * _FULL + compute + (_FULL if summed else 0))
+    logits += table * (heads * FULL + compute + (FULL if summed else 0))
     if "relations" in parts:  # rows looked up, with dropout, and their gradients; at worst of every relation
         logits += 4 * compute * parts["relations"]
     needed = {
-        "weights": masters * total,
+        "weights": master_bytes(total, how.precision, training.master_weights),
         "gradients": gradients,
         "optimizer": moments,
-        "activations": activations - int(_PARTLY_TOGETHER * min(gradients, activations)),
+        "activations": beside_gradients(activations, gradients),
         "logits": logits,
-        "snapshot": (2 if training.master_weights == "bf16" else _FULL) * total + moments if how.copies else 0,
+        "snapshot": copy_bytes(total, moments, training.master_weights, how),
     }
-    process = _PROCESS_BYTES + (_COMPILER_BYTES if how.compile == "on" else 0)
-    return Memory(**needed, overhead=process + int(_ROUNDING * sum(needed.values())))
+    return with_process(needed, how)
 
 
 def graph_work(
@@ -100,17 +107,14 @@ def graph_work(
     masked nodes alone. The fusion of heads into tails is not counted: it takes less than a thousandth.
     """
     d = model.d_model
-    orthogonal = model.n_layers * (
-        4 * orthogonalise_flops(d, d) + orthogonalise_flops(model.d_ff, d) + orthogonalise_flops(d, model.d_ff)
-    )
-    head = _vocabulary(model) * d + d * d
+    head = vocabulary_of(model) * d + d * d
     if longest_span:  # another product with the vocabulary, behind two layers
-        head += _vocabulary(model) * d + 4 * d * d
+        head += vocabulary_of(model) * d + 4 * d * d
     return StepWork(
         matmul=6.0 * _block_matrices(model) * nodes,
         attention=12.0 * model.n_layers * d * graph_nodes * nodes,
         loss=6.0 * head * masked * nodes,
-        muon=orthogonal,
+        muon=model.n_layers * muon_flops(_block_products(model)),
     )
 
 
@@ -122,8 +126,12 @@ def graph_traffic(model: ModelConfig, memory: Memory, how: Execution) -> StepTra
 
 def graph_products(model: ModelConfig) -> Products:
     """The matrix products of a block, and of the output head."""
+    return Products(_block_products(model), (model.d_model, vocabulary_of(model)))
+
+
+def _block_products(model: ModelConfig) -> Shapes:
     d, f = model.d_model, model.d_ff
-    return Products({(d, d): 4, (d, f): 1, (f, d): 1}, (d, _vocabulary(model)))
+    return counted([(d, d)] * 4 + [(d, f), (f, d)])
 
 
 def _hidden_matrices(model: ModelConfig, longest_span: int | None) -> int:
@@ -131,16 +139,10 @@ def _hidden_matrices(model: ModelConfig, longest_span: int | None) -> int:
 
 
 def _block_matrices(model: ModelConfig) -> int:
-    return model.n_layers * (4 * model.d_model**2 + 2 * model.d_model * model.d_ff)
+    return model.n_layers * numbers_of(_block_products(model))
 
 
 def _moments(total: int, hidden: int, optimizer: str, state: str) -> int:
     if optimizer == "muon":
         return 4 * (2 * total - hidden)
-    return int(_MOMENTS[state] * total)
-
-
-def _vocabulary(model: ModelConfig) -> int:
-    if model.vocab_size is None:
-        raise ValueError("model.vocab_size must be set")
-    return model.vocab_size
+    return int(MOMENTS[state] * total)

@@ -5,7 +5,6 @@ N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longes
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,17 +14,26 @@ from torch import nn
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS
 from sansgpu.machine.memory import Execution, Memory
+from sansgpu.models.costing import (
+    COMPUTE,
+    FULL,
+    MOMENTS,
+    activation_bytes,
+    beside_gradients,
+    copy_bytes,
+    counted,
+    gradient_bytes,
+    master_bytes,
+    numbers_of,
+)
 from sansgpu.models.costs import Products, StepTraffic, StepWork
 from sansgpu.models.patches import blocks_of
 from sansgpu.models.pretrained import Head, shape_only
 
-_FULL, _COMPUTE = 4, {"fp32": 4, "bf16": 2}
-_MOMENTS = {"fp32": 8.0, "8bit": 2.0 + 8 / 256}  # bytes a weight: two numbers, or two codes and their blocks' scales
 # What a block keeps of each token for its backward pass, times D, and F for each matrix that leads there. Measured
 # on Qwen2's and BERT's layouts, not compiled.
 _KEPT = {"bf16": (38, 4), "fp32": (36, 8)}
 _PROCESS_BYTES = 430 << 20  # with transformers and peft
-_PARTLY_TOGETHER = 0.25  # of gradients and activations, the smaller: the one grows while the other is freed
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ def _shape(model_json: str, head: Head) -> PretrainedShape:
         adapter=adapter,
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
-        products=tuple(Counter((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
+        products=tuple(counted((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
     )
 
 
@@ -112,30 +120,25 @@ def pretrained_memory(
     shape: PretrainedShape, model: ModelConfig, tokens: int, how: Execution, masters: str, state: str
 ) -> Memory:
     """Bytes at the peak of a step of micro-batches of `tokens`. Measured against real runs by `benchmarks.memory`."""
-    compute, summed = _COMPUTE[how.precision], how.accumulation > 1
+    compute, summed = COMPUTE[how.precision], how.accumulation > 1
     frozen, trained, matrices = shape.total - shape.trained, shape.trained, shape.trained_matrices
-    if masters == "bf16":
-        weights = compute * trained
-    else:
-        weights = _FULL * trained + (compute * trained if compute < _FULL else 0)
     width, inner = _KEPT[how.precision]
     leading = dict(shape.products).get((shape.width, shape.inner), 1)
     kept = tokens * (width * shape.width + inner * leading * shape.inner + 8 * shape.heads)
-    between = shape.layers * _FULL * tokens * shape.width
     rows, table = min(tokens, CHUNK_ROWS), shape.outputs * shape.width
-    logits = rows * shape.outputs * compute + tokens * shape.width * (2 * compute + 2 * _FULL)
+    logits = rows * shape.outputs * compute + tokens * shape.width * (2 * compute + 2 * FULL)
     if model.adapter == "none" and shape.outputs == shape.vocabulary:
-        logits += table * (_FULL + (compute if tokens > CHUNK_ROWS else 0) + (_FULL if summed else 0))
-    moments = int(_MOMENTS[state] * trained)
-    gradients = (_FULL if summed else compute) * matrices + _FULL * (trained - matrices)
-    activations = between + kept if model.gradient_checkpointing else shape.layers * kept
+        logits += table * (FULL + (compute if tokens > CHUNK_ROWS else 0) + (FULL if summed else 0))
+    moments = int(MOMENTS[state] * trained)
+    gradients = gradient_bytes(matrices, trained - matrices, how)
+    activations = activation_bytes(shape.layers, kept, tokens * shape.width, model.gradient_checkpointing)
     needed = {
-        "weights": weights + compute * frozen,
+        "weights": master_bytes(trained, how.precision, masters) + compute * frozen,
         "gradients": gradients,
         "optimizer": moments,
-        "activations": activations - int(_PARTLY_TOGETHER * min(gradients, activations)),
+        "activations": beside_gradients(activations, gradients),
         "logits": logits,
-        "snapshot": (2 if masters == "bf16" else _FULL) * trained + moments if how.copies else 0,
+        "snapshot": copy_bytes(trained, moments, masters, how),
     }
     return Memory(**needed, overhead=_PROCESS_BYTES)
 
@@ -145,7 +148,7 @@ def pretrained_work(shape: PretrainedShape, example_tokens: float, tokens: float
 
     A frozen weight needs no gradient: 4 a token where a trained one takes 6.
     """
-    matrices = sum(i * o * count for (i, o), count in shape.products) * shape.layers
+    matrices = numbers_of(dict(shape.products)) * shape.layers
     in_blocks = 6.0 if shape.trained > shape.adapter + shape.head else 4.0
     head = 6.0 if in_blocks == 6.0 else 4.0
     return StepWork(
@@ -158,7 +161,7 @@ def pretrained_work(shape: PretrainedShape, example_tokens: float, tokens: float
 
 def pretrained_traffic(shape: PretrainedShape, memory: Memory, how: Execution) -> StepTraffic:
     """Weights and moments once through the update, and what blocks keep written once and read once."""
-    update = 2.0 * (memory.optimizer + _FULL * shape.trained) + _COMPUTE[how.precision] * 2 * shape.trained
+    update = 2.0 * (memory.optimizer + FULL * shape.trained) + COMPUTE[how.precision] * 2 * shape.trained
     return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
 
 

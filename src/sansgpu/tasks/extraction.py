@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Encoding
 
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
-from sansgpu.data.leafy import LeafyRules, TokenText, window_spans
+from sansgpu.data.leafy import LeafyRules, TokenText, places_of, window_spans
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 from sansgpu.data.shards import Progress
 from sansgpu.tasks.gaps import BeamSearch, GapFiller, Names, Question, Tail, normal
@@ -189,23 +189,22 @@ class _Page:
     """A text cut into windows, and where in them something stands."""
 
     def __init__(self, text: str, encoding: Encoding, tokenizer: MaskTokenizer, rules: LeafyRules) -> None:
-        self._text, self._ids, self._tokenizer = TokenText(text, encoding), encoding.ids, tokenizer
+        self._text, self._tokenizer, self._rules = TokenText(text, encoding), tokenizer, rules
+        self._ids = np.array(encoding.ids, np.int64)
         self._windows = list(window_spans(len(encoding.ids), rules)) if encoding.ids else []
 
     def once_a_window(self, head: Triple) -> Iterator[tuple[int, int, int]]:
         """(window, root, tokens) of the head's first mention in every window that holds one whole."""
         found: dict[int, None] = {}
-        for first, last in self._text.mentions(head):
-            for window, (start, stop) in enumerate(self._windows):
-                if start <= first and last <= stop and window not in found:
-                    found[window] = None
-                    yield window, first - start + 1, last - first
+        for window, root, tokens in places_of(self._text.mentions(head), self._windows, self._rules):
+            if window not in found:
+                found[window] = None
+                yield window, root, tokens
 
     def question(self, place: _Place, relation: int) -> Question:
         """What is asked at a place."""
         start, stop = self._windows[place.window]
-        tokens = [self._tokenizer.begin_id, *self._ids[start:stop], self._tokenizer.end_id]
-        return Question(np.array(tokens, np.int64), place.root, place.head_length, relation)
+        return Question(self._tokenizer.enclosed(self._ids[start:stop]), place.root, place.head_length, relation)
 
 
 def _words(text: str, encoding: Encoding) -> Iterable[str]:

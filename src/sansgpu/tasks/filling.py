@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,9 +19,10 @@ from sansgpu.data.leafy import LeafyGraphs
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 from sansgpu.data.masking import MaskRules, masked
 from sansgpu.data.order import batch_indices, steps_per_epoch
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import Sums, add_sums
 
 KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
+Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # a batch's examples by all lengths, as a model likes them
 
 
 class Filler(Protocol):
@@ -48,6 +49,10 @@ def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
     )
 
 
+def _as_they_are(numbers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return numbers
+
+
 @dataclass(frozen=True)
 class Masking:
     """Examples with the masks of their epoch."""
@@ -55,12 +60,11 @@ class Masking:
     graphs: LeafyGraphs
     rules: MaskRules
     seed: int
-    by_length: bool = False  # within a batch, for a model that pads
+    ordered: Ordered = _as_they_are
 
     def batch(self, numbers: np.ndarray, epoch: int) -> GraphBatch:
         """The examples of these numbers, masked."""
-        if self.by_length:
-            numbers = numbers[np.argsort(self.graphs.lengths[numbers], kind="stable")]
+        numbers = self.ordered(numbers, self.graphs.lengths)
         examples = [self.graphs.example(int(number)) for number in numbers]
         shown = [
             masked(example, self.rules, self.seed, epoch, int(number))
@@ -74,9 +78,9 @@ class Masking:
         return self.batch(batch_indices(self.seed, step, len(self.graphs), size), epoch)
 
 
-def held_masking(graphs: LeafyGraphs, rules: MaskRules, seed: int, by_length: bool = False) -> Masking:
+def held_masking(graphs: LeafyGraphs, rules: MaskRules, seed: int, ordered: Ordered = _as_they_are) -> Masking:
     """Of what is held out: masks of its own, the same at every evaluation."""
-    return Masking(graphs, rules, fold_seed(seed, "validation"), by_length)
+    return Masking(graphs, rules, fold_seed(seed, "validation"), ordered)
 
 
 class FillingSums:
@@ -87,8 +91,7 @@ class FillingSums:
 
     def add(self, name: str, **values: float) -> None:
         """Of a kind of gaps."""
-        for key, value in values.items():
-            self._sums[f"{name}_{key}"] = self._sums.get(f"{name}_{key}", 0.0) + value
+        add_sums(self._sums, {f"{name}_{key}": value for key, value in values.items()})
 
     def take(self) -> Sums:
         """All since it was last asked for."""

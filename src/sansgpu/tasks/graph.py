@@ -34,7 +34,7 @@ from sansgpu.tasks.filling import (
     majority_of,
     mask_rules,
 )
-from sansgpu.tasks.graph_corpus import GraphCorpus, gaps_of, graph_corpus
+from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
 
@@ -110,7 +110,7 @@ class Graph(FillingTask, GraphObjective):
         self.corpus, self._effective_batch = corpus, effective_batch
         self.fingerprint = corpus.fingerprint
         self.notes: Sequence[str] = ()
-        masked = gaps_of(corpus.train, config) / corpus.train_tokens
+        masked = corpus.train_gaps / corpus.train_tokens
         self.flops_per_token = costs.graph_work(
             config.model, corpus.example_tokens, 1, masked, longest_span(config)
         ).needed

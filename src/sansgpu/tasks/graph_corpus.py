@@ -24,6 +24,7 @@ class GraphCorpus(RaggedCorpus[LeafyGraphs]):
     """Windows with their triples."""
 
     codec: GraphCodec
+    train_gaps: float  # nodes that are masked in an epoch, in the mean
 
     def preview(self) -> str | None:
         """The first example that has a triple: its text, and its triples in brackets."""
@@ -53,19 +54,20 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
         build_leafy(train, codec.tokenizer, codec.relations, rules),
         build_leafy(held, codec.tokenizer, codec.relations, rules, known),
     )
-    for name, part in zip(("training", "validation"), parts, strict=True):
+    gaps = [gaps_of(part, config) for part in parts]
+    for name, part, masked in zip(("training", "validation"), parts, gaps, strict=True):
         if not len(part):
             raise ConfigError(
                 f"the {name} part of {sources.train.name} is empty; give more texts, or set data.validation_name."
             )
         if note := part.note():
             notes.append(f"{name} part: {note}.")
-        if not gaps_of(part, config):
+        if not masked:
             raise ConfigError(
                 f"no token of the {name} part of {sources.train.name} would be masked: its texts are too short for "
                 "data.mask_ratio, and no triples are masked; raise it, or data.leaf_mask_ratio."
             )
-    return GraphCorpus(*parts, notes, _fingerprint(config, sources, codec, parts), codec)
+    return GraphCorpus(*parts, notes, _fingerprint(config, sources, codec, parts), codec, gaps[0])
 
 
 def gaps_of(graphs: LeafyGraphs, config: Config) -> float:

@@ -92,11 +92,8 @@ class LinkPrediction:
         self._filler, self._tokenizer, self._relations, self._known = filler, tokenizer, relations, known
         self._rules = replace(rules, triples="all")  # no triple goes unasked
         self._names = Names(tokenizer, [name for _, name in known.entities], rules.leaves)
-        self._sharing = torch.from_numpy(np.bincount(self._own_spellings, minlength=self._names.spellings)).int()
-
-    @property
-    def _own_spellings(self) -> np.ndarray:
-        return self._names.spelling[self._names.spelling >= 0]
+        spelled = self._names.spelling[self._names.spelling >= 0]
+        self._sharing = torch.from_numpy(np.bincount(spelled, minlength=self._names.spellings)).int()
 
     def report(
         self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None, progress: Progress

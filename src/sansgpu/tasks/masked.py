@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,9 +75,8 @@ class MaskedLM(FillingTask, MaskedObjective):
         share = config.data.mask_ratio
         self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
         rules, seed = mask_rules(config, corpus.codec.tokenizer), config.training.seed
-        pads = not self.unpadded.packs
-        self._masking = Masking(corpus.train, rules, seed, pads)
-        held = held_masking(corpus.validation, rules, seed, pads)
+        self._masking = Masking(corpus.train, rules, seed, self.ordered)
+        held = held_masking(corpus.validation, rules, seed, self.ordered)
         self._measured = Filling(self, held, majority_of(corpus.train))
 
     @classmethod
@@ -109,10 +110,14 @@ class MaskedLM(FillingTask, MaskedObjective):
         """The masked texts of a step."""
         return self._masking.of_step(step, self._effective_batch)
 
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer_of(self.config.model)
+
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer."""
-        load_tokenizer_of(self.config.model).save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
 
     def export(self, folder: Path) -> None:
         """Write the model."""
-        self.export_to(load_tokenizer_of(self.config.model), folder)
+        self.export_to(self._tokenizer, folder)

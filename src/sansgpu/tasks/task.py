@@ -18,6 +18,12 @@ from sansgpu.models.costs import Products, StepTraffic, StepWork
 Sums = dict[str, float]  # a metric's numerators and denominators, which add up over batches
 
 
+def add_sums(total: Sums, more: Sums) -> None:
+    """Add `more` to `total`, in place."""
+    for name, value in more.items():
+        total[name] = total.get(name, 0.0) + value
+
+
 class Evaluated(Protocol):
     """A model with what it is measured on."""
 

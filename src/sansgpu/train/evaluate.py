@@ -9,7 +9,7 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks import Evaluated
+from sansgpu.tasks import Evaluated, Sums, add_sums
 from sansgpu.train.step import StepPlan
 
 
@@ -25,7 +25,7 @@ def evaluate(
     task: Evaluated, plan: StepPlan, batches: int | None = None, stop: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """The task's metrics on its validation part, or on its first `batches`; None where `stop` said so on the way."""
-    sums: dict[str, float] = {}
+    sums: Sums = {}
     was_training = task.model.training
     task.model.eval()
     try:
@@ -33,8 +33,7 @@ def evaluate(
             for batch in islice(task.validation_batches(plan.micro_batch), batches):
                 if stop():
                     return None
-                for name, value in task.evaluate(batch.to(plan.device)).items():
-                    sums[name] = sums.get(name, 0.0) + value
+                add_sums(sums, task.evaluate(batch.to(plan.device)))
     finally:
         task.model.train(was_training)
     return task.metrics(sums)

@@ -12,7 +12,7 @@ from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
 from sansgpu.machine.usage import Usage
-from sansgpu.tasks import Task
+from sansgpu.tasks import Task, add_sums
 from sansgpu.train.budget import Budget
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
@@ -192,8 +192,7 @@ class Trainer:
         progress.tokens += result.tokens
         progress.logged_loss += result.loss_sum
         progress.logged_targets += result.targets
-        for name, value in result.sums.items():
-            progress.logged_sums[name] = progress.logged_sums.get(name, 0.0) + value
+        add_sums(progress.logged_sums, result.sums)
         if not self._first_step:
             self._budget.stepped(seconds)
         if not self._first_step or training.logging_steps == 1:
