@@ -64,17 +64,21 @@ def train(
 
     from sansgpu.jobs.train import TrainRequest
     from sansgpu.jobs.train import train as job
+    from sansgpu.machine.world import find_world
     from sansgpu.train.loop import End
     from sansgpu.watch.events import Sink
     from sansgpu.watch.jsonl import JsonLines
-    from sansgpu.watch.terminal import PreparationBar, Terminal
+    from sansgpu.watch.terminal import PreparationBar, Terminal, Warnings
 
+    world = find_world()
     errors = Console(stderr=True)
     sink: Sink = JsonLines(sys.stdout) if headless else Terminal(errors if dry_run else Console())
+    if world.rank:
+        sink = Warnings(errors, world.rank)
     request = TrainRequest(
-        config or config_option, tuple(overrides), output_dir, resume, strict, dry_run, force, started
+        config or config_option, tuple(overrides), output_dir, resume, strict, dry_run, force, world, started
     )
-    bar = PreparationBar(errors)
+    bar = PreparationBar(errors, silent=world.rank > 0)
     try:
         outcome = job(request, [bar, sink], bar)
     finally:
@@ -82,7 +86,8 @@ def train(
         sink.close()
     if isinstance(outcome, End):
         return 128 + outcome.signal if outcome.signal else 0
-    _print_dry_run(outcome)
+    if not world.rank:
+        _print_dry_run(outcome)
     return 0
 
 

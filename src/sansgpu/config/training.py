@@ -147,6 +147,20 @@ class TrainingConfig(Section):
     distributed_backend: Literal["gloo", "nccl", "mpi", "ccl"] = Field(
         "gloo", description="torch.distributed backend; refused where torch lacks it"
     )
+    network_interface: str | None = Field(
+        None, description="what other hosts reach this one through, as eth0; by default the way to the first host"
+    )
+    timeout_seconds: float = Field(
+        300.0, gt=0, description="how long the processes of a run wait for one that does not come"
+    )
+    gradient_reduction: Literal["fp32", "bf16"] = Field(
+        "fp32", description="how gradients travel between processes; bf16: half the bytes, rounded once a process"
+    )
+    sharding: Literal["none", "optimizer", "full"] = Field(
+        "none",
+        description="over several processes; none: each has everything; optimizer: each has the fp32 weights and "
+        "moments of its part; full: besides, the blocks' matrices are put together only while they are used",
+    )
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_listed)] = Field(
         ["tensorboard"], description="besides metrics.jsonl: tensorboard, wandb, or none"
     )
@@ -167,6 +181,10 @@ class TrainingConfig(Section):
         if self.master_weights == "bf16" and self.wanted_precision == "fp32":
             raise ValueError("master_weights bf16 needs bf16 products, but precision is fp32; change one of the two")
         narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)
+        if self.sharding == "full" and narrow:
+            raise ValueError(f"sharding full keeps fp32 weights and moments; leave {narrow} at fp32")
+        if self.sharding == "full" and self.sample_tokens:
+            raise ValueError("sharding full has no process with a whole model to sample from; set sample_tokens to 0")
         if narrow and self.optimizer != "adamw":
             raise ValueError(f"{narrow} {getattr(self, narrow)} is AdamW's; set optimizer to adamw")
         return self

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices
+from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, micro_batches_each
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.tasks import TaskKind
 
@@ -16,6 +16,8 @@ Shortage = Literal["refuse", "begin", "report"]
 MARGIN = 1.05  # the estimate is within a few per cent of what is measured; the rest of the machine moves too
 PARTS = (2, 4, 8)  # a half, a quarter, an eighth are tried
 LEAST_WINDOW = 32
+OUTSIDE_BLOCKS = ("embedding", "positions", "head")
+MASTER_BYTES = 4
 MOST_CHANGES = 3  # are named where a run does not fit
 ACCUMULATION = "training.gradient_accumulation_steps"
 FEWER = "fewer parameters"  # a cost that is told in numbers
@@ -36,9 +38,29 @@ class Change:
 
 
 def memory_of(task: TaskKind, config: Config, how: Execution, layers: int | None = None) -> Memory:
-    """What a run of this configuration takes; `how.accumulation` is what its micro-batch asks for."""
-    accumulation = -(-effective_batch(config.training) // how.micro_batch)
-    return task.memory(config, replace(how, accumulation=accumulation), layers)
+    """What a process of this run takes; `how.accumulation` is what its micro-batch asks for."""
+    training = config.training
+    accumulation = micro_batches_each(training, how.micro_batch, how.world_size)
+    if how.world_size > 1 and training.gradient_reduction == "fp32":
+        accumulation = max(2, accumulation)  # gradients travel in fp32, as if they were summed up
+    memory = task.memory(config, replace(how, accumulation=accumulation), layers)
+    if how.world_size == 1 or training.sharding == "none":
+        return memory
+    return _spread(memory, task.parameters(config), training.sharding, how)
+
+
+def _spread(memory: Memory, parts: dict[str, int], sharding: str, how: Execution) -> Memory:
+    """With each process keeping its part of the fp32 weights and moments, and no copy of a snapshot."""
+    ranks, weights, gradients = how.world_size, memory.weights, memory.gradients
+    if sharding == "full":
+        blocks = sum(numbers for part, numbers in parts.items() if part not in OUTSIDE_BLOCKS)
+        cut = blocks / max(1, sum(parts.values()))
+        weights -= int(cut * weights * (1 - 1 / ranks))
+        gradients -= int(cut * gradients * (1 - 1 / ranks))
+    elif how.precision == "bf16":
+        masters = MASTER_BYTES * parts.get("adapter", sum(parts.values()))
+        weights -= int(masters * (1 - 1 / ranks))
+    return replace(memory, weights=weights, gradients=gradients, optimizer=memory.optimizer // ranks, snapshot=0)
 
 
 def fits(memory: Memory, available: int) -> bool:
@@ -59,7 +81,7 @@ def fitting_micro_batches(
     Where none fits: `refuse` raises ConfigError, naming what would; `begin` takes the largest part that does, or 1;
     `report` takes the smallest as it is.
     """
-    choices = micro_batch_choices(config.training, config.window)
+    choices = micro_batch_choices(config.training, config.window, how.world_size)
     fitting = [size for size in choices if fits(memory_of(task, config, replace(how, micro_batch=size)), available)]
     if fitting:
         return fitting
@@ -136,7 +158,7 @@ def _tried(task: TaskKind, config: Config, how: Execution, settings: tuple[str, 
     except ConfigError:  # a combination that the model's shape forbids
         return None
     training = changed.training
-    size = micro_batch_choices(training, changed.window)[0]
+    size = micro_batch_choices(training, changed.window, how.world_size)[0]
     precision = how.precision if training.wanted_precision == "auto" else training.wanted_precision
     optimizer = how.optimizer if training.optimizer == "auto" else training.optimizer
     how = replace(how, micro_batch=size, precision=precision, optimizer=optimizer)

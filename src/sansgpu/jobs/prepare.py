@@ -19,7 +19,8 @@ from sansgpu.jobs.kernels import load_kernels
 from sansgpu.kernels import native
 from sansgpu.machine.allocator import give_back_memory, keep_freed_memory
 from sansgpu.machine.compilation import is_long, is_long_time, keep_compiled, missing_for_compile, resolve_compile
-from sansgpu.machine.memory import Execution, Memory, effective_batch, usual_micro_batch
+from sansgpu.machine.group import ALONE, Group
+from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batches_each, usual_micro_batch
 from sansgpu.machine.probe import (
     Environment,
     cache_dir,
@@ -28,7 +29,7 @@ from sansgpu.machine.probe import (
     memory_for_run,
     resolve_device,
     resolve_precision,
-    resolve_threads,
+    take_cores,
 )
 from sansgpu.machine.remembered import remembered
 from sansgpu.machine.vector_math import choose_vector_math
@@ -70,11 +71,13 @@ class Prepared:
     memory: Memory
     fits: bool
     timing: Timing | None  # where the micro-batch was measured
+    group: Group = ALONE
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step."""
-        return -(-effective_batch(self.config.training) // self.environment.micro_batch)
+        """Micro-batches of a step, on every rank."""
+        environment = self.environment
+        return micro_batches_each(self.config.training, environment.micro_batch, environment.world_size)
 
     @property
     def example_tokens(self) -> float:
@@ -111,7 +114,7 @@ class Prepared:
     @property
     def step_plan(self) -> StepPlan:
         """How a step is computed."""
-        return StepPlan(self.environment.micro_batch, self.machine.device, self.environment.precision)
+        return StepPlan(self.environment.micro_batch, self.machine.device, self.environment.precision, self.group)
 
     def facts(self) -> dict[str, Any]:
         """For people and the start event."""
@@ -124,6 +127,7 @@ class Prepared:
             "optimizer": training.optimizer,
             "micro_batch": self.environment.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
+            "world_size": self.environment.world_size,
             "window": self.config.window,
             "tokens_per_step": self.tokens_per_step,
             "total_steps": None if self.total_steps == UNKNOWN else self.total_steps,
@@ -142,14 +146,16 @@ def silent(*said: object) -> None:
     """Takes what nobody is to hear of: progress, and warnings that were given before."""
 
 
-def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
+def set_up(config: Config, before: Environment | None, warn: Warn, group: Group = ALONE) -> Machine:
     """Set this process's threads and memory, and load the kernels.
 
     Of a resumed run, `before` is its environment, and what is chosen stays as it was.
     """
     training, cache = config.training, cache_dir(config.data.cache_dir)
     device = resolve_device(training)
-    torch.set_num_threads(_kept(before.threads if before else None, resolve_threads(training), training.threads))
+    threads = take_cores(group, training, warn)
+    recorded = before.threads if before and before.world_size == group.size else None
+    torch.set_num_threads(_kept(recorded, threads, training.threads))
     torch.set_flush_denormal(True)
     torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
     choose_vector_math()
@@ -161,8 +167,9 @@ def set_up(config: Config, before: Environment | None, warn: Warn) -> Machine:
     if kernels == "native":
         native.keep_blocks(varying=config.kind in RAGGED)
     precision = before.precision if before and training.wanted_precision == "auto" else None
-    precision = precision or resolve_precision(training, device)
-    return Machine(device, torch.get_num_threads(), kernels, precision, memory_for_run(device), cache)
+    precision = group.decide(lambda: precision or resolve_precision(training, device))
+    share = memory_for_run(device, len(group.local))
+    return Machine(device, torch.get_num_threads(), kernels, precision, min(group.gather(share)), cache)
 
 
 def prepare(
@@ -173,23 +180,35 @@ def prepare(
     shortage: Shortage = "refuse",
     data: Data = "needed",
     timed: Timed = "where it pays",
+    group: Group = ALONE,
 ) -> Prepared:
     """Make the data ready and choose what is left open. Raises ConfigError before any work that is lost.
 
-    Of a resumed run, `before` is its environment, and what was chosen stays.
+    Of a resumed run, `before` is its environment, and what was chosen stays. What needs a measurement is rank 0's to
+    choose; the rest all ranks choose alike.
     """
     config = _with_finish(config)
-    machine = set_up(config, before, warn)
+    _require_share(config, group.size)
+    machine = set_up(config, before, warn, group)
     task = TASKS[config.kind]
+    leads = group.rank == group.local[0]
+    if group.size > 1 and not leads:
+        group.gather(None)  # until the first process of every machine has filled the cache
     config, corpus = (config, None) if data == "unread" else _data(config, machine, progress, warn, data)
+    if group.size > 1 and leads:
+        group.gather(None)
     example_tokens = corpus.example_tokens if corpus else config.window
     config, steps, long = _with_length(config, machine, corpus)
     training = config.training
-    compiled = resolve_compile(training, long, machine.device.type)
+    long, compiled = group.decide(lambda: (long, resolve_compile(training, long, machine.device.type)))
     if machine.device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
         warn(f"{missing} is missing, so nothing is compiled and steps take longer.")
     elif before and training.compile == "auto":
         compiled = before.compile
+    if training.sharding == "full" and group.size > 1:
+        if training.compile == "on":
+            raise ConfigError("training.compile is on, but blocks that are cut are not compiled; set it to auto.")
+        compiled = "off"
     how = Execution(
         micro_batch=1,
         accumulation=1,
@@ -198,6 +217,7 @@ def prepare(
         kernels=machine.kernels,
         optimizer=training.optimizer,
         most_tokens=corpus.most_tokens if corpus else None,
+        world_size=group.size,
     )
     sizes = fitting_micro_batches(task, config, how, machine.available, shortage, warn)
     if before and training.batch_size == "auto":
@@ -208,13 +228,16 @@ def prepare(
     pays = timed == "always" or (timed != "never" and (len(sizes) > 1 or compiled == "measure"))
     if pays and _trial_fits(config, replace(how, micro_batch=sizes[0]), machine.available):
         whole = fits(memory_of(task, config, replace(how, micro_batch=sizes[-1])), machine.available)
-        timing = _measured(config, machine, sizes, compiled, whole, math.ceil(example_tokens))
+        tokens = math.ceil(example_tokens)
+        answer = group.decide(lambda: _measured(config, machine, sizes, compiled, whole, tokens))
+        timing = Timing(**answer)
     how = replace(how, micro_batch=sizes[0])
     if timing:
         how = replace(how, micro_batch=timing.micro_batch, compile=timing.compile)
     memory = memory_of(task, config, how)
     environment = _environment(machine, how)
-    return Prepared(config, machine, environment, corpus, steps, memory, fits(memory, machine.available), timing)
+    fitting = fits(memory, machine.available)
+    return Prepared(config, machine, environment, corpus, steps, memory, fitting, timing, group)
 
 
 def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tuple[Config, int, bool]:
@@ -236,7 +259,7 @@ def _environment(machine: Machine, how: Execution) -> Environment:
         isa=isa(),
         device=machine.device.type,
         threads=machine.threads,
-        world_size=1,
+        world_size=how.world_size,
         precision=how.precision,
         compile=how.compile,
         kernels=how.kernels,
@@ -278,7 +301,18 @@ def seconds_allowed(config: Config) -> float:
     return seconds
 
 
-def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str, whole: bool, tokens: int) -> Timing:
+def _require_share(config: Config, world_size: int) -> None:
+    """Raises ConfigError where a step has no example for some process."""
+    if (batch := effective_batch(config.training)) < world_size:
+        raise ConfigError(
+            f"a step has {batch} examples and the run {world_size} processes; raise "
+            "training.gradient_accumulation_steps, or start fewer."
+        )
+
+
+def _measured(
+    config: Config, machine: Machine, sizes: list[int], compiled: str, whole: bool, tokens: int
+) -> dict[str, Any]:
     """The timing of the fastest choice, measured once a cache."""
     question = {
         "timing of": sorted(field.name for field in fields(Timing)),
@@ -303,7 +337,7 @@ def _measured(config: Config, machine: Machine, sizes: list[int], compiled: str,
 
     answer = remembered(machine.cache, question, ask)
     give_back_memory()  # of what was tried
-    return Timing(**answer)
+    return answer
 
 
 def _trial_fits(config: Config, how: Execution, available: int) -> bool:
@@ -314,7 +348,11 @@ def _trial_fits(config: Config, how: Execution, available: int) -> bool:
 def _kept_micro_batch(
     task: TaskKind, config: Config, how: Execution, recorded: int, available: int, sizes: list[int], warn: Warn
 ) -> int:
-    """The micro-batch of a run that is resumed, or what fits of it where memory is less than it was."""
+    """The micro-batch of a run that is resumed, or what fits of it where memory is less than it was, or each process's
+    share another.
+    """
+    if how.world_size > 1:
+        return max((size for size in sizes if size <= recorded), default=min(sizes))
     if fits(memory_of(task, config, replace(how, micro_batch=recorded)), available):
         return recorded
     size = max((size for size in sizes if size <= recorded), default=min(sizes))

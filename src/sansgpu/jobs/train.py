@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, RunPaths, load_config, save_config
 from sansgpu.data.shards import Progress
+from sansgpu.jobs.fitting import Shortage
 from sansgpu.jobs.folders import held_run, open_output, run_paths, write_json
 from sansgpu.jobs.prepare import Prepared, prepare
 from sansgpu.machine.disk import free_disk_bytes
+from sansgpu.machine.group import Group, telling
+from sansgpu.machine.joining import join, require_backend
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
-from sansgpu.machine.world import require_single_process
+from sansgpu.machine.world import World
 from sansgpu.tasks import TASKS, Task
 from sansgpu.train import Trainer
 from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot, snapshots
@@ -39,6 +42,7 @@ class TrainRequest:
     strict: bool = False
     dry_run: bool = False
     force: bool = False
+    world: World = World()  # noqa: RUF009  frozen
     started: float = field(default_factory=time.monotonic)  # what its time is counted from
 
 
@@ -50,42 +54,107 @@ class Begun:
     paths: RunPaths
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a run goes, and what it goes on from."""
+
+    folder: Path
+    snapshot: Snapshot | None
+    before: Environment | None
+
+
 def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun | End:
-    """Train, or with `dry_run` prepare everything and return it. Raises ConfigError before any work is done."""
-    folder = open_output(request.output_dir, request.config_file, request.resume, dry_run=request.dry_run)
-    with nullcontext() if request.dry_run else held_run(folder):
-        return _train_in(folder, request, sinks, progress)
+    """Train, or with `dry_run` prepare everything and return it. Raises ConfigError before any work is done.
+
+    Of several processes rank 0 alone writes; an error that ends one ends all, in its own words.
+    """
+    config, notes = _configuration(request)
+    training, world = config.training, request.world
+    require_backend(training.distributed_backend)
+    group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
+    with telling(group), ExitStack() as held:
+        early = Sinks(sinks if group.first else [])
+        for note in [*notes, *([world.note] if world.note else [])]:
+            early.warn(note)
+        _require_same(config, group)
+        place = _place(request, config, group, early.warn, held)
+        require_boards(list(training.report_to))
+        outcome = _train_in(place, config, request, group, sinks, early.warn, progress)
+        group.leave()
+        return outcome
 
 
-def _train_in(folder: Path, request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun | End:
-    config, notes = _configuration(request, folder)
-    early = Sinks(sinks)
-    for note in notes:
-        early.warn(note)
-    require_single_process(config.training.distributed_backend)
-    paths = run_paths(folder, config)
-    if not request.dry_run:
-        clear_leftovers(paths.snapshots)
-        if not request.resume and snapshots(paths.snapshots):
-            raise ConfigError(f"{paths.snapshots} holds another run's snapshots; choose another checkpoint_dir.")
-    snapshot = find_snapshot(paths.snapshots, request.resume, early.warn) if request.resume else None
-    if request.resume and snapshot is None:
-        early.warn(f"{folder} has no snapshot yet; training starts at the first step.")
-    require_boards(list(config.training.report_to))
-    before = recorded_environment(snapshot) if snapshot else None
-    prepared = prepare(config, before, progress, early.warn, "begin" if request.force else "refuse")
-    _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
+def _require_same(config: Config, group: Group) -> None:
+    """Raises ConfigError where the hosts' configurations differ: each would train another model."""
+    ours = config.model_dump(mode="json")
+    first = group.decide(lambda: ours)
+    for section, values in ours.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if first[section][key] != value:
+                raise ConfigError(
+                    f"rank {group.rank} has {section}.{key} {value}, and rank 0 {first[section][key]}: give all "
+                    "processes the same configuration."
+                )
+
+
+def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[str], None], held: ExitStack) -> _Place:
+    """Found, made and locked by rank 0. A launcher that starts a run anew goes on where it was."""
+    resume = request.resume or ("latest" if group.restarted else None)
+
+    def find() -> dict[str, Any]:
+        folder = open_output(request.output_dir, request.config_file, resume, dry_run=request.dry_run)
+        paths = run_paths(folder, config)
+        if not request.dry_run:
+            held.enter_context(held_run(folder))
+            clear_leftovers(paths.snapshots)
+            if not resume and snapshots(paths.snapshots):
+                raise ConfigError(f"{paths.snapshots} holds another run's snapshots; choose another checkpoint_dir.")
+        snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
+        if resume and snapshot is None:
+            warn(f"{folder} has no snapshot yet; training starts at the first step.")
+        return {
+            "folder": str(folder),
+            "snapshot": str(snapshot.folder) if snapshot else None,
+            "before": asdict(recorded_environment(snapshot)) if snapshot else None,
+        }
+
+    found = group.decide(find)
+    return _Place(
+        Path(found["folder"]),
+        Snapshot(Path(found["snapshot"])) if found["snapshot"] else None,
+        Environment(**found["before"]) if found["before"] else None,
+    )
+
+
+def _train_in(
+    place: _Place,
+    config: Config,
+    request: TrainRequest,
+    group: Group,
+    sinks: list[Sink],
+    warn: Callable[[str], None],
+    progress: Progress,
+) -> Begun | End:
+    paths = run_paths(place.folder, config)
+    shortage: Shortage = "begin" if request.force else "refuse"
+    prepared = prepare(config, place.before, progress, warn, shortage, group=group)
+    if group.first:
+        _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
     task = TASKS[config.kind](prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
-        early.warn(note)
-    return Begun(prepared, paths) if request.dry_run else _run(prepared, paths, task, snapshot, request, sinks)
+        warn(note)
+    if request.dry_run:
+        return Begun(prepared, paths)
+    return _run(prepared, paths, task, place.snapshot, request, sinks)
 
 
-def _configuration(request: TrainRequest, folder: Path) -> tuple[Config, list[str]]:
+def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
     """The file given; without one, a run that is resumed goes on as it was configured."""
     file = request.config_file
-    if file is None and request.resume and run_paths(folder).config.is_file():
-        file = run_paths(folder).config
+    if file is None and request.resume:
+        folder = open_output(request.output_dir, None, request.resume, dry_run=True)  # rank 0 alone writes there
+        recorded = run_paths(folder).config
+        file = recorded if recorded.is_file() else None
     return load_config(file, request.overrides)
 
 
@@ -110,6 +179,8 @@ def _run(
     )
     if snapshot:
         trainer.resume(snapshot, request.strict)  # before anything of the old run is written over
+    if not prepared.group.first:
+        return trainer.train()
     _write_run_files(prepared, paths, task)
     step = snapshot.step if snapshot else None
     trainer.sinks = Sinks([*sinks, Metrics(paths.metrics, step), *_boards(config, paths, step)])

@@ -23,6 +23,7 @@ class Execution:
     optimizer: str  # adamw | muon
     most_tokens: Callable[[int], int] | None = None  # of so many examples; by default all are as long as they may be
     copies: bool = True  # snapshots are copied in memory and written behind training
+    world_size: int = 1  # processes that share a step
 
     def tokens(self, window: int) -> int:
         """Of the largest micro-batch, where examples have up to `window`."""
@@ -60,17 +61,22 @@ class Memory:
 MemoryOf = Callable[[int], Memory]  # of a micro-batch
 
 
-def effective_batch(training: TrainingConfig, world_size: int = 1) -> int:
-    """Examples of a step over all ranks; `batch_size: auto` keeps it whatever the micro-batch."""
+def effective_batch(training: TrainingConfig) -> int:
+    """Examples of a step, over however many ranks; `batch_size: auto` keeps it whatever the micro-batch."""
     accumulated = training.gradient_accumulation_steps
-    return accumulated if training.batch_size == "auto" else training.batch_size * accumulated * world_size
+    return accumulated if training.batch_size == "auto" else training.batch_size * accumulated
+
+
+def micro_batches_each(training: TrainingConfig, micro_batch: int, world_size: int = 1) -> int:
+    """Micro-batches of a step on every rank."""
+    return -(-effective_batch(training) // (micro_batch * world_size))
 
 
 def micro_batch_choices(training: TrainingConfig, window: int, world_size: int = 1) -> list[int]:
-    """Micro-batches in examples, smallest first: the configured one, or with `auto` all that divide the step."""
-    if training.batch_size != "auto":
-        return [training.batch_size]
+    """Micro-batches in examples, smallest first: the configured one, or with `auto` all that divide a rank's share."""
     share = -(-effective_batch(training) // world_size)
+    if training.batch_size != "auto":
+        return [min(training.batch_size, share)]
     largest = max(1, min(share, MOST_TOKENS // window))
     return [size for size in range(1, largest + 1) if share % size == 0]
 

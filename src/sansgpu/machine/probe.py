@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -13,8 +14,10 @@ import psutil
 import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
-from sansgpu.machine import cgroup
+from sansgpu.machine import cgroup, cores
+from sansgpu.machine.group import Group
 from sansgpu.machine.roofline import best_seconds, gemm_rate
+from sansgpu.machine.world import usual_threads
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # of a typical layer, timed to choose the precision
 GEMM_SIZE = 2048  # large enough for the peak rate, small enough for tenths of a second on one slow core
@@ -63,7 +66,7 @@ def allowed_cpus() -> int:
 def available_cores() -> int:
     """Physical cores this process may use, by affinity and container quota."""
     allowed = allowed_cpus()
-    physical = min(allowed, psutil.cpu_count(logical=False) or allowed)
+    physical = min(len(cores.physical(cores.cpus())), psutil.cpu_count(logical=False) or allowed)
     quota = cgroup.cpu_quota()
     return max(1, min(physical, int(quota) if quota else physical))
 
@@ -93,14 +96,40 @@ def held_memory(device: torch.device) -> int:
     return resident
 
 
-def memory_for_run(device: torch.device) -> int:
-    """Bytes a run in this process may come to: what can still be had, and what the process has already."""
-    return available_memory(device) + held_memory(device)
+def memory_for_run(device: torch.device, processes: int = 1) -> int:
+    """Bytes this process may come to: its share of what can still be had, and what it has already."""
+    return available_memory(device) // processes + held_memory(device)
 
 
 def resolve_threads(training: TrainingConfig) -> int:
-    """Compute threads for this run."""
-    return available_cores() if training.threads == "auto" else training.threads
+    """Compute threads for this process: as configured, else OMP_NUM_THREADS, else the cores it may use."""
+    return (usual_threads() or available_cores()) if training.threads == "auto" else training.threads
+
+
+def take_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
+    """Compute threads for this process, which from now on runs on its own part of the machine's cores.
+
+    Processes whose launcher gave each its own keep them. Raises ConfigError where all threads on this machine are more
+    than its processors.
+    """
+    mine = group.peers[group.rank].cpus
+    same = [rank for rank in group.local if group.peers[rank].cpus == mine]
+    if len(same) > 1:
+        cores.bind(cores.share(cores.cpus(), same.index(group.rank), len(same)))
+    quota, here = cgroup.cpu_quota(), len(group.local)
+    threads = resolve_threads(training)
+    if training.threads == "auto" and quota and usual_threads() is None:
+        threads = max(1, min(threads, int(quota / here)))
+    cpus = len({cpu for rank in group.local for cpu in group.peers[rank].cpus})
+    if here > 1 and threads > 1 and threads * here > cpus:
+        asked = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
+        raise ConfigError(
+            f"{here} processes of {threads} threads each are more than the {cpus} processors of "
+            f"{group.peers[group.rank].host}; set {asked} to {max(1, cpus // here)}, or start fewer processes."
+        )
+    if here > cpus and group.rank == group.local[0]:
+        warn(f"{here} processes share {cpus} processors of {group.peers[group.rank].host}, and wait for each other.")
+    return threads
 
 
 def limit_tokenizer_threads(threads: int) -> None:

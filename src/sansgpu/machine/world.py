@@ -1,24 +1,96 @@
-"""Which process of how many this is."""
+"""Which process of how many this is, as its launcher says."""
 
 from __future__ import annotations
 
 import os
-
-import torch.distributed
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from sansgpu.config import ConfigError
 
-# World size by torchrun, Open MPI, MPICH and Intel MPI, Slurm (whose SLURM_NTASKS also stands in plain batch jobs).
-_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+LOOPBACK = "127.0.0.1"
+# What each launcher says: rank, number of processes, and how many of them are on this machine.
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+}
+# What tells one job from the next on the same machine: their ports must differ.
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PMI_ID", "HYDI_CONTROL_FD")
+_PORTS = range(29500, 30500)
 
 
-def require_single_process(backend: str) -> None:
-    """Refuse a launcher's several processes: each would train for itself into the same folder.
+@dataclass(frozen=True)
+class World:
+    """One process among `size`. `address` and `port` are where rank 0, or its launcher, keeps what all can read."""
 
-    Refuse a backend that this torch was built without, too.
-    """
-    if not torch.distributed.is_backend_available(backend):
-        raise ConfigError(f"training.distributed_backend is {backend}, which this torch has not; set it to gloo.")
-    for name in _SIZES:
-        if int(os.environ.get(name) or 1) > 1:
-            raise ConfigError(f"{name} is {os.environ[name]}, but several processes are not supported; start one.")
+    rank: int = 0
+    size: int = 1
+    launcher: str = ""  # empty: started by hand
+    address: str = LOOPBACK
+    port: int = 0
+    hosted: bool = False  # the launcher keeps it, and not rank 0
+    restarts: int = 0  # of this run by the launcher, after a process was lost
+    unbound: bool = False  # the launcher gave this process its cores without being asked to
+    note: str | None = None  # what the user is to hear
+
+
+def find_world(environment: Mapping[str, str] = os.environ) -> World:
+    """What the launcher's variables say. Raises ConfigError where they are not whole."""
+    for launcher, (rank_key, size_key, local_key) in _LAUNCHERS.items():
+        size = _number(environment, size_key)
+        if size is None or (size == 1 and launcher != "torchrun"):
+            continue
+        rank = _number(environment, rank_key)
+        if rank is None or not 0 <= rank < size:
+            raise ConfigError(
+                f"{size_key} is {size}, but {rank_key} is {environment.get(rank_key) or 'not set'}: start all of a "
+                "run's processes with torchrun, mpirun or srun, which set both."
+            )
+        elastic = launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environment
+        return World(
+            rank,
+            size,
+            launcher,
+            _address(environment, environment.get(local_key) == str(size)) if size > 1 else LOOPBACK,
+            _number(environment, "MASTER_PORT") or _job_port(environment),
+            hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restarts=(_number(environment, "TORCHELASTIC_RESTART_COUNT") or 0) if elastic else 0,
+            unbound=launcher == "Open MPI" and not any("_policy" in k and "base_" in k for k in environment),
+        )
+    tasks = _number(environment, "SLURM_NTASKS") or 1
+    alone = f"this job has {tasks} tasks, but one process was started and trains alone: start it with srun"
+    return World(note=f"{alone}." if tasks > 1 and "SLURM_STEP_NUM_TASKS" not in environment else None)
+
+
+def usual_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+    """OMP_NUM_THREADS where the user has set it: torchrun sets it to 1 wherever nobody did."""
+    threads = _number(environment, "OMP_NUM_THREADS")
+    return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environment else threads
+
+
+def _number(environment: Mapping[str, str], key: str) -> int | None:
+    """A whole number, of a list (`4,2`) its first; None where there is none."""
+    text = environment.get(key, "").split(",")[0]
+    return int(text) if text.isdigit() else None
+
+
+def _address(environment: Mapping[str, str], one_machine: bool) -> str:
+    if chosen := environment.get("MASTER_ADDR"):
+        return chosen
+    if one_machine or environment.get("SLURM_STEP_NUM_NODES") == "1":
+        return LOOPBACK
+    if first := environment.get("SLURM_SRUN_COMM_HOST") or environment.get("SLURM_LAUNCH_NODE_IPADDR"):
+        return first
+    raise ConfigError(
+        "the processes are on several hosts, and MASTER_ADDR, the host of the first of them, is not set: "
+        "mpirun -x MASTER_ADDR=HOST ..., or MASTER_ADDR=HOST srun ...."
+    )
+
+
+def _job_port(environment: Mapping[str, str]) -> int:
+    """The same in all processes of a job, and another in the next job."""
+    job = next((environment[key] for key in _JOBS if environment.get(key)), "")
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]

@@ -49,7 +49,7 @@ def use_our_kernels(model: PreTrainedModel) -> list[str]:
     return kept + [f"layers of type {name}" for name in others]
 
 
-def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Its repeated blocks, in order: the longest list of modules with parameters."""
     lists: list[Any] = [
         m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())

@@ -10,17 +10,18 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.machine.disk import file_sha256, sync_to_disk
-from sansgpu.train.tensor_file import save_tensors
+from sansgpu.train.tensor_file import Whole, save_tensors
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 LAID = "total_steps"  # of the progress, what time has to do with: steps as laid over what is left of it
@@ -86,13 +87,21 @@ class Snapshot:
         state: dict[str, Any] = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
         return state
 
+    def shapes(self, file: str) -> dict[str, tuple[list[int], str]]:
+        """Shape and safetensors' name for the type of every tensor in one of the files."""
+        with safe_open(self.folder / file, "pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
+            return {name: (list(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+
+    def tensors(self, file: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of one of the files, in the order of their names, one at a time in memory."""
+        with safe_open(self.folder / file, "pt") as tensors:
+            for name in sorted(tensors.keys()):
+                yield name, tensors.get_tensor(name)
+
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's weights."""
         return dict(load_file(self.folder / WEIGHTS))
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer's state."""
-        return dict(load_file(self.folder / MOMENTS))
 
     def size_bytes(self) -> int:
         """Its size on disk."""
@@ -149,10 +158,12 @@ def save_snapshot(
     moments: dict[str, torch.Tensor],
     state: dict[str, Any],
     record: Path,
+    whole: Whole = lambda name, tensor: tensor,
 ) -> Snapshot:
     """Write `folder`/step-N. Raises SansGPUError where the disk refuses; what was there before stays.
 
-    The run's `record`, where it is there, is synced first: who finds the snapshot finds the lines up to its step.
+    `whole` is asked for each tensor, where weights and moments only tell shapes and types. The run's `record`, where it
+    is there, is synced first: who finds the snapshot finds the lines up to its step.
     """
     final = Snapshot.of(folder, step).folder
     partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
@@ -160,7 +171,7 @@ def save_snapshot(
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        files = {name: save_tensors(t, partial / name) for name, t in ((WEIGHTS, weights), (MOMENTS, moments))}
+        files = {file: save_tensors(t, partial / file, whole) for file, t in ((WEIGHTS, weights), (MOMENTS, moments))}
         (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         files[STATE] = file_sha256(partial / STATE)
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")

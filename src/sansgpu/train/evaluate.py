@@ -24,16 +24,24 @@ def evaluated_share(training: TrainingConfig, validation_tokens: int, example_to
 def evaluate(
     task: Evaluated, plan: StepPlan, batches: int | None = None, stop: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """The task's metrics on its validation part, or on its first `batches`; None where `stop` said so on the way."""
+    """The task's metrics on its validation part, or on its first `batches`; None where `stop` said so on the way.
+
+    Ranks take batches in turn, each in a round the same number of them, and add their sums up.
+    """
     sums: Sums = {}
+    group = plan.group
     was_training = task.model.training
     task.model.eval()
     try:
         with torch.no_grad(), plan.autocast():
-            for batch in islice(task.validation_batches(plan.micro_batch), batches):
-                if stop():
+            chosen = islice(task.validation_batches(plan.micro_batch), batches)
+            while turn := list(islice(chosen, group.size)):
+                if group.most(float(stop())):
                     return None
-                add_sums(sums, task.evaluate(batch.to(plan.device)))
+                mine = turn[min(group.rank, len(turn) - 1)]  # the last round may be short: all go, one counts
+                found = task.evaluate(mine.to(plan.device))
+                if group.rank < len(turn):
+                    add_sums(sums, found)
     finally:
         task.model.train(was_training)
-    return task.metrics(sums)
+    return task.metrics(group.add_up(sums))

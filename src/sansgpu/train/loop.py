@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from sansgpu.config import Config, RunPaths, fold_seed
 from sansgpu.data.batch import Examples
 from sansgpu.data.prefetch import Prefetcher
+from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
 from sansgpu.machine.usage import Usage
@@ -21,7 +22,7 @@ from sansgpu.train.resume import restore
 from sansgpu.train.schedule import UNKNOWN, learning_rate
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, StepResult, train_step
-from sansgpu.train.tensor_file import Tensors
+from sansgpu.train.tensor_file import Tensors, in_file_order
 from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.events import Sinks
 from sansgpu.watch.jsonl import read_events
@@ -62,7 +63,9 @@ class Trainer:
         self.task, self.config, self.paths, self.plan = task, config, paths, plan
         self.environment, self.sinks, self.gemm_flops_per_second = environment, sinks, gemm_flops_per_second
         training = config.training
-        self.state = TrainState.begin(task.model, training, plan.device, plan.compute_dtype)
+        self.group = plan.group
+        self.state = TrainState.begin(task.model, training, plan.device, plan.compute_dtype, plan.group)
+        self._spread = self.group.size > 1 and training.sharding != "none"  # so that no process has all to save
         self.total_steps = self._most_steps = steps
         self._told = False  # that another limit ends the run long before its time is up
         self._started = time.monotonic() if started is None else started
@@ -83,7 +86,9 @@ class Trainer:
             lambda message: self.sinks.warn(message),
             self._shed,
         )
-        task.between_blocks(self._guard.look)
+        self._cut_by_rows = self._spread and training.sharding == "full"
+        if not self._cut_by_rows:
+            task.between_blocks(self._guard.look)
         self._usage = Usage()
         self._snapshot: Snapshot | None = None  # the newest, perhaps still being written
         self._snapshot_said = True
@@ -100,13 +105,19 @@ class Trainer:
 
     def resume(self, snapshot: Snapshot, strict: bool = False) -> None:
         """Take up a snapshot. Raises ConfigError where it does not fit the model, or with `strict` the environment."""
-        self._metrics = restore(self.state, snapshot, self.environment, self.task.fingerprint, strict, self.sinks.warn)
+        fingerprint = self.task.fingerprint
+        warn = self.sinks.warn if self.group.first else lambda message: None
+        self._metrics = restore(self.state, snapshot, self.environment, fingerprint, strict, warn, self.group)
         self._snapshot, self._snapshot_said = snapshot, False
-        events = read_events(self.paths.metrics)  # a process that was killed took time that no snapshot knows of
-        self._before = max((event.get("elapsed_seconds", 0.0) for event in events), default=0.0)
+        self._before = self.group.decide(self._recorded_seconds)
         laid = self.progress.total_steps
-        if self.config.training.time_limited and laid and (self.progress.step < laid or not self._budget.worth_more()):
+        over = self.group.decide(lambda: not self._budget.worth_more())
+        if self.config.training.time_limited and laid and (self.progress.step < laid or over):
             self.total_steps = min(self._most_steps, laid)
+
+    def _recorded_seconds(self) -> float:
+        """Of the run's earlier processes: one that was killed took time that no snapshot knows of."""
+        return max((event.get("elapsed_seconds", 0.0) for event in read_events(self.paths.metrics)), default=0.0)
 
     def train(self) -> End:
         """Run to the first limit, an interrupt or the end of the time allowed; snapshots as configured, and one at
@@ -119,26 +130,40 @@ class Trainer:
             with Interrupt() as interrupt:
                 if self.progress.step:
                     self._finish_step(interrupt)
-                while interrupt.signal is None and not self._finished():
+                while (signal := self._agreed(interrupt)) is None and not self._finished():
                     self._one_step(prefetch)
                     if not self._writer.busy:
                         self._settle()
                     self._lay_steps(prefetch)
                     self._finish_step(interrupt)
-                if interrupt.signal is not None:
+                if signal is not None:
                     if self.progress.step:  # else there is nothing to lose, and no moments to save
                         self._save()
                     self._settle()
-                    return self._end("interrupted", interrupt.signal)
+                    return self._end("interrupted", signal)
                 self._evaluate()
                 self._save()
                 self._settle()
             self.state.optimizer.release()
-            self.task.export(self.paths.final)
+            if self.group.first:
+                self.task.export(self.paths.final)
             return self._end("out_of_time" if self.progress.step >= self.total_steps < self._most_steps else "done")
+        except LostRankError:
+            self._rescue()
+            raise
         finally:
             prefetch.close()
             self._leave_nothing_unsaid()
+
+    def _agreed(self, interrupt: Interrupt) -> int | None:
+        """The signal that one of the ranks was sent."""
+        return int(self.group.most(interrupt.signal or 0)) or None
+
+    def _rescue(self) -> None:
+        """Save the last whole step, where another process was lost and this one has all of it."""
+        if self.group.first and not self._spread and self.progress.step:
+            self._save()
+            self._settle()
 
     def _batch(self, step: int) -> Examples:
         """The global batch of a step, as it is learned from; made ahead of it."""
@@ -158,11 +183,20 @@ class Trainer:
 
     def _lay_steps(self, prefetch: Prefetcher) -> None:
         """Where time limits the run: lay its steps over what is left of it."""
-        if self._finished() or not self._budget.due():
+        if not self.config.training.time_limited:
             return
+        total = int(self.group.most(self._fitting_steps() if self.group.first else 0))
+        if total != self.total_steps:
+            self.total_steps = self.progress.total_steps = total
+            prefetch.forget()  # how windows are cut depends on how many steps there are
+
+    def _fitting_steps(self) -> int:
+        """Steps of the run, as they fit into its time now."""
+        if self._finished() or not self._budget.due():
+            return self.total_steps
         fitting = self._budget.steps_left(self.progress.step)
         if fitting is None:
-            return
+            return self.total_steps
         total = min(self._most_steps, self.progress.step + fitting)
         if not self._told and self._budget.idle_ratio(self._most_steps - self.progress.step) > LONG_BEFORE:
             self._told = True
@@ -170,9 +204,7 @@ class Trainer:
                 f"num_epochs, max_steps or max_tokens end the run after {total:,} steps, long before its time is up; "
                 "set them to null to use all of it."
             )
-        if total != self.total_steps:
-            self.total_steps = self.progress.total_steps = total
-            prefetch.forget()  # how windows are cut depends on how many steps there are
+        return total
 
     def _shed(self) -> str | None:
         """Give up the memory that training can do without."""
@@ -183,7 +215,8 @@ class Trainer:
         progress, training = self.progress, self.config.training
         lr = learning_rate(training, progress.step, self.total_steps)
         batch = prefetch(progress.step, self.total_steps)
-        result = train_step(self.state, self.task, batch, self.plan, training, lr, self._guard.allowed)
+        allowed = (lambda size: size) if self._cut_by_rows else self._guard.allowed
+        result = train_step(self.state, self.task, batch, self.plan, training, lr, allowed)
         if self._guard.micro_batch != self.plan.micro_batch:
             self.plan = replace(self.plan, micro_batch=self._guard.micro_batch)
             self.environment = replace(self.environment, micro_batch=self._guard.micro_batch)
@@ -199,7 +232,8 @@ class Trainer:
             self._interval.append((seconds, result.tokens))
         self._first_step = False
         self._metrics = None
-        if not self._writer.prepared and (training.save_steps or training.eval_steps):
+        behind = self.group.first and not self._spread
+        if behind and not self._writer.prepared and (training.save_steps or training.eval_steps):
             self._writer.prepare(*self._tensors())  # moments exist from the first step on
         if progress.step % training.logging_steps == 0 or self._finished():
             self._say_step(result, lr, seconds)
@@ -262,7 +296,7 @@ class Trainer:
         if self._metrics is None:
             return
         event: dict[str, object] = {"event": "eval", "step": progress.step, **self._metrics}
-        if training.sample_tokens:
+        if training.sample_tokens and self.group.first:
             seed = fold_seed(training.seed, "sample", progress.step)
             with self.plan.autocast():
                 event["sample"] = self.task.sample(training.sample_prompt, training.sample_tokens, seed)
@@ -281,18 +315,29 @@ class Trainer:
                 "environment": asdict(self.environment),
                 "data": self.task.fingerprint,
             }
-            best = self.progress.best_step
-            self._snapshot = self._writer.begin(
-                self.progress.step, *self._tensors(), record, best, behind=not self._finished()
-            )
+            best, behind = self.progress.best_step, not self._finished()
+            whole = self.state.whole if self._spread else None
+            if self.group.first:
+                self._snapshot = self._writer.begin(
+                    self.progress.step, *self._tensors(), record, best, behind=behind, whole=whole
+                )
+            else:
+                self._snapshot = Snapshot.of(self.paths.snapshots, self.progress.step)
+                self._hand_over()
             self._snapshot_said = False
         if not self._snapshot_said:
             self._snapshot_said = True
             self._unsettled = self._snapshot
             self.sinks.hold()
 
+    def _hand_over(self) -> None:
+        """Give rank 0, which is writing a snapshot, what is here."""
+        for tensors in self._tensors() if self._spread else ():
+            for name in in_file_order(tensors):
+                self.state.whole(name, tensors[name])
+
     def _tensors(self) -> tuple[Tensors, Tensors]:
-        return self.state.weights(), self.state.optimizer.state_tensors()
+        return self.state.weights(), self.state.moments()
 
     def _settle(self) -> None:
         """Wait until what is saved is whole, and say so: before all that happened since, so that how long the

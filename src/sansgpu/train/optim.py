@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from sansgpu.config import TrainingConfig, fold_seed
 from sansgpu.kernels.newton_schulz import orthogonalise
 from sansgpu.kernels.quantised import adamw8, quantised_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
+from sansgpu.machine.group import ALONE, Group
+from sansgpu.train.reduce import Reducer
+from sansgpu.train.sharding import EVERYWHERE, Owned, Place, Rows, shard_blocks, spread
 
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # AdamW's typical update size, so that both share one learning rate (arXiv 2502.16982)
@@ -29,7 +34,7 @@ QUANTISED_FROM = 4096  # numbers in a weight: the moments of smaller ones cost n
 @dataclass
 class Weight:
     """One trained tensor. `parameter` is what the model multiplies with, `master` its value, in fp32 unless that is the
-    parameter itself.
+    parameter itself. `master` and moments are what `place` leaves to this rank.
     """
 
     name: str
@@ -37,10 +42,12 @@ class Weight:
     master: torch.Tensor
     kinds: tuple[str, ...]  # of the moments its update keeps
     decay: float
+    place: Place = EVERYWHERE
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
     summed: bool = False  # over several micro-batches, in fp32; else the gradient stays as backward leaves it
     hook: RemovableHandle | None = None
+    gathered: Callable[[Weight], None] | None = None  # is told of every gradient
 
     def gather(self, parameter: torch.Tensor) -> None:
         """Add what backward has left."""
@@ -52,11 +59,19 @@ class Weight:
             self.gradient = new.to(torch.promote_types(new.dtype, torch.float32)) if self.summed else new
         else:
             self.gradient = add_product(self.gradient, new)
+        if self.gathered is not None:
+            self.gathered(self)
 
     @property
     def working(self) -> torch.Tensor | None:
         """The parameter's tensor, where it is a narrower copy of the master."""
         return None if self.parameter.dtype == self.master.dtype else self.parameter.detach()
+
+    def described(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Shape and type of the whole of what this rank has `tensor` of."""
+        if not isinstance(self.place, Rows):
+            return tensor
+        return torch.empty(self.parameter.shape, dtype=tensor.dtype, device="meta")
 
 
 class Optimizer:
@@ -65,30 +80,74 @@ class Optimizer:
     While it holds a model in bf16, `masters` are the weights to save; `release` gives them back to the model.
     """
 
-    def __init__(self, model: nn.Module, training: TrainingConfig, compute_dtype: torch.dtype) -> None:
-        hidden, rest = split_parameters(model)
-        self._training, self._compute_dtype = training, compute_dtype
+    def __init__(
+        self, model: nn.Module, training: TrainingConfig, compute_dtype: torch.dtype, group: Group = ALONE
+    ) -> None:
         if training.optimizer == "auto":
             raise ValueError("choose_optimizer turns auto into muon or adamw")
+        self._model, self._training, self._compute_dtype, self._group = model, training, compute_dtype, group
+        self._sharding = training.sharding if group.size > 1 else "none"
+        cut = shard_blocks(model, group, compute_dtype) if self._sharding == "full" else set()
+        hidden, rest = split_parameters(model)
+        places = self._places(model, {name for name, _ in (*hidden, *rest)}, cut)
         kinds = MUON if training.optimizer == "muon" else ADAMW
-        self.weights = [self._hold(name, p, kinds, training.weight_decay) for name, p in hidden]
-        self.weights += [self._hold(name, p, ADAMW, 0.0) for name, p in rest]
+        self.weights = [self._hold(name, p, kinds, training.weight_decay, places[name]) for name, p in hidden]
+        self.weights += [self._hold(name, p, ADAMW, 0.0, places[name]) for name, p in rest]
         for parameter in model.parameters():
             if not parameter.requires_grad:  # as products read it, and in fp32 what no product does
                 parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
+        self._reducer = self._reducer_of(model) if group.size > 1 else None
+        self._named = {w.name: w for w in self.weights}
 
-    def _hold(self, name: str, parameter: nn.Parameter, kinds: tuple[str, ...], decay: float) -> Weight:
+    def _places(self, model: nn.Module, trained: set[str], cut: set[str]) -> dict[str, Place]:
+        if self._sharding == "none":
+            return dict.fromkeys(sorted(trained), EVERYWHERE)
+        sizes = {n: p.numel() for n, p in model.named_parameters() if n in trained and n not in cut}
+        owned = {n: Owned(self._group, owner) for n, owner in spread(sizes, self._group.size).items()}
+        return {**owned, **dict.fromkeys(sorted(cut), Rows(self._group))}
+
+    def _reducer_of(self, model: nn.Module) -> Reducer:
+        """Of all weights but those whose gradients fully_shard adds up."""
+        by_name = {w.name: w for w in self.weights if not isinstance(w.place, Rows)}
+        in_order = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
+        narrow = self._training.gradient_reduction == "bf16"
+        reducer = Reducer(self._group, in_order, torch.bfloat16 if narrow else torch.float32)
+        for weight in in_order:
+            weight.gathered = reducer.arrived
+        return reducer
+
+    def _hold(self, name: str, parameter: nn.Parameter, kinds: tuple[str, ...], decay: float, place: Place) -> Weight:
+        if isinstance(place, Rows):
+            return Weight(name, parameter, local_of(parameter), kinds, decay, place)
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        weight = Weight(name, parameter, parameter.detach(), kinds, decay)
+        weight = Weight(name, parameter, parameter.detach(), kinds, decay, place)
         if kinds == ADAMW and self._training.optimizer_state == "8bit" and parameter.numel() >= QUANTISED_FROM:
             weight.kinds = ADAMW8
         if parameter.ndim > 1 and self._compute_dtype != parameter.dtype:
             parameter.data = parameter.data.to(self._compute_dtype)
             parameter.grad_dtype = None  # the loss and the embedding leave fp32 sums, products what they are
-            if self._training.master_weights == "bf16":
-                weight.master = parameter.detach()
+            narrow = self._training.master_weights == "bf16"
+            weight.master = parameter.detach() if narrow else place.mine(weight.master)
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
         return weight
+
+    def expect_whole(self) -> None:
+        """The next gradients are this rank's last of a step, and may be added to the other ranks' as they come."""
+        if self._reducer is not None:
+            self._reducer.open()
+
+    def reduce(self) -> None:
+        """Add the gradients of all ranks up. Of a weight that got none anywhere there is none."""
+        if self._reducer is None:
+            return
+        absent = self._reducer.close()
+        counts = self._group.add_up(dict.fromkeys(sorted(absent), 1.0))
+        for weight in self.weights:
+            if isinstance(weight.place, Rows):
+                weight.gradient = None if weight.parameter.grad is None else local_of(weight.parameter.grad)
+                weight.parameter.grad = None
+            elif counts.get(weight.name) == self._group.size:
+                weight.gradient = None
 
     def expect_sum(self, summed: bool) -> None:
         """Whether the next gradients are a sum over micro-batches. In fp32 from the first on, as changing the type
@@ -99,7 +158,10 @@ class Optimizer:
 
     def norm(self) -> float:
         """The 2-norm of the gradient."""
-        return global_norm([w.gradient for w in self.weights if w.gradient is not None])
+        norm = global_norm([w.gradient for w in self.weights if w.gradient is not None])
+        if self._sharding == "none":
+            return norm
+        return math.sqrt(self._group.add_up({"squares": norm * norm})["squares"])
 
     @torch.no_grad()
     def step(self, lr: float, step: int, scale: float) -> None:
@@ -115,6 +177,13 @@ class Optimizer:
             for start in range(0, len(group), together):
                 self._muon(group[start : start + together], lr, scale)
         self.drop_gradients()
+        self._share()
+
+    def _share(self) -> None:
+        """Give all ranks what each has updated."""
+        owned = [(w, w.place.owner) for w in self.weights if isinstance(w.place, Owned)]
+        for work in [self._group.send_later(w.parameter.detach(), owner) for w, owner in owned]:
+            self._group.finish(work)
 
     def make_moments(self) -> None:
         """Take the memory of the moments. Before the first step, as what stays would tear holes into its heap."""
@@ -156,28 +225,46 @@ class Optimizer:
             gradient, momentum = weight.gradient.to(weight.master.dtype).mul_(scale), weight.moments["momentum"]
             momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
             updates.append(gradient.lerp_(momentum, MUON_MOMENTUM))  # Nesterov
-        size = MUON_UPDATE_RMS * max(updates[0].shape) ** 0.5
-        for weight, update in zip(weights, orthogonalise(torch.stack(updates), self._compute_dtype), strict=True):
-            weight.master.mul_(1 - lr * weight.decay).add_(update, alpha=-lr * size)
+        size = MUON_UPDATE_RMS * max(weights[0].parameter.shape) ** 0.5
+        whole = torch.stack([w.place.everywhere(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
+        for weight, update in zip(weights, orthogonalise(whole, self._compute_dtype), strict=True):
+            weight.master.mul_(1 - lr * weight.decay).add_(weight.place.mine(update), alpha=-lr * size)
             if weight.working is not None:
                 weight.working.copy_(weight.master)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """The fp32 weights by the parameters' names."""
-        return {w.name: w.master for w in self.weights}
+        """The fp32 weights by the parameters' names; of those elsewhere, shape and type (meta device)."""
+        return {w.name: w.described(w.master) for w in self.weights}
 
-    def load_masters(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take up the weights of a snapshot."""
-        for weight in self.weights:
-            weight.master.copy_(tensors[weight.name])
-            weight.parameter.detach().copy_(weight.master)
+    @torch.no_grad()
+    def load_master(self, name: str, whole: torch.Tensor) -> None:
+        """Take up a weight of a snapshot, or of rank 0."""
+        weight = self._named[name]
+        if not weight.master.is_meta:
+            weight.master.copy_(weight.place.mine(whole) if isinstance(weight.place, Rows) else whole)
+        if not isinstance(weight.place, Rows):
+            weight.parameter.detach().copy_(whole)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A master or moment by its name in a snapshot, put together on rank 0; all ranks call it in the same order."""
+        if name in self._named:
+            weight, tensor = self._named[name], self._named[name].master
+        else:
+            kind, _, of = name.partition(".")
+            weight, tensor = self._named[of], self._named[of].moments[kind]
+        return weight.place.gather(tensor, weight.described(tensor).shape)
 
     def release(self) -> None:
-        """Give the model its fp32 weights back; it is not trained any further."""
+        """Give the model its fp32 weights back, on rank 0 where they are spread; it is not trained any further."""
         for weight in self.weights:
-            weight.parameter.data = weight.master
             if weight.hook is not None:
                 weight.hook.remove()
+            whole = self.whole(weight.name)
+            if self._sharding == "none" or (self._group.first and not isinstance(weight.place, Rows)):
+                weight.parameter.data = whole
+            elif self._group.first:
+                path, _, last = weight.name.rpartition(".")
+                setattr(self._model.get_submodule(path), last, nn.Parameter(whole))
 
     def state_names(self) -> set[str]:
         """The names `state_tensors` has once every parameter was updated."""
@@ -185,21 +272,30 @@ class Optimizer:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Moments as `KIND.PARAMETER`; AdamW's step count is the run's own."""
-        return {f"{kind}.{w.name}": value for w in self.weights for kind, value in w.moments.items()}
+        return {f"{kind}.{w.name}": w.described(value) for w in self.weights for kind, value in w.moments.items()}
 
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take up the moments of a snapshot."""
-        for weight in self.weights:
-            weight.moments = {kind: tensors[f"{kind}.{weight.name}"].to(weight.master.device) for kind in weight.kinds}
+    def load_moment(self, name: str, whole: torch.Tensor) -> None:
+        """Take up a moment of a snapshot."""
+        kind, _, of = name.partition(".")
+        weight = self._named[of]
+        mine = weight.place.mine(whole)
+        weight.moments[kind] = mine if mine.is_meta else mine.to(weight.master.device, copy=True)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows that this rank has of a tensor that is cut."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().detach()
 
 
 def _zeros(weight: Weight) -> dict[str, torch.Tensor]:
     """Moments before the first step."""
+    mine = weight.master if isinstance(weight.place, Rows) else weight.place.mine(weight.master)
     if weight.kinds == ADAMW8:
-        parts = [*quantised_zeros(weight.master), *quantised_zeros(weight.master)]
+        parts = [*quantised_zeros(mine), *quantised_zeros(mine)]
     else:
-        dtype = torch.promote_types(weight.master.dtype, torch.float32)
-        parts = [torch.zeros_like(weight.master, dtype=dtype) for _ in weight.kinds]
+        dtype = torch.promote_types(mine.dtype, torch.float32)
+        parts = [torch.zeros_like(mine, dtype=dtype) for _ in weight.kinds]
     return dict(zip(weight.kinds, parts, strict=True))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
 from sansgpu.config import ConfigError
+from sansgpu.machine.group import ALONE, Group
 from sansgpu.machine.probe import Environment
-from sansgpu.train.checkpoint import Snapshot
+from sansgpu.train.checkpoint import MOMENTS, WEIGHTS, Snapshot
 from sansgpu.train.state import Progress, TrainState
+from sansgpu.train.tensor_file import TYPES
 
 
 def restore(
@@ -20,27 +23,38 @@ def restore(
     data_fingerprint: str,
     strict: bool,
     warn: Callable[[str], None],
+    group: Group = ALONE,
 ) -> dict[str, float] | None:
     """Load weights, moments and progress into `state`; returns the metrics of that step where it was evaluated.
 
-    Raises ConfigError where the model has another shape; where the environment or the data differ, which changes
-    bits, it warns, or with `strict` raises.
+    Rank 0 reads, and hands each tensor to all others, who keep what is theirs: so a snapshot fits any number of ranks,
+    and hosts need not share a disk. Raises ConfigError where the model has another shape; where the environment or the
+    data differ, which changes bits, it warns, or with `strict` raises.
     """
-    record, weights = snapshot.state(), snapshot.weights()
-    _require_same_shape(state, weights, snapshot)
-    moments = snapshot.moments()
-    if moments.keys() != state.optimizer.state_names():
+    record = group.decide(snapshot.state)
+    shapes = {file: group.decide(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
+    _require_same_shape(state, shapes[WEIGHTS], snapshot)
+    if shapes[MOMENTS].keys() != state.optimizer.state_names():
         raise ConfigError(f"{snapshot.folder} was made with another optimizer; set training.optimizer as it was.")
     for difference in _differences(record, environment, data_fingerprint):
         message = f"{snapshot.folder.name} was made with {difference}: the resumed run will differ in its last bits."
         if strict:
             raise ConfigError(f"{message} Without --strict it would go on.")
         warn(message)
-    state.load_weights(weights)
+    for file in (WEIGHTS, MOMENTS):
+        for name, tensor in snapshot.tensors(file) if group.first else _empty(shapes[file]):
+            if group.size > 1:
+                group.send(tensor, 0)
+            state.load(name, tensor)
     state.progress = Progress.from_json(record["progress"])
-    state.optimizer.load_state_tensors(moments)
     metrics: dict[str, float] | None = record["metrics"]
     return metrics
+
+
+def _empty(shapes: dict[str, tuple[list[int], str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Room for the tensors that rank 0 sends."""
+    for name, (shape, dtype) in sorted(shapes.items()):
+        yield name, torch.empty(shape, dtype=TYPES[dtype])
 
 
 def recorded_environment(snapshot: Snapshot) -> Environment:
@@ -48,9 +62,9 @@ def recorded_environment(snapshot: Snapshot) -> Environment:
     return Environment(**snapshot.state()["environment"])
 
 
-def _require_same_shape(state: TrainState, weights: dict[str, torch.Tensor], snapshot: Snapshot) -> None:
+def _require_same_shape(state: TrainState, weights: dict[str, tuple[list[int], str]], snapshot: Snapshot) -> None:
     ours = {name: tuple(tensor.shape) for name, tensor in state.weights().items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    theirs = {name: tuple(shape) for name, (shape, _) in weights.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sansgpu.config import TrainingConfig
+from sansgpu.machine.group import ALONE, Group
 from sansgpu.train.optim import Optimizer
 
 
@@ -45,23 +46,49 @@ class TrainState:
 
     @classmethod
     def begin(
-        cls, model: nn.Module, training: TrainingConfig, device: torch.device, compute_dtype: torch.dtype
+        cls,
+        model: nn.Module,
+        training: TrainingConfig,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        group: Group = ALONE,
     ) -> TrainState:
-        """Before the first step: the model where it is trained, and all memory that steps keep taken."""
+        """Before the first step: the model where it is trained, and all memory that steps keep taken.
+
+        Every rank of `group` begins with rank 0's weights: another processor may have drawn others in the last bit.
+        """
         model.to(device).train()
-        optimizer = Optimizer(model, training, compute_dtype)
+        if group.size > 1:
+            for tensor in [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]:
+                group.send(tensor.detach(), 0)
+        optimizer = Optimizer(model, training, compute_dtype, group)
         optimizer.make_moments()
         return cls(model, optimizer, Progress())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's tensors by name, but for frozen ones; what is trained as the optimizer holds it."""
-        masters = self.optimizer.masters()
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        rest = {name: value for name, value in self.model.state_dict().items() if name not in parameters}
-        return {**rest, **masters}
+        return {**self._rest(), **self.optimizer.masters()}
 
-    def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """The inverse of `weights`."""
-        with torch.no_grad():
-            self.model.load_state_dict(tensors, strict=False)  # `resume` has compared the names
-            self.optimizer.load_masters(tensors)
+    def moments(self) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps of past gradients, by kind and name."""
+        return self.optimizer.state_tensors()
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Of the weights or moments, put together on rank 0; all ranks ask in the same order."""
+        return tensor if name in self._rest() else self.optimizer.whole(name)
+
+    @torch.no_grad()
+    def load(self, name: str, whole: torch.Tensor) -> None:
+        """Take up one of the weights or moments of a snapshot."""
+        rest = self._rest()
+        if name in rest:
+            rest[name].copy_(whole)
+        elif name in self.optimizer.masters():
+            self.optimizer.load_master(name, whole)
+        else:
+            self.optimizer.load_moment(name, whole)
+
+    def _rest(self) -> dict[str, torch.Tensor]:
+        """Tensors of the model that are no parameters."""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return {name: value for name, value in self.model.state_dict().items() if name not in parameters}

@@ -11,9 +11,12 @@ import torch
 
 from sansgpu.config import SansGPUError, TrainingConfig, fold_seed
 from sansgpu.data.batch import Examples
+from sansgpu.machine.group import ALONE, Group
 from sansgpu.machine.pressure import MemoryShortError
 from sansgpu.tasks import Sums, Task
 from sansgpu.train.state import TrainState
+
+_LOSS = "summed loss"  # beside a task's own sums, none of which has a blank in its name
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,7 @@ class StepPlan:
     micro_batch: int
     device: torch.device
     precision: str
-    rank: int = 0
-    world_size: int = 1
+    group: Group = ALONE
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -65,7 +67,7 @@ def train_step(
     """
     targets = batch.target_count()
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
-    pending = deque(batch.micro_batches(plan.micro_batch, plan.rank, plan.world_size))
+    pending = deque(batch.micro_batches(plan.micro_batch, plan.group.rank, plan.group.size))
     index = 0
     while pending:
         piece = pending.popleft()
@@ -73,7 +75,7 @@ def train_step(
             pending.appendleft(piece.rows(rows, len(piece)))
             piece = piece.rows(0, rows)
         with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
-            torch.manual_seed(fold_seed(training.seed, "dropout", state.progress.step, index, plan.rank))
+            torch.manual_seed(fold_seed(training.seed, "dropout", state.progress.step, index, plan.group.rank))
             try:
                 with plan.autocast():
                     loss = task.loss(piece.to(plan.device))
@@ -82,10 +84,14 @@ def train_step(
                 continue
             if not index:
                 state.optimizer.expect_sum(bool(pending))
+            if not pending:
+                state.optimizer.expect_whole()
             (loss / targets).backward()
         loss_sum += loss.detach()
         index += 1
-    total = float(loss_sum)
+    state.optimizer.reduce()
+    sums = plan.group.add_up({_LOSS: float(loss_sum), **task.step_sums()})
+    total = sums.pop(_LOSS)
     grad_norm = state.optimizer.norm()
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
         raise SansGPUError(
@@ -95,4 +101,4 @@ def train_step(
     limit = training.max_grad_norm
     scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
     state.optimizer.step(lr, state.progress.step + 1, scale)
-    return StepResult(total, targets, batch.token_count(), grad_norm, task.step_sums())
+    return StepResult(total, targets, batch.token_count(), grad_norm, sums)

@@ -108,17 +108,34 @@ def batch_shape(micro_batch: int, event: Event) -> str:
     return f"{micro_batch} x {count} {'windows of' if full else 'examples of up to'} {window}"
 
 
+class Warnings:
+    """The warnings of a process that another one speaks for, and nothing else."""
+
+    def __init__(self, console: Console, rank: int) -> None:
+        self._console, self._rank = console, rank
+
+    def emit(self, event: Event) -> None:
+        """Show one event."""
+        if event["event"] == "warning":
+            self._console.print(Text(f"warning: rank {self._rank}: {event['message']}", style="yellow"), soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class PreparationBar:
     """Progress of reading and tokenizing, as `data.shards.Progress`: a bar for a person, a line a stage elsewhere."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, silent: bool = False) -> None:
+        self._console, self._silent = console, silent
         self._stage, self._shown, self._started = "", 0.0, 0.0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def __call__(self, doing: str, done: int, total: int) -> None:
         """`done` of `total` bytes of a stage."""
+        if self._silent:
+            return
         if doing != self._stage:
             self.close()
             self._stage, self._started = doing, time.monotonic()
