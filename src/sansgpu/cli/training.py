@@ -36,6 +36,9 @@ def train(
         str | None, typer.Option(metavar="HH:MM", help="Be over, with the model saved, by this time.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Begin though memory does not suffice.")] = False,
+    processes: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Processes on this machine; auto: one a NUMA node or socket.")
+    ] = None,
 ) -> int:
     """Train as CONFIG says.
 
@@ -71,6 +74,14 @@ def train(
     from sansgpu.watch.terminal import PreparationBar, Terminal, Warnings
 
     world = find_world()
+    if processes is not None:
+        from sansgpu.jobs.processes import launch
+        from sansgpu.jobs.processes import processes as number_of
+
+        if world.launcher:
+            raise typer.BadParameter(f"--processes starts its own, but {world.launcher} has started this one")
+        if (number := number_of(processes)) > 1:
+            return launch(number, _without(sys.argv[1:], "--processes"))
     errors = Console(stderr=True)
     sink: Sink = JsonLines(sys.stdout) if headless else Terminal(errors if dry_run else Console())
     if world.rank:
@@ -89,6 +100,19 @@ def train(
     if not world.rank:
         _print_dry_run(outcome)
     return 0
+
+
+def _without(arguments: list[str], option: str) -> list[str]:
+    """The arguments without an option and its value."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if not skip and not argument.startswith(f"{option}="):
+            skip = argument == option
+            kept += [] if skip else [argument]
+        else:
+            skip = False
+    return kept
 
 
 def _print_dry_run(begun: Any) -> None:

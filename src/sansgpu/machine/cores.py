@@ -57,9 +57,9 @@ def share(of: list[Cpu], index: int, parts: int) -> list[Cpu]:
     return [cpu for core in cores[start:stop] for cpu in core]
 
 
-def numa_nodes() -> int:
-    """Nodes among the processors this process may run on."""
-    return len({cpu.node for cpu in cpus()})
+def memories() -> int:
+    """NUMA nodes, or sockets, among the processors this process may run on: each has memory of its own."""
+    return len({(cpu.node, cpu.package) for cpu in cpus()})
 
 
 def bind(to: list[Cpu]) -> None:

@@ -80,7 +80,8 @@ class Group:
         """Tell the others why this process ends. Whether the user hears the same from rank 0."""
         if self._shared is None or isinstance(error, LostRankError):
             return False
-        return self._shared[1].fail(str(error) or type(error).__name__)
+        code = error.exit_code if isinstance(error, SansGPUError) else 1
+        return self._shared[1].fail(str(error) or type(error).__name__, code)
 
     def _awaited(self, keys: dict[int, str]) -> list[Any]:
         """The values of these keys, each by the rank that sets it."""
@@ -183,7 +184,7 @@ def telling(group: Group) -> Iterator[None]:
     try:
         yield
     except SansGPUError as error:
-        if group.fail(error):
+        if group.fail(error) or (isinstance(error, LostRankError) and error.heard):
             raise SystemExit(error.exit_code) from None
         raise
     except BaseException as error:

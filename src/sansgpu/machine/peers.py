@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -24,7 +25,14 @@ _QUOTED = 200  # characters of an error that is not ours
 
 
 class LostRankError(SansGPUError):
-    """Another process of the run is gone, or cannot be reached. Weights are as the last whole step left them."""
+    """Another process of the run is gone, or cannot be reached. Weights are as the last whole step left them.
+
+    `heard`: the other one says why itself, where the user sees it.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, heard: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code, self.heard = exit_code, heard
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,16 @@ class SignsOfLife:
         """This process ends as it should."""
         self._left.set()
 
-    def fail(self, reason: str) -> bool:
+    def fail(self, reason: str, exit_code: int) -> bool:
         """Tell the others why this process ends. Whether the user hears the same from rank 0."""
         told = False
         try:
-            self._store.set(f"error/{self._rank}", reason)
+            self._store.set(f"error/{self._rank}", json.dumps([reason, exit_code]))
             limit = time.monotonic() + HEARD_SECONDS
             others = [rank for rank in range(len(self._peers)) if rank != self._rank]
             while time.monotonic() < limit and not told:
                 if self._rank:
-                    told = self.said(0) == reason
+                    told = (self.said(0) or [""])[0] == reason
                 else:
                     told = all(self._store.check([f"heard/{r}"]) or self.said(r) is not None for r in others)
                 time.sleep(POLL_SECONDS)
@@ -85,17 +93,25 @@ class SignsOfLife:
             return False  # the others are gone, too
         return told and self._rank > 0
 
-    def said(self, rank: int) -> str | None:
-        """Why a rank ended, in its own words."""
+    def said(self, rank: int) -> tuple[str, int] | None:
+        """Why a rank ended, in its own words, and its exit code."""
         key = f"error/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def ended(self, rank: int) -> LostRankError | None:
+        """What that means for this process."""
+        said = self.said(rank)
+        if said is None:
+            return None
+        self._store.set(f"heard/{self._rank}", "")
+        near = self._peers[rank].machine == self._peers[self._rank].machine
+        return LostRankError(f"{self.named(rank)} ended: {said[0]}", said[1], heard=near)
 
     def require(self, ranks: Iterable[int]) -> None:
         """Raises LostRankError where one of them has ended, or has been silent for too long."""
         for rank in ranks:
-            if reason := self.said(rank):
-                self._store.set(f"heard/{self._rank}", "")
-                raise LostRankError(f"{self.named(rank)} ended: {reason}")
+            if ended := self.ended(rank):
+                raise ended
             beat, now = self._beat_of(rank), time.monotonic()
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = beat, now
@@ -109,27 +125,30 @@ class SignsOfLife:
 
     def explained(self, error: RuntimeError) -> LostRankError:
         """What a failed collective means: who is gone, as far as the signs of life tell."""
-        found: list[str] = []
+        found: list[LostRankError] = []
         looking = threading.Thread(target=lambda: found.append(self._looked_into(error)), daemon=True)
         looking.start()
         looking.join(LOOK_SECONDS + SILENT_SECONDS)  # a network that is cut answers nothing at all
         cut = f"nothing answers at {self._where}: {self.named(0)} is lost, or the network to its host is cut."
-        return LostRankError(found[0] if found else cut)
+        return found[0] if found else LostRankError(cut)
 
-    def _looked_into(self, error: RuntimeError) -> str:
+    def _looked_into(self, error: RuntimeError) -> LostRankError:
         others = [rank for rank in range(len(self._peers)) if rank != self._rank]
         try:
             before = {rank: self._beat_of(rank) for rank in others}
             limit = time.monotonic() + LOOK_SECONDS
             while time.monotonic() < limit:
-                for rank in others:
-                    if reason := self.said(rank):
-                        self._store.set(f"heard/{self._rank}", "")
-                        return f"{self.named(rank)} ended: {reason}"
+                if ended := next(filter(None, map(self.ended, others)), None):
+                    return ended
                 time.sleep(POLL_SECONDS)
             after = {rank: self._beat_of(rank) for rank in others}
         except RuntimeError:
-            return f"{self.named(0)} is lost, and with it {self._where}, where the processes find each other."
+            where = f"{self._where}, where the processes find each other"
+            return LostRankError(f"{self.named(0)} is lost, and with it {where}.")
+        return LostRankError(self._meaning(error, before, after))
+
+    def _meaning(self, error: RuntimeError, before: dict[int, bytes], after: dict[int, bytes]) -> str:
+        others = list(before)
         if silent := [rank for rank in others if after[rank] == before[rank]]:
             return f"{self._all_named(silent)} lost: no sign of life for {LOOK_SECONDS:.0f} s."
         if late := [rank for rank in others if int(after[rank].split()[-1]) < self._place]:

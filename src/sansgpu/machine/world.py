@@ -66,9 +66,10 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def usual_threads(environment: Mapping[str, str] = os.environ) -> int | None:
-    """OMP_NUM_THREADS where the user has set it: torchrun sets it to 1 wherever nobody did."""
+    """OMP_NUM_THREADS where the user has set it: torchrun sets it to 1 for several processes where nobody did."""
     threads = _number(environment, "OMP_NUM_THREADS")
-    return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environment else threads
+    several = "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_WORLD_SIZE") != "1"
+    return None if threads == 1 and several else threads
 
 
 def _number(environment: Mapping[str, str], key: str) -> int | None:

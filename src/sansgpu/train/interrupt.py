@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 
 class Interrupt:
-    """While entered, `signal` tells which of the two came; None as long as none did."""
+    """While entered, `signal` tells which of the two came; None as long as none did.
 
-    def __init__(self) -> None:
+    What comes within `same_wish` seconds is no second one: a terminal tells all processes, and their launcher too.
+    """
+
+    def __init__(self, same_wish: float = 0.0) -> None:
         self.signal: int | None = None
+        self._same_wish, self._came = same_wish, 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
@@ -26,6 +31,7 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.signal, self._came = number, time.monotonic()
+        elif time.monotonic() - self._came >= self._same_wish:
             os._exit(128 + number)
-        self.signal = number

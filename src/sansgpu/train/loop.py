@@ -27,6 +27,7 @@ from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.events import Sinks
 from sansgpu.watch.jsonl import read_events
 
+SAME_WISH = 3.0  # seconds in which a launcher hands on the signal that its processes got, too
 LONG_BEFORE = 0.2  # of the time a run may take, left over at its end
 
 
@@ -127,7 +128,7 @@ class Trainer:
         prefetch = Prefetcher(self._batch, training.dataloader_num_workers, training.prefetch)
         self.task.model.train()
         try:
-            with Interrupt() as interrupt:
+            with Interrupt(SAME_WISH if self.group.size > 1 else 0.0) as interrupt:
                 if self.progress.step:
                     self._finish_step(interrupt)
                 while (signal := self._agreed(interrupt)) is None and not self._finished():

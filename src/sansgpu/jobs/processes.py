@@ -1,0 +1,52 @@
+"""`sansgpu train --processes`: as many processes on this machine, watched over by torch's elastic agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from sansgpu.config import ConfigError
+from sansgpu.machine import cores
+
+SAVING_SECONDS = 600  # that processes have to save, once they were asked to end
+
+
+def processes(wanted: str) -> int:
+    """`auto`: one for every NUMA node or socket. Raises ConfigError where it is no number."""
+    if wanted == "auto":
+        return cores.memories()
+    if not wanted.isdigit() or int(wanted) < 1:
+        raise ConfigError(f"--processes is {wanted}; give a number from 1 on, or auto.")
+    return int(wanted)
+
+
+def launch(number: int, arguments: list[str]) -> int:
+    """Run `sansgpu ARGUMENTS` as one run of so many processes; returns its exit code.
+
+    One that ends by itself ends all, and says why.
+    """
+    logging.disable(logging.CRITICAL)  # each process speaks for itself
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=number,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        shutdown_timeout=SAVING_SECONDS,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "sansgpu", *arguments)
+        return 0
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code >= 0 else 128 - code
+    except SignalException as error:
+        return 128 + int(error.sigval)

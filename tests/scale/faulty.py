@@ -1,0 +1,47 @@
+"""`sansgpu` with a process that kills itself at a chosen place, as the kernel would: by SIGKILL.
+
+FAULT is backward, all-reduce or snapshot; FAULT_RANK the process, FAULT_COUNT the time it passes there. Once a run.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import sansgpu.train.checkpoint as checkpoint
+from sansgpu.cli import main
+from sansgpu.train.optim import Weight
+
+
+def _counted(then: Callable[..., Any], left: list[int], after: bool = False) -> Callable[..., Any]:
+    def passed(*args: Any, **more: Any) -> Any:
+        left[0] -= 1
+        result = then(*args, **more) if after else None
+        if left[0] == 0:
+            Path(os.environ["FAULT_MARK"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result if after else then(*args, **more)
+
+    return passed
+
+
+def install() -> None:
+    rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
+    if os.environ.get("FAULT_RANK") != rank or Path(os.environ["FAULT_MARK"]).exists():
+        return
+    left = [int(os.environ["FAULT_COUNT"])]
+    match os.environ["FAULT"]:
+        case "backward":
+            Weight.gather = _counted(Weight.gather, left)  # type: ignore[method-assign]
+        case "all-reduce":
+            dist.all_reduce = _counted(dist.all_reduce, left, after=True)
+        case "snapshot":
+            checkpoint.sync_to_disk = _counted(checkpoint.sync_to_disk, left)
+
+
+if __name__ == "__main__":
+    install()
+    main()
