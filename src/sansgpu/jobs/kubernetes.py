@@ -1,0 +1,125 @@
+"""`sansgpu k8s`: a run on a cluster, as the recipe of its image and the manifests of its pods."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from jinja2 import Environment, PackageLoader
+
+from sansgpu import __version__
+from sansgpu.config import Config, ConfigError, load_config
+from sansgpu.jobs import manifests
+from sansgpu.jobs.cluster_request import ClusterRequest, lying_here, on_claim, settle
+from sansgpu.jobs.manifests import ClusterJob, as_yaml
+
+PYTHON_IMAGE = "python:3.12.12-slim-bookworm"
+INTEL_OPENMP = "intel-openmp==2026.2.0"
+RECIPE = ("Dockerfile", "Dockerfile.dockerignore")
+FILES = (*RECIPE, "pytorchjob.yaml", "trainjob.yaml", "files.yaml")
+
+
+def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Write the files; returns what they hold, and the commands that follow. Raises ConfigError."""
+    config, notes = load_config(request.config_file, request.overrides)
+    for note in notes:
+        warn(note)
+    job = settle(request, config, warn)
+    folder = request.output_dir or Path("k8s") / request.config_name
+    _write(folder, _texts(job, config, folder))
+    return _summary(job, config, folder)
+
+
+def _texts(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
+    """The files by their names."""
+    configuration = manifests.config_map(job)
+    return {
+        **_recipe(job, config, folder),
+        "pytorchjob.yaml": as_yaml(configuration, manifests.pytorch_job(job)),
+        "trainjob.yaml": as_yaml(configuration, manifests.training_runtime(job), manifests.train_job(job)),
+        "files.yaml": as_yaml(manifests.files_pod(job)),
+    }
+
+
+def _recipe(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
+    templates = Environment(loader=PackageLoader("sansgpu.jobs"), keep_trailing_newline=True)
+    facts = {
+        "path": shlex.quote((folder / "Dockerfile").as_posix()),
+        "image": job.image,
+        "base": PYTHON_IMAGE,
+        "version": __version__,
+        "torch": torch.__version__.partition("+")[0],  # the one that the tests here pass with
+        "intel_openmp": INTEL_OPENMP,
+        "packages": ["g++", "libgomp1", *(["libtcmalloc-minimal4"] if job.allocator == "tcmalloc" else [])],
+        "extras": [name for name in config.training.report_to if name == "wandb"],
+        "allocator": job.allocator,
+        "openmp": job.openmp,
+        "tcmalloc": manifests.TCMALLOC,
+        "libiomp": manifests.LIBIOMP,
+        "user": manifests.USER,
+        "data": manifests.DATA,
+    }
+    return {name: templates.get_template(name).render(facts) for name in RECIPE}
+
+
+def _write(folder: Path, texts: dict[str, str]) -> None:
+    try:
+        others = sorted(path.name for path in folder.iterdir() if path.name not in FILES) if folder.exists() else []
+        if others:
+            raise ConfigError(f"{folder} holds other files, as {others[0]}; choose another --output-dir.")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+
+
+def _summary(job: ClusterJob, config: Config, folder: Path) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "namespace": job.namespace,
+        "files": [str(folder / name) for name in FILES],
+        "nodes": job.nodes,
+        "min_nodes": job.min_nodes,
+        "processes_per_node": job.processes,
+        "threads": job.threads,
+        "cpus": job.cpus,
+        "memory": job.memory,
+        "grace_seconds": job.grace_seconds,
+        "claim": job.claim,
+        "access_mode": "ReadWriteMany" if job.nodes > 1 else "ReadWriteOnce",
+        "run": job.run,
+        "commands": [shlex.join(command) for command in _commands(job, config, folder)],
+    }
+
+
+def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
+    """What follows, in this order: the image, the data that lies here, the run and its log, its model."""
+    kubectl = ["kubectl", *(["--namespace", job.namespace] if job.namespace else [])]
+    pod, files = f"{job.name}-files", str(folder / "files.yaml")
+    begin = [
+        [*kubectl, "apply", "-f", files],
+        [*kubectl, "wait", "--for=condition=Ready", f"pod/{pod}", "--timeout=10m"],
+    ]
+    end = [[*kubectl, "delete", "-f", files]]  # a claim that is ReadWriteOnce is free again
+    copies = []
+    for path in lying_here(config):
+        place = PurePosixPath(on_claim(path))
+        if str(place.parent) != manifests.DATA:
+            copies.append([*kubectl, "exec", pod, "--", "mkdir", "-p", str(place.parent)])
+        copies.append([*kubectl, "cp", path, f"{pod}:{place}"])
+    pods = f"app.kubernetes.io/instance={job.name}"
+    return [
+        ["docker", "build", "-f", str(folder / "Dockerfile"), "-t", job.image, "."],
+        ["docker", "push", job.image],
+        *([*begin, *copies, *end] if copies else []),
+        [*kubectl, "apply", "-f", str(folder / "pytorchjob.yaml")],
+        [*kubectl, "wait", "--for=condition=Running", f"pytorchjob/{job.name}", "--timeout=30m"],
+        [*kubectl, "logs", "-f", "--prefix", "--ignore-errors", f"--max-log-requests={job.nodes}", "-l", pods],
+        *begin,
+        [*kubectl, "cp", f"{pod}:{job.run}/final", f"{job.name}-final"],
+        *end,
+    ]
