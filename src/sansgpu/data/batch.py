@@ -29,7 +29,9 @@ class Examples(Protocol):
         """Examples start..stop."""
 
     def micro_batches(self: Self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Self]:
-        """This rank's share in pieces of `size` examples; every rank gets equally many."""
+        """This rank's share in pieces of `size` examples; every rank gets equally many, the last perhaps of nothing
+        that is predicted.
+        """
 
     def to(self: Self, device: torch.device) -> Self:
         """These examples on `device`."""

@@ -106,10 +106,14 @@ class GraphBatch:
         )
 
     def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[GraphBatch]:
-        """This rank's share in pieces of `size` examples; every rank gets equally many, the last may be empty."""
+        """This rank's share in pieces of `size`; every rank gets equally many, the last may be without targets."""
         stride = size * world_size
         for start in range(rank * size, -(-len(self) // stride) * stride, stride):
-            yield self.rows(start, start + size)
+            yield self.rows(start, start + size) if start < len(self) else self.rows(0, 1).without_targets()
+
+    def without_targets(self) -> GraphBatch:
+        """The same examples, of which nothing is learned."""
+        return replace(self, targets=torch.full_like(self.targets, IGNORE))
 
     def to(self, device: torch.device) -> GraphBatch:
         """These examples on `device`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,10 +66,14 @@ class Sequences:
         )
 
     def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Sequences]:
-        """This rank's share in pieces of `size` examples; every rank gets equally many, the last may be empty."""
+        """This rank's share in pieces of `size`; every rank gets equally many, the last may be without targets."""
         stride = size * world_size
         for start in range(rank * size, -(-len(self) // stride) * stride, stride):
-            yield self.rows(start, start + size)
+            yield self.rows(start, start + size) if start < len(self) else self.rows(0, 1).without_targets()
+
+    def without_targets(self) -> Sequences:
+        """The same examples, of which nothing is learned."""
+        return replace(self, targets=torch.full_like(self.targets, IGNORE))
 
     def to(self, device: torch.device) -> Sequences:
         """These examples on `device`."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from sansgpu.tasks.task import Corpus, Evaluated, Objective, Sums, Task, TaskKind, add_sums
+from sansgpu.tasks.task import Collecting, Corpus, Evaluated, Gather, Objective, Sums, Task, TaskKind, add_sums
 
 _TABLE = {
     "pretrain": "pretrain:Pretrain",
@@ -33,4 +33,4 @@ class _Tasks(Mapping[str, TaskKind]):
 
 TASKS = _Tasks()
 
-__all__ = ["TASKS", "Corpus", "Evaluated", "Objective", "Sums", "Task", "TaskKind", "add_sums"]
+__all__ = ["TASKS", "Collecting", "Corpus", "Evaluated", "Gather", "Objective", "Sums", "Task", "TaskKind", "add_sums"]

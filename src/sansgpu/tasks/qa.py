@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import Gather, Sums
 
 PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 
@@ -91,7 +91,7 @@ class QAObjective(FineTuning):
 
 
 def _of_span(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[None], place[None])
+    return F.cross_entropy(logits[None], place[None], reduction="sum")
 
 
 class QA(QAObjective):
@@ -171,6 +171,10 @@ class QA(QAObjective):
         """Write the tokenizer."""
         self.corpus.tokenizer.save_pretrained(folder)
 
+    def collect(self, gather: Gather) -> None:
+        """Add the answers that other ranks have read."""
+        self._reader.collect(gather)
+
     def export(self, folder: Path) -> None:
         """Write the model, and beside it the answers to the validation part."""
         self.export_to(self.corpus.tokenizer, folder)
@@ -236,10 +240,16 @@ class AnswerReader:
         answered = [question for question in self._asked.questions if question.id in self.answers]
         return exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
 
+    def collect(self, gather: Gather) -> None:
+        """Add the answers that other ranks have read."""
+        for found in gather({question: asdict(answer) for question, answer in self.answers.items()}):
+            self.answers |= {question: Answer(**answer) for question, answer in found.items()}
+
     def save(self, folder: Path) -> list[Path]:
         """Write predictions.json and its companions, as run_qa.py does; returns what was written."""
         written = []
-        predictions, nbest, null_odds = predictions_json(self.answers)
+        in_order = {q.id: self.answers[q.id] for q in self._asked.questions if q.id in self.answers}
+        predictions, nbest, null_odds = predictions_json(in_order)
         for name, value in zip(PREDICTION_FILES, (predictions, nbest, null_odds), strict=True):
             if value:
                 try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from sansgpu.data.shards import Progress
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models.costs import Products, StepTraffic, StepWork
 
+Gather = Callable[[Any], list[Any]]
 Sums = dict[str, float]  # a metric's numerators and denominators, which add up over batches
 
 
@@ -39,6 +40,14 @@ class Evaluated(Protocol):
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """The metrics of summed-up batches; `loss` among them, the lower the better."""
+
+
+@runtime_checkable
+class Collecting(Protocol):
+    """A task whose evaluation leaves more behind than sums."""
+
+    def collect(self, gather: Gather) -> None:
+        """Put together what ranks have found, each of its own batches; `gather` gives all of them everyone's JSON."""
 
 
 class Objective(Protocol):

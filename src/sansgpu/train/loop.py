@@ -13,7 +13,7 @@ from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
 from sansgpu.machine.usage import Usage
-from sansgpu.tasks import Task, add_sums
+from sansgpu.tasks import Collecting, Task, add_sums
 from sansgpu.train.budget import Budget
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
@@ -145,6 +145,8 @@ class Trainer:
                 self._evaluate()
                 self._save()
                 self._settle()
+            if isinstance(self.task, Collecting):
+                self.task.collect(self.group.gather)
             self.state.optimizer.release()
             if self.group.first:
                 self.task.export(self.paths.final)

@@ -1,0 +1,61 @@
+"""Runs of several processes for tests, by each of the launchers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.processes import environment
+
+SECONDS = 200
+
+
+def torchrun(processes: int, *more: str) -> list[str]:
+    """`torchrun` on this machine alone."""
+    agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [sys.executable, *agent, *more, "-m"]
+
+
+def mpirun(processes: int) -> list[str]:
+    """Open MPI's."""
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(processes), sys.executable, "-m"]
+
+
+NEEDS_MPI = shutil.which("mpirun") is None
+
+
+def start(
+    launcher: Sequence[str], arguments: Sequence[str], cache: Path, module: str = "sansgpu", **variables: str
+) -> subprocess.Popen[str]:
+    """A run of several processes, in a group that signals go to."""
+    return subprocess.Popen(
+        [*launcher, module, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**environment(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), **variables},
+        start_new_session=True,
+    )
+
+
+def finish(
+    launcher: Sequence[str], arguments: Sequence[str], cache: Path, module: str = "sansgpu", **variables: str
+) -> tuple[int, str]:
+    """Exit code, and everything that was printed."""
+    process = start(launcher, arguments, cache, module, **variables)
+    try:
+        out, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        raise
+    return process.returncode, out
+
+
+def spoken(out: str) -> list[str]:
+    """What `sansgpu` said of errors, without the launcher's own lines."""
+    return [line.partition("sansgpu: ")[2] for line in out.splitlines() if line.startswith("sansgpu: ")]

@@ -1,0 +1,224 @@
+"""One run by one, two or four processes is the same run: real processes, by every launcher there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.processes import digests, record, settings, write_corpus
+from tests.processes import finish as alone
+from tests.scale.launch import NEEDS_MPI, finish, mpirun, spoken, start, torchrun
+from tests.tasks.folders import chat_rows, model_folder, squad
+from tests.tasks.graphs import rows, write_rows
+
+STEPS = 50
+# 7 examples a step, which no number of processes divides, and an epoch's last batch shorter still.
+SHAPE = {
+    "model__dropout": 0, "training__max_steps": STEPS, "training__batch_size": 7,
+    "training__gradient_accumulation_steps": 1, "training__save_steps": 20, "training__eval_steps": 10,
+    "training__logging_steps": 1, "training__timeout_seconds": 60, "data__pack_sequences": "false",
+}  # fmt: skip
+SHARDED = ("--set", "training.sharding=optimizer")
+CUT = ("--set", "training.sharding=full")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scale")
+    write_corpus(folder / "corpus.jsonl", documents=90)
+    return folder
+
+
+def arguments(home: Path, run: str, *more: str, **changes: object) -> list[str]:
+    chosen = {**SHAPE, "data__dataset_name": home / "corpus.jsonl", **changes}
+    return ["train", *settings(**chosen), *more, "--output-dir", str(home / run)]
+
+
+def completed(home: Path, run: str, launcher: Sequence[str], *more: str, **changes: object) -> Path:
+    """A run, made once for all tests."""
+    if not (home / run / "final").exists():
+        code, out = finish(launcher, arguments(home, run, *more, **changes), home / "cache")
+        assert code == 0, out
+    return home / run
+
+
+@pytest.fixture(scope="module")
+def one(home: Path) -> Path:
+    code, _, error = alone(arguments(home, "one"), home / "cache")
+    assert code == 0, error
+    return home / "one"
+
+
+def losses(run: Path) -> list[float]:
+    return [float(str(event["loss"])) for event in record(run) if event["event"] in ("step", "eval")]
+
+
+def last(run: Path) -> dict[str, str]:
+    """The last snapshot and final/ by digest."""
+    return {k: v for k, v in digests(run).items() if k.startswith((f"snapshots/step-{STEPS:06d}", "final"))}
+
+
+def same_losses(run: Path, other: Path) -> None:
+    assert len(losses(run)) == len(losses(other)) == STEPS + STEPS // 10
+    assert max(abs(a - b) for a, b in zip(losses(run), losses(other), strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_losses_do_not_depend_on_the_number_of_processes(home: Path, one: Path, ranks: int) -> None:
+    run = completed(home, f"torchrun-{ranks}", torchrun(ranks))
+    same_losses(run, one)
+    assert record(run)[0]["world_size"] == ranks
+    again = completed(home, f"torchrun-{ranks}-again", torchrun(ranks))
+    assert last(again) == last(run)
+    assert record(again) == record(run)
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_sharding_changes_nothing_that_is_learned(home: Path, one: Path, ranks: int, sharding: str) -> None:
+    run = completed(home, f"{sharding}-{ranks}", torchrun(ranks), "--set", f"training.sharding={sharding}")
+    same_losses(run, one)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_any_number_of_processes_and_any_sharding(home: Path, one: Path) -> None:
+    more = ("--resume", "latest")
+    for stop, ranks, sharding in ((12, 1, ()), (20, 2, CUT), (30, 4, SHARDED), (36, 3, CUT), (44, 2, ())):
+        # The schedule is the whole run's: it is interrupted by a snapshot's step, not by a shorter plan.
+        code, out = finish(torchrun(ranks), arguments(home, "changing", *more, *sharding,
+                           training__save_steps=stop, training__max_steps=stop,
+                           training__lr_scheduler="constant"), home / "cache")  # fmt: skip
+        assert code == 0, out
+    code, out = finish(torchrun(1), arguments(home, "changing", *more, training__lr_scheduler="constant"),
+                       home / "cache")  # fmt: skip
+    assert code == 0, out
+    assert "was made with world_size 2, now 1" in out
+    straight = completed(home, "constant", torchrun(1), training__lr_scheduler="constant")
+    by_step = [
+        {e["step"]: e["loss"] for e in record(run) if e["event"] == "step"} for run in (home / "changing", straight)
+    ]
+    assert by_step[0].keys() == by_step[1].keys()
+    assert all(abs(float(str(by_step[0][s])) - float(str(by_step[1][s]))) < 1e-4 for s in by_step[0])
+
+
+@pytest.mark.skipif(NEEDS_MPI, reason="there is no mpirun")
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long)])
+def test_mpirun_is_one_run(home: Path, one: Path, ranks: int) -> None:
+    same_losses(completed(home, f"mpirun-{ranks}", mpirun(ranks)), one)
+
+
+def test_processes_on_one_machine(home: Path, one: Path) -> None:
+    code, out, error = alone(arguments(home, "processes", "--processes", "2", "--headless"), home / "cache")
+    assert code == 0, error
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["event"] for line in lines].count("end") == 1, "one process speaks"
+    assert lines[0]["world_size"] == 2
+    assert lines[0]["threads"] == 1
+    same_losses(home / "processes", one)
+    code, _, error = alone(arguments(home, "processes", "--processes=2"), home / "cache")
+    assert code == 2
+    assert spoken(error) == [f"{home}/processes holds a run already; go on with it by --resume, or choose another "
+                             "--output-dir."]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_once_and_the_run_goes_on(home: Path, one: Path, number: signal.Signals) -> None:
+    run = home / f"interrupted-{number}"
+    process = start(torchrun(2), arguments(home, run.name), home / "cache")
+    while process.poll() is None and not list((run / "snapshots").glob("step-*")):
+        time.sleep(0.05)
+    os.killpg(process.pid, number)
+    process.communicate(timeout=60)
+    assert record(run)[-1]["reason"] == "interrupted"
+    completed(home, run.name, torchrun(2), "--resume", "latest")
+    assert last(run) == last(completed(home, "torchrun-2", torchrun(2)))
+
+
+TUNED = {
+    "data.max_length": 96, "training.batch_size": 5, "training.gradient_accumulation_steps": 1,
+    "training.learning_rate": 0.002, "training.warmup_steps": 2, "training.num_epochs": 1, "training.logging_steps": 1,
+    "training.eval_steps": 2, "training.precision": "fp32", "training.compile": "off",
+    "training.report_to": "none", "training.threads": 1, "device": "cpu",
+}  # fmt: skip
+GRAPH = {
+    "model.d_model": 32, "model.n_heads": 2, "model.n_layers": 2, "model.d_ff": 64, "model.max_seq_len": 32,
+    "data.vocab_size": 480, "data.validation_split": 0.2, "data.leaf_mask_ratio": 0.5, "data.min_leaf_groups": 1,
+    "model.dropout": 0, "model.attention_dropout": 0, "model.relation_dropout": 0,
+}  # fmt: skip
+
+
+def task_arguments(home: Path, task: str, run: str) -> list[str]:
+    own: dict[str, object] = dict(TUNED)
+    if task == "graph":
+        own |= {**GRAPH, "data.dataset_name": write_rows(home / "rows.jsonl", rows())}
+        del own["data.max_length"]
+    elif task == "qa":
+        data = squad(home / "squad.json", impossible=True)
+        own |= {
+            "model.name_or_path": model_folder("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+            "data.dataset_name": data,
+            "data.doc_stride": 16,
+        }
+    else:
+        data = chat_rows(home / "chat.jsonl")
+        own |= {"model.name_or_path": model_folder("qwen2"), "data.dataset_name": data, "model.adapter": "lora"}
+    chosen = [part for key, value in own.items() for part in ("--set", f"{key}={value}")]
+    return ["train", "--set", f"task={task}", *chosen, "--output-dir", str(home / run)]
+
+
+@pytest.mark.parametrize("task", ["graph", pytest.param("sft", marks=pytest.mark.long),
+                                  pytest.param("qa", marks=pytest.mark.long)])  # fmt: skip
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_every_task_learns_the_same_over_processes(home: Path, task: str, ranks: int) -> None:
+    single = home / f"{task}-1"
+    if not single.exists():
+        code, _, error = alone(task_arguments(home, task, single.name), home / "cache")
+        assert code == 0, error
+    code, out = finish(torchrun(ranks), task_arguments(home, task, f"{task}-{ranks}"), home / "cache")
+    assert code == 0, out
+    several = losses(home / f"{task}-{ranks}")
+    assert len(several) == len(losses(single))
+    assert max(abs(a - b) for a, b in zip(several, losses(single), strict=True)) < 1e-4
+
+
+def test_what_cannot_work_is_said_once(home: Path) -> None:
+    code, out = finish(torchrun(2), arguments(home, "none", training__batch_size=1), home / "cache")
+    assert code != 0
+    assert spoken(out) == ["a step has 1 examples and the run 2 processes; raise training.gradient_accumulation_steps, "
+                           "or start fewer."]  # fmt: skip
+
+
+@pytest.mark.long
+def test_too_many_threads_are_refused(home: Path) -> None:
+    many = len(os.sched_getaffinity(0))
+    if many < 2:
+        pytest.skip("one processor cannot be oversubscribed by two threads each")
+    code, out = finish(torchrun(2), arguments(home, "threads", training__threads=many), home / "cache")
+    assert code != 0
+    assert len(spoken(out)) == 1
+    assert f"2 processes of {many} threads each are more than the {many} processors" in out
+
+
+@pytest.mark.long
+def test_a_network_interface_that_is_not_there_is_refused(home: Path) -> None:
+    code, out = finish(torchrun(2), arguments(home, "interface", training__network_interface="eth77"), home / "cache")
+    assert code != 0
+    assert "training.network_interface is eth77, but " in out
+
+
+@pytest.mark.long
+def test_hosts_with_another_configuration_are_refused(home: Path) -> None:
+    script = 'case $RANK in 1) more="--set training.learning_rate=0.5";; esac; exec "$0" -m sansgpu "$@" $more'
+    import sys
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    code, out = finish([*launcher, "sh", "-c", script], arguments(home, "other"), home / "cache", module=sys.executable)
+    assert code != 0
+    assert "rank 1 has training.learning_rate 0.5, and rank 0 0.004" in out
