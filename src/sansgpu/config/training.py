@@ -183,8 +183,6 @@ class TrainingConfig(Section):
         narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)
         if self.sharding == "full" and narrow:
             raise ValueError(f"sharding full keeps fp32 weights and moments; leave {narrow} at fp32")
-        if self.sharding == "full" and self.sample_tokens:
-            raise ValueError("sharding full has no process with a whole model to sample from; set sample_tokens to 0")
         if narrow and self.optimizer != "adamw":
             raise ValueError(f"{narrow} {getattr(self, narrow)} is AdamW's; set optimizer to adamw")
         return self

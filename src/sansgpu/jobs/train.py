@@ -143,6 +143,8 @@ def _train_in(
     task = TASKS[config.kind](prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
         warn(note)
+    if group.size > 1 and config.training.sharding == "full" and config.training.sample_tokens:
+        warn("with sharding full no process has a whole model to sample from; evaluations come without samples.")
     if request.dry_run:
         return Begun(prepared, paths)
     return _run(prepared, paths, task, place.snapshot, request, sinks)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sansgpu.config import SansGPUError
-from sansgpu.machine.peers import POLL_SECONDS, LostRankError, Peer, SignsOfLife, this_process
+from sansgpu.machine.peers import POLL_SECONDS, SPEAK_SECONDS, LostRankError, Peer, SignsOfLife, this_process
 
 Answer = TypeVar("Answer")
 
@@ -184,7 +184,10 @@ def telling(group: Group) -> Iterator[None]:
     try:
         yield
     except SansGPUError as error:
-        if group.fail(error) or (isinstance(error, LostRankError) and error.heard):
+        heard = isinstance(error, LostRankError) and error.heard
+        if heard:
+            time.sleep(SPEAK_SECONDS)
+        if heard or group.fail(error):
             raise SystemExit(error.exit_code) from None
         raise
     except BaseException as error:

@@ -20,6 +20,7 @@ BEAT_SECONDS = 1.0  # between two signs of life
 SILENT_SECONDS = 10.0  # without one, after which a process counts as lost
 LOOK_SECONDS = 4.0  # that a failure is looked into: time for a few signs of life
 HEARD_SECONDS = 3.0  # that a process stays, so that the others hear why it ends
+SPEAK_SECONDS = 1.0  # that one which has heard it stays, as launchers end the others when the first is gone
 POLL_SECONDS = 0.05
 _QUOTED = 200  # characters of an error that is not ours
 
@@ -78,20 +79,19 @@ class SignsOfLife:
 
     def fail(self, reason: str, exit_code: int) -> bool:
         """Tell the others why this process ends. Whether the user hears the same from rank 0."""
-        told = False
         try:
             self._store.set(f"error/{self._rank}", json.dumps([reason, exit_code]))
             limit = time.monotonic() + HEARD_SECONDS
             others = [rank for rank in range(len(self._peers)) if rank != self._rank]
-            while time.monotonic() < limit and not told:
-                if self._rank:
-                    told = (self.said(0) or [""])[0] == reason
-                else:
-                    told = all(self._store.check([f"heard/{r}"]) or self.said(r) is not None for r in others)
+            while time.monotonic() < limit:
+                if self._rank and (self.said(0) or ("", 0))[0] == reason:
+                    return True
+                if all(self._store.check([f"heard/{r}"]) or self.said(r) for r in others):
+                    return False
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
-            return False  # the others are gone, too
-        return told and self._rank > 0
+            pass  # the others are gone, too
+        return False
 
     def said(self, rank: int) -> tuple[str, int] | None:
         """Why a rank ended, in its own words, and its exit code."""

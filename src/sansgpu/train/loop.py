@@ -299,7 +299,7 @@ class Trainer:
         if self._metrics is None:
             return
         event: dict[str, object] = {"event": "eval", "step": progress.step, **self._metrics}
-        if training.sample_tokens and self.group.first:
+        if training.sample_tokens and self.group.first and not self._cut_by_rows:
             seed = fold_seed(training.seed, "sample", progress.step)
             with self.plan.autocast():
                 event["sample"] = self.task.sample(training.sample_prompt, training.sample_tokens, seed)

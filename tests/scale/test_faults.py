@@ -1,0 +1,276 @@
+"""Processes that die, networks that are cut, disks that are full: right weights, or an error that names who is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benchmarks.hosts import Host, cut, refused, two_hosts
+
+from tests.processes import digests, environment, record, settings, write_corpus
+from tests.scale.launch import NEEDS_MPI, finish, mpirun, spoken, torchrun
+from tests.scale.launch import start as started
+
+STEPS = 30
+SHAPE = {
+    "training__max_steps": STEPS, "training__batch_size": 4, "training__gradient_accumulation_steps": 1,
+    "model__dropout": 0, "training__save_steps": 7, "training__eval_steps": 0, "training__timeout_seconds": 15,
+}  # fmt: skip
+LAST = f"snapshots/step-{STEPS:06d}"
+SECONDS = 90
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    write_corpus(folder / "corpus.jsonl", documents=90)
+    return folder
+
+
+def arguments(home: Path, run: str, **changes: object) -> list[str]:
+    chosen = {**SHAPE, "data__dataset_name": home / "corpus.jsonl", **changes}
+    return ["train", *settings(**chosen), "--output-dir", str(home / run)]
+
+
+def last(run: Path) -> dict[str, str]:
+    return {k: v for k, v in digests(run).items() if k.startswith((LAST, "final"))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home: Path) -> dict[str, str]:
+    code, out = finish(torchrun(2), arguments(home, "undisturbed"), home / "cache")
+    assert code == 0, out
+    return last(home / "undisturbed")
+
+
+def faulty(home: Path, run: str, place: str, rank: int, count: int) -> dict[str, str]:
+    mark = str(home / f"{run}.mark")
+    return {"FAULT": place, "FAULT_RANK": str(rank), "FAULT_COUNT": str(count), "FAULT_MARK": mark}
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("place", "rank", "count"),
+    [
+        ("backward", 1, 200),
+        pytest.param("backward", 0, 200, marks=LONG),
+        pytest.param("all-reduce", 1, 25, marks=LONG),
+        pytest.param("all-reduce", 0, 25, marks=LONG),
+        pytest.param("snapshot", 0, 9, marks=LONG),
+    ],
+)
+def test_a_killed_process_is_replaced_and_the_run_is_the_same(
+    home: Path, undisturbed: dict[str, str], place: str, rank: int, count: int
+) -> None:
+    run = f"{place}-{rank}"
+    fault = faulty(home, run, place, rank, count)
+    launcher = torchrun(2, "--max-restarts=1")
+    code, out = finish(launcher, arguments(home, run), home / "cache", module="tests.scale.faulty", **fault)
+    assert code == 0, out
+    assert Path(fault["FAULT_MARK"]).exists(), "nobody was killed"
+    assert f"rank {rank} of 2" in spoken(out)[0]
+    assert last(home / run) == undisturbed
+    steps = [event["step"] for event in record(home / run) if event["event"] == "step"]
+    assert steps == sorted(set(steps)), "no step is told twice"
+
+
+@LONG
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_is_named_and_nothing_hangs(home: Path, undisturbed: dict[str, str], rank: int) -> None:
+    run = f"named-{rank}"
+    fault, began = faulty(home, run, "backward", rank, 300), time.monotonic()
+    code, out = finish(torchrun(2), arguments(home, run), home / "cache", module="tests.scale.faulty", **fault)
+    assert code != 0
+    assert time.monotonic() - began < SECONDS
+    assert f"rank {rank} of 2" in spoken(out)[0]
+    assert "is lost" in spoken(out)[0]
+    code, out = finish(torchrun(2), [*arguments(home, run), "--resume", "latest"], home / "cache")
+    assert code == 0, out
+    assert last(home / run) == undisturbed
+    if rank == 1:  # rank 0 had all of the last whole step, and saved it
+        assert "was made with" not in out
+        assert any(event["event"] == "snapshot" and int(str(event["step"])) % 7 for event in record(home / run)[:-2])
+
+
+@LONG
+@pytest.mark.skipif(NEEDS_MPI, reason="there is no mpirun")
+def test_under_mpirun_a_killed_process_ends_all(home: Path, undisturbed: dict[str, str]) -> None:
+    fault = faulty(home, "mpi", "backward", 1, 300)
+    code, out = finish(mpirun(2), arguments(home, "mpi"), home / "cache", module="tests.scale.faulty", **fault)
+    assert code != 0, out
+    code, out = finish(mpirun(2), [*arguments(home, "mpi"), "--resume", "latest"], home / "cache")
+    assert code == 0, out
+    assert last(home / "mpi") == undisturbed
+
+
+@LONG
+def test_a_process_that_stands_still_is_named(home: Path) -> None:
+    """Stopped and not killed: its connections stay, and only its silence tells."""
+    process = started(torchrun(2), arguments(home, "still", training__max_steps=5000), home / "cache")
+    wait_for_snapshot(home / "still", process)
+    pids = subprocess.run(["pgrep", "-g", str(process.pid), "-f", "sansgpu train"], capture_output=True, text=True)
+    workers = [int(pid) for pid in pids.stdout.split() if rank_of(int(pid)) == "1"]
+    assert len(workers) == 1
+    os.kill(workers[0], signal.SIGSTOP)
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    assert "rank 1 of 2" in spoken(out)[0]
+
+
+def rank_of(pid: int) -> str | None:
+    """Of a worker; None of its launcher."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((v.decode().partition("=")[2] for v in variables if v.startswith(b"RANK=")), None)
+
+
+def wait_for_snapshot(run: Path, process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + SECONDS
+    while not list((run / "snapshots").glob("step-*")) and time.monotonic() < limit:
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@LONG
+def test_a_full_disk_on_rank_0_ends_all_in_its_words(home: Path, small_disk: Path, undisturbed: dict[str, str]) -> None:
+    run = small_disk / "run"
+    process = started(torchrun(2), [*arguments(home, "x", training__max_steps=2000)[:-1], str(run)], home / "cache")
+    wait_for_snapshot(run, process)
+    with (small_disk / "filling").open("wb") as filling:
+        free = shutil.disk_usage(small_disk).free
+        filling.write(b"x" * max(0, free - 8192))
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    assert len(spoken(out)) == 1, out
+    assert "cannot be written" in out
+    (small_disk / "filling").unlink()
+    shutil.rmtree(run / "final", ignore_errors=True)
+    code, out = finish(
+        torchrun(2), [*arguments(home, "x", training__max_steps=2000)[:-1], str(run), "--resume", "latest",
+                      "--set", "training.max_hours=0.003"], home / "cache"
+    )  # fmt: skip
+    assert code == 0, out
+
+
+NEEDS_HOSTS = pytest.mark.skipif(refused() is not None, reason=refused() or "")
+DISTANT = {"training__max_steps": 300, "training__save_steps": 40}
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as pair:
+        yield pair
+
+
+def on_hosts(
+    hosts: tuple[Host, Host], home: Path, run: str, each: int = 1, late: float = 0.0, **changes: object
+) -> list[subprocess.Popen[bytes]]:
+    """The same command on both, as a user would give it."""
+    variables = {**environment(home / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    agent = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={each}", "--rdzv-backend=c10d"]
+    agent += [f"--rdzv-endpoint={hosts[0].name}:29400", f"--rdzv-id={run}", "-m", "sansgpu"]
+    processes = []
+    for number, host in enumerate(hosts):
+        time.sleep(late * number)
+        log = home / f"{run}.{host.name[-1]}.log"
+        processes.append(host.start([*agent, *arguments(home, run, **changes)], log, variables))
+    return processes
+
+
+def logs(home: Path, run: str) -> list[list[str]]:
+    return [spoken((home / f"{run}.{letter}.log").read_text(errors="replace")) for letter in "ab"]
+
+
+@NEEDS_HOSTS
+@LONG
+@pytest.mark.parametrize(("each", "late"), [(1, 0.0), (2, 0.0), (1, 8.0)])
+def test_two_hosts_are_one_run(
+    home: Path, undisturbed: dict[str, str], hosts: tuple[Host, Host], each: int, late: float
+) -> None:
+    run = f"hosts-{each}-{late}"
+    assert [p.wait(SECONDS) for p in on_hosts(hosts, home, run, each, late)] == [0, 0], logs(home, run)
+    if each == 1:
+        assert last(home / run) == undisturbed
+    losses = [[e["loss"] for e in record(home / r) if e["event"] == "step"] for r in (run, "undisturbed")]
+    assert max(abs(float(str(a)) - float(str(b))) for a, b in zip(*losses, strict=True)) < 1e-4
+
+
+@NEEDS_HOSTS
+@LONG
+def test_a_network_that_comes_back_costs_nothing(home: Path, hosts: tuple[Host, Host]) -> None:
+    code, out = finish(torchrun(2), arguments(home, "whole", **DISTANT), home / "cache")
+    assert code == 0, out
+    processes = on_hosts(hosts, home, "back", **DISTANT)
+    wait_for_snapshot(home / "back", processes[0])
+    cut(hosts[0])
+    time.sleep(5)
+    cut(hosts[0], now=False)
+    assert [p.wait(SECONDS) for p in processes] == [0, 0], logs(home, "back")
+    assert digests(home / "back")["final/model.safetensors"] == digests(home / "whole")["final/model.safetensors"]
+
+
+@NEEDS_HOSTS
+@LONG
+def test_a_network_that_is_gone_ends_both_sides(home: Path, hosts: tuple[Host, Host]) -> None:
+    processes = on_hosts(hosts, home, "gone", **DISTANT)
+    wait_for_snapshot(home / "gone", processes[0])
+    cut(hosts[0])
+    limit = time.monotonic() + SECONDS
+    while time.monotonic() < limit and not all(logs(home, "gone")):
+        time.sleep(0.2)
+    near, far = logs(home, "gone")  # their launchers may wait some minutes for each other
+    assert "rank 1 of 2" in near[0]
+    assert "is lost" in near[0]
+    assert "rank 0 of 2" in far[0]
+    for process in processes:
+        process.kill()
+    found = {path.name for path in (home / "gone/snapshots").glob("step-*")}
+    steps = sorted(int(name.removeprefix("step-")) for name in found)
+    assert steps[-1] % 40, "rank 0 saved the last whole step"
+
+
+@LONG
+def test_torchrun_goes_on_with_fewer_hosts(home: Path, undisturbed: dict[str, str]) -> None:
+    """Two agents on this machine; one is killed with its process, and the other goes on alone."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
+             "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29477", "--rdzv-id=elastic", "--max-restarts=3",
+             "--local-addr=127.0.0.1", "-m"]  # fmt: skip
+    long = {"training__max_steps": 400, "training__save_steps": 40}
+    first = started(agent, [*arguments(home, "elastic", **long), "--resume", "latest"], home / "cache")
+    time.sleep(1.0)  # it keeps the rendezvous
+    second = started(agent, [*arguments(home, "elastic", **long), "--resume", "latest"], home / "cache")
+    wait_for_snapshot(home / "elastic", first)
+    os.killpg(second.pid, signal.SIGKILL)
+    out, _ = first.communicate(timeout=2 * SECONDS)
+    assert first.returncode == 0, out
+    sizes = [json.loads(line)["world_size"] for line in (home / "elastic/metrics.jsonl").read_text().splitlines()
+             if json.loads(line)["event"] == "start"]  # fmt: skip
+    assert sizes[-1] == 1
+    code, out = finish(torchrun(1), arguments(home, "elastic-alone", **long), home / "cache")
+    assert code == 0, out
+    losses = [{e["step"]: float(str(e["loss"])) for e in record(home / r) if e["event"] == "step"}
+              for r in ("elastic", "elastic-alone")]  # fmt: skip
+    assert losses[0].keys() == losses[1].keys()
+    assert max(abs(losses[0][step] - losses[1][step]) for step in losses[0]) < 1e-4
