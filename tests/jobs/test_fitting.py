@@ -33,6 +33,33 @@ def test_less_memory_gives_a_smaller_micro_batch_and_in_the_end_a_refusal() -> N
     assert said == []
 
 
+def test_processes_share_a_step_and_with_sharding_its_memory() -> None:
+    config = config_of(gradient_accumulation_steps=12, optimizer="adamw")
+    shares = {n: fitting_micro_batches(TASK, config, replace(HOW, world_size=n), PLENTY, "refuse", print)
+              for n in (1, 2, 4, 5, 12)}  # fmt: skip
+    assert [sizes[-1] for sizes in shares.values()] == [12, 6, 3, 3, 1]
+    fixed = config_of(batch_size=8, gradient_accumulation_steps=1)
+    assert fitting_micro_batches(TASK, fixed, replace(HOW, world_size=4), PLENTY, "refuse", print) == [2]
+    whole, *spread = (
+        memory_of(TASK, config_of(optimizer="adamw", sharding=sharding), replace(HOW, world_size=4))
+        for sharding in ("none", "optimizer", "full")
+    )
+    assert [memory.optimizer * 4 for memory in spread] == [whole.optimizer] * 2
+    assert spread[1].gradients < spread[0].gradients == whole.gradients
+    assert spread[1].least < spread[0].least < whole.least
+
+
+def test_processes_short_of_memory_are_told_to_share_it() -> None:
+    how = replace(HOW, world_size=4)
+    config = config_of(optimizer="adamw", gradient_accumulation_steps=4)
+    wide = {"vocab_size": 1000, "n_layers": 16, "d_model": 1024, "n_heads": 16, "d_ff": 4096}
+    config = config.model_copy(update={"model": type(config.model).model_validate(wide)})
+    available = int(memory_of(TASK, config, how).least * 0.9)
+    changes = changes_that_fit(TASK, config, how, available)
+    assert "training.sharding=optimizer" in changes[0].settings
+    assert not any("sharding" in str(c) for c in changes_that_fit(TASK, config, HOW, available))
+
+
 def test_a_fixed_micro_batch_that_does_not_fit_is_refused_or_begun_in_parts() -> None:
     config, said = config_of(batch_size=16, gradient_accumulation_steps=2), list[str]()
     available = needs(config, 4)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sansgpu.config import ConfigError
 from sansgpu.machine import cores
 from sansgpu.machine.cores import Cpu
-from sansgpu.machine.network import interface_for, interfaces, is_loopback, own_address
+from sansgpu.machine.network import interface_for, interfaces, is_loopback, way_to
 from sansgpu.machine.world import find_world, usual_threads
 
 TORCHRUN = {
@@ -164,7 +164,7 @@ def test_a_process_keeps_to_its_cores() -> None:
 
 
 def test_the_way_to_rank_0_names_the_interface() -> None:
-    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert way_to("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
     name, address = interface_for("127.0.0.1", None)
     assert address in interfaces()[name]
     assert is_loopback(address)
@@ -172,4 +172,4 @@ def test_the_way_to_rank_0_names_the_interface() -> None:
     with pytest.raises(ConfigError, match=r"training.network_interface is eth77, but .* has "):
         interface_for("127.0.0.1", "eth77")
     with pytest.raises(ConfigError, match="has no way to no-such-host"):
-        own_address("no-such-host.invalid")
+        way_to("no-such-host.invalid")

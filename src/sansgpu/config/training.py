@@ -127,7 +127,7 @@ class TrainingConfig(Section):
         "auto", description="native: C++ compiled here once; auto: native where that works, else plain torch"
     )
     threads: PositiveInt | Literal["auto"] = Field(
-        "auto", description="compute threads; auto: the physical cores available"
+        "auto", description="compute threads of a process; auto: OMP_NUM_THREADS, else its share of the physical cores"
     )
     seed: int = Field(42, ge=0, description="the only source of randomness")
     save_steps: int = Field(250, ge=0, description="steps between snapshots; 0: only the best and the last")

@@ -55,8 +55,9 @@ def _spread(memory: Memory, parts: dict[str, int], sharding: str, how: Execution
     if sharding == "full":
         blocks = sum(numbers for part, numbers in parts.items() if part not in OUTSIDE_BLOCKS)
         cut = blocks / max(1, sum(parts.values()))
-        weights -= int(cut * weights * (1 - 1 / ranks))
         gradients -= int(cut * gradients * (1 - 1 / ranks))
+        begins = MASTER_BYTES * sum(parts.values()) - gradients - memory.activations  # whole, before anything else
+        weights = max(begins, weights - int(cut * weights * (1 - 1 / ranks)))
     elif how.precision == "bf16":
         masters = MASTER_BYTES * parts.get("adapter", sum(parts.values()))
         weights -= int(masters * (1 - 1 / ranks))
@@ -184,6 +185,15 @@ def _bf16(config: Config, how: Execution) -> Options:
         yield ("training.precision=bf16",), "products in bf16, faster here"
 
 
+def _sharded(config: Config, how: Execution) -> Options:
+    training = config.training
+    if how.world_size > 1 and training.sharding == "none":
+        yield ("training.sharding=optimizer",), "training waits while snapshots are written"
+    plain = training.master_weights == training.optimizer_state == "fp32" and training.compile != "on"
+    if how.world_size > 1 and training.sharding != "full" and plain:
+        yield ("training.sharding=full",), "weights travel for every block of every micro-batch"
+
+
 def _checkpointing(config: Config, how: Execution) -> Options:
     if not config.model.gradient_checkpointing:
         yield ("model.gradient_checkpointing=true",), "activations computed twice, about a third slower"
@@ -217,7 +227,7 @@ def _narrower(config: Config, how: Execution) -> Options:
 
 
 # Kinds of changes: first what only costs time, then what costs quality; each has its options, the mildest first.
-KINDS = (_smaller_pieces, _bf16, _checkpointing, _muon, _shorter, _shallower, _narrower)
+KINDS = (_smaller_pieces, _bf16, _sharded, _checkpointing, _muon, _shorter, _shallower, _narrower)
 
 
 def _halves(size: int) -> list[int]:

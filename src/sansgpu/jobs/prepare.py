@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from sansgpu.config import RAGGED, Config, ConfigError
+from sansgpu.config import RAGGED, Config, ConfigError, TrainingConfig
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import Shortage, fits, fitting_micro_batches, memory_of
@@ -153,6 +153,8 @@ def set_up(config: Config, before: Environment | None, warn: Warn, group: Group 
     """
     training, cache = config.training, cache_dir(config.data.cache_dir)
     device = resolve_device(training)
+    if device.type == "cuda" and group.size > 1:
+        device = _own_gpu(training, group)
     threads = take_cores(group, training, warn)
     recorded = before.threads if before and before.world_size == group.size else None
     torch.set_num_threads(_kept(recorded, threads, training.threads))
@@ -299,6 +301,17 @@ def seconds_allowed(config: Config) -> float:
     if training.until is not None:
         seconds = min(seconds, (datetime.fromisoformat(training.until) - datetime.now()).total_seconds())
     return seconds
+
+
+def _own_gpu(training: TrainingConfig, group: Group) -> torch.device:
+    """One of the machine's for each process on it. Raises ConfigError where there are fewer, or a model is sharded."""
+    number, there = group.local.index(group.rank), torch.cuda.device_count()
+    if len(group.local) > there:
+        raise ConfigError(f"{len(group.local)} processes share {there} GPUs; start one process for each GPU.")
+    if training.sharding != "none":
+        raise ConfigError(f"training.sharding {training.sharding} is for CPUs; set it to none, or device to cpu.")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def _require_share(config: Config, world_size: int) -> None:

@@ -166,7 +166,8 @@ def _run(
     config, environment, plan = prepared.config, prepared.environment, prepared.step_plan
     if environment.compile == "on":
         task.compile(True)
-    gemm = gemm_flops_per_second(environment.precision, environment.device, environment.threads)
+    rate = gemm_flops_per_second(environment.precision, environment.device, environment.threads)
+    gemm = sum(prepared.group.gather(rate))
     trainer = Trainer(
         task,
         config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sansgpu.config import SansGPUError
-from sansgpu.machine.peers import POLL_SECONDS, SPEAK_SECONDS, LostRankError, Peer, SignsOfLife, this_process
+from sansgpu.machine.peers import (
+    HEARD_SECONDS,
+    POLL_SECONDS,
+    SPEAK_SECONDS,
+    LostRankError,
+    Peer,
+    SignsOfLife,
+    this_process,
+)
 
 Answer = TypeVar("Answer")
 
@@ -71,10 +79,18 @@ class Group:
         return self._awaited({rank: f"gathered/{self._asked}/{rank}" for rank in range(self.size)})
 
     def leave(self) -> None:
-        """Wait until all are done: who leaves first would look lost."""
-        if self._shared is not None:
-            self.gather(None)
-            self._shared[1].leave()
+        """Wait until all are done: who leaves first would look lost, and rank 0 may keep what the others read."""
+        if self._shared is None:
+            return
+        self.gather(None)
+        store, signs = self._shared
+        signs.leave()
+        limit = time.monotonic() + HEARD_SECONDS
+        with suppress(RuntimeError):
+            store.set(f"left/{self.rank}", "")
+            others = [f"left/{rank}" for rank in range(self.size)] if self.first else []
+            while others and not store.check(others) and time.monotonic() < limit:
+                time.sleep(POLL_SECONDS)
 
     def fail(self, error: BaseException) -> bool:
         """Tell the others why this process ends. Whether the user hears the same from rank 0."""

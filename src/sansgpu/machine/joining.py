@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from sansgpu.config import ConfigError
 from sansgpu.machine import cores
 from sansgpu.machine.group import ALONE, Group
-from sansgpu.machine.network import interface_for, interfaces, is_loopback, own_address
+from sansgpu.machine.network import interface_for, interfaces, is_loopback, way_to
 from sansgpu.machine.peers import POLL_SECONDS, LostRankError, Peer, SignsOfLife, this_process
 from sansgpu.machine.world import World
 
@@ -33,12 +33,13 @@ def join(world: World, backend: str, timeout: float, interface: str | None) -> G
         return Group(0, ALONE.peers, world.restarts > 0, timeout, shared=None)
     if world.unbound:
         cores.unbind()
-    name, address = interface_for(own_address(world.address), interface)
+    own, first = way_to(world.address)
+    name, address = interface_for(own, interface)
     limit = time.monotonic() + timeout
     root = _shared_store(world, timeout)
     number = _start_number(root, world, limit, timeout)
     store = PrefixStore(f"sansgpu/{number}", root)
-    this = this_process(address, socket.gethostbyname(world.address))
+    this = this_process(address, first)
     store.set(f"peer/{world.rank}", json.dumps(asdict(this)))
     peers = _all_peers(store, world.size, limit, timeout)
     beats = PrefixStore(f"sansgpu/{number}", root.clone())  # type: ignore[attr-defined]  # which the stubs lack
@@ -46,7 +47,7 @@ def join(world: World, backend: str, timeout: float, interface: str | None) -> G
     os.environ["GLOO_SOCKET_IFNAME"] = _reachable(world.rank, peers, name, interface)
     try:
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
             store=PrefixStore("tensors", store),
             rank=world.rank,
             world_size=world.size,

@@ -16,7 +16,7 @@ _DISCARD = 9  # a port that a route is asked for; nothing is sent to it
 def interfaces() -> dict[str, list[str]]:
     """The addresses of each interface."""
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {name: [a.address.split("%")[0] for a in all_ if a.family in families]
+    found = {name: [_bare(a.address) for a in all_ if a.family in families]
              for name, all_ in psutil.net_if_addrs().items()}  # fmt: skip
     return {name: addresses for name, addresses in found.items() if addresses}
 
@@ -26,18 +26,23 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def own_address(host: str) -> str:
-    """The address of this host that it reaches `host` from. Raises ConfigError where there is no way there."""
+def way_to(host: str) -> tuple[str, str]:
+    """(address of this host, address of `host`) that packets to it go between. Raises ConfigError where none do."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
-            return str(probe.getsockname()[0])
+            return _bare(probe.getsockname()[0]), _bare(target[0])
     except OSError as error:
         raise ConfigError(
             f"{socket.gethostname()} has no way to {host}, the host of the first process: {error.strerror or error}; "
             "set MASTER_ADDR to a name or an address of it that every host reaches."
         ) from None
+
+
+def _bare(address: object) -> str:
+    """Without the interface that IPv6 adds behind a %."""
+    return str(address).partition("%")[0]
 
 
 def interface_for(address: str, wanted: str | None) -> tuple[str, str]:

@@ -17,7 +17,8 @@ from sansgpu.config import SansGPUError
 from sansgpu.machine import cores
 
 BEAT_SECONDS = 1.0  # between two signs of life
-SILENT_SECONDS = 10.0  # without one, after which a process counts as lost
+SILENT_SECONDS = 30.0  # without one, after which a process counts as lost while it prepares
+ANSWER_SECONDS = 10.0  # that a store has to answer in: a network that is cut says nothing at all
 LOOK_SECONDS = 4.0  # that a failure is looked into: time for a few signs of life
 HEARD_SECONDS = 3.0  # that a process stays, so that the others hear why it ends
 SPEAK_SECONDS = 1.0  # that one which has heard it stays, as launchers end the others when the first is gone
@@ -128,7 +129,7 @@ class SignsOfLife:
         found: list[LostRankError] = []
         looking = threading.Thread(target=lambda: found.append(self._looked_into(error)), daemon=True)
         looking.start()
-        looking.join(LOOK_SECONDS + SILENT_SECONDS)  # a network that is cut answers nothing at all
+        looking.join(LOOK_SECONDS + ANSWER_SECONDS)
         cut = f"nothing answers at {self._where}: {self.named(0)} is lost, or the network to its host is cut."
         return found[0] if found else LostRankError(cut)
 

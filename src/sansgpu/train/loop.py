@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from sansgpu.config import Config, RunPaths, fold_seed
+from sansgpu.config import Config, RunPaths, SansGPUError, fold_seed
 from sansgpu.data.batch import Examples
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.peers import LostRankError
@@ -165,8 +165,11 @@ class Trainer:
     def _rescue(self) -> None:
         """Save the last whole step, where another process was lost and this one has all of it."""
         if self.group.first and not self._spread and self.progress.step:
-            self._save()
-            self._settle()
+            try:
+                self._save()
+                self._settle()
+            except SansGPUError as error:  # what there is to say is who was lost
+                self.sinks.warn(str(error))
 
     def _batch(self, step: int) -> Examples:
         """The global batch of a step, as it is learned from; made ahead of it."""

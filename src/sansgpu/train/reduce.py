@@ -29,6 +29,11 @@ class _Bucket:
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.weights[0].parameter.device
+
     def slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each weight's place in it."""
         sizes = [-(-w.master.numel() // _ALIGNMENT) * _ALIGNMENT for w in self.weights]
@@ -88,7 +93,7 @@ class Reducer:
         return absent
 
     def _leave(self, bucket: _Bucket) -> None:
-        bucket.flat = flat = torch.zeros(bucket.numbers(), dtype=self._dtype)
+        bucket.flat = flat = torch.zeros(bucket.numbers(), dtype=self._dtype, device=bucket.device)
         for weight, slot in zip(bucket.weights, bucket.slots(flat), strict=True):
             if weight.gradient is not None:
                 slot.copy_(weight.gradient)

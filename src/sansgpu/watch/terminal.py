@@ -52,8 +52,10 @@ class Terminal:
         resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
         trained = event["trained_parameters"] / 1e6
         adapted = f", {trained:.1f}M of them trained" if event["trained_parameters"] < event["parameters"] else ""
+        processes = f"{event['world_size']} processes of " if event.get("world_size", 1) > 1 else ""
         self._print(
-            f"{event['parameters'] / 1e6:.1f}M parameters{adapted}, {event['precision']}, {event['threads']} threads, "
+            f"{event['parameters'] / 1e6:.1f}M parameters{adapted}, {event['precision']}, "
+            f"{processes}{event['threads']} threads, "
             f"{'compiled' if event['compile'] == 'on' else 'not compiled'}{resumed}"
         )
         self._print(
@@ -104,8 +106,10 @@ class Terminal:
 def batch_shape(micro_batch: int, event: Event) -> str:
     """Micro-batches of a step: how many, and of what."""
     count, window = event["gradient_accumulation_steps"], event["window"]
-    full = micro_batch * count * window == event["tokens_per_step"]
-    return f"{micro_batch} x {count} {'windows of' if full else 'examples of up to'} {window}"
+    processes = event.get("world_size", 1)
+    full = micro_batch * count * processes * window == event["tokens_per_step"]
+    over = f" on each of {processes} processes" if processes > 1 else ""
+    return f"{micro_batch} x {count} {'windows of' if full else 'examples of up to'} {window}{over}"
 
 
 class Warnings:
