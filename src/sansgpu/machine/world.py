@@ -18,7 +18,7 @@ _LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 }
 # What tells one job from the next on the same machine: their ports must differ.
-_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PMI_ID", "HYDI_CONTROL_FD")
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _PORTS = range(29500, 30500)
 
 
@@ -50,12 +50,13 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
                 "run's processes with torchrun, mpirun or srun, which set both."
             )
         elastic = launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environment
+        one_machine = size == 1 or environment.get(local_key) == str(size)
         return World(
             rank,
             size,
             launcher,
-            _address(environment, environment.get(local_key) == str(size)) if size > 1 else LOOPBACK,
-            _number(environment, "MASTER_PORT") or _job_port(environment),
+            _address(environment, one_machine),
+            _number(environment, "MASTER_PORT") or _job_port(environment, one_machine),
             hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restarts=(_number(environment, "TORCHELASTIC_RESTART_COUNT") or 0) if elastic else 0,
             unbound=launcher == "Open MPI" and not any("_policy" in k and "base_" in k for k in environment),
@@ -91,7 +92,9 @@ def _address(environment: Mapping[str, str], one_machine: bool) -> str:
     )
 
 
-def _job_port(environment: Mapping[str, str]) -> int:
-    """The same in all processes of a job, and another in the next job."""
-    job = next((environment[key] for key in _JOBS if environment.get(key)), "")
-    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+def _job_port(environment: Mapping[str, str], one_machine: bool) -> int:
+    """The same in all processes of a job, and another in the next: on one machine they have one parent."""
+    job = ".".join(environment[key] for key in _JOBS if environment.get(key))
+    if not job and one_machine:
+        job = str(os.getppid())
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else _PORTS[0]
