@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.hosts import refused
 from benchmarks.tiny_model import make_folder
 
 from tests.processes import environment, write_corpus
@@ -67,6 +68,18 @@ def test_time_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
     assert row["steps"] >= 3
     assert row["planned_seconds"] > 0
     assert row["measured_seconds"] > 0
+
+
+@pytest.mark.long
+def test_two_hosts_are_measured_beside_what_is_reckoned(tmp_path: Path) -> None:
+    if reason := refused():
+        pytest.skip(reason)
+    arguments = ["--size", "toy", "--steps", "2"]
+    rows = benchmark("cluster", *arguments, cache=tmp_path, result=tmp_path / "cluster.json")["rows"]
+    assert [row.get("status") for row in rows] == [None] * len(rows)
+    hosts = {row["name"]: row for row in rows if "reckoned_seconds" in row}
+    assert list(hosts) == ["unshaped", "5gbit", "1gbit", "100mbit"]
+    assert hosts["100mbit"]["communication_seconds"] > hosts["1gbit"]["communication_seconds"] > 0
 
 
 @pytest.mark.long

@@ -20,17 +20,26 @@ def plan(
     output: Annotated[
         Path | None, typer.Option(help="Where the proposal is written; by default proposed.yaml.")
     ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Also on so many machines like this one.")] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Between nodes, as 10gbps (the default) or 100mbit.")
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Of the network, one way, as 50us (the default) or 0.1ms.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of a node and hour.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run costs in memory and hours, before any work.
 
-    Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/
+    Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
     """
     from rich.console import Console
 
     from sansgpu.config import ConfigError
     from sansgpu.jobs.plan import plan as job
     from sansgpu.jobs.plan import plan_presets
+    from sansgpu.jobs.plan_nodes import cluster_of
     from sansgpu.jobs.propose import propose
     from sansgpu.watch.tables import print_plan, print_presets
     from sansgpu.watch.terminal import PreparationBar
@@ -41,6 +50,11 @@ def plan(
         raise ConfigError(f"--hours proposes a configuration of its own; leave out {config}, and give --data.")
     if hours is None and (data or output):
         raise ConfigError("--data and --output go with --hours; the data of a plan is --set data.dataset_name=PATH.")
+    if nodes is not None and (presets or hours is not None):
+        raise ConfigError("--nodes is about one configuration; leave out --presets and --hours.")
+    if nodes is None and (network is not None or latency is not None or price is not None):
+        raise ConfigError("--network, --latency and --price go with --nodes; say how many there are.")
+    cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
     bar = PreparationBar(Console(stderr=True))
     try:
         if presets:
@@ -49,7 +63,7 @@ def plan(
             file = output or Path("proposed.yaml")
             result = propose(hours, data or "python-stdlib", override or [], file, bar, warn, bar.say)
         else:
-            result = job(config, override or [], bar, warn)
+            result = job(config, override or [], bar, warn, cluster)
     finally:
         bar.close()
     if as_json:

@@ -10,31 +10,34 @@ from typing import Any
 from sansgpu.config import PRESETS, load_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import changes_that_fit
-from sansgpu.jobs.prepare import Prepared, Warn, prepare, seconds_allowed, silent
-from sansgpu.machine.memory import Execution
+from sansgpu.jobs.forecast import execution, forecast_of, length_of
+from sansgpu.jobs.plan_nodes import Cluster, plan_nodes, require_examples
+from sansgpu.jobs.prepare import Prepared, Warn, prepare, silent
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.remembered import remembered
 from sansgpu.machine.roofline import Roofline, measure_roofline
 from sansgpu.tasks import TASKS
-from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
-from sansgpu.train.forecast import Forecast, done_at
+from sansgpu.train.forecast import done_at
 from sansgpu.train.schedule import UNKNOWN
 
 Result = dict[str, Any]
 
-START_SECONDS = {"off": 3.0, "on": 8.0}  # from the command to the first step, compiled graphs in the cache; measured
-SAMPLED_LAYER_SECONDS = 0.4e-3  # a token and layer; measured on a small model
-SAVE_SECONDS_PER_BYTE = 1 / 10e9  # copying in memory what a snapshot holds
 ROOFLINE_TOKENS = 4096  # at most, of the products that are timed
 OPTIMAL_TOKENS = 20  # a parameter: about where compute is best spent (Hoffmann et al., arXiv 2203.15556)
 
 
-def plan(file: Path | None, overrides: Sequence[str], progress: Progress, warn: Warn) -> Result:
-    """The plan of a configuration, as `plan --json` prints it. Raises ConfigError."""
+def plan(
+    file: Path | None, overrides: Sequence[str], progress: Progress, warn: Warn, cluster: Cluster | None = None
+) -> Result:
+    """The plan of a configuration, as `plan --json` prints it; with `cluster` on its nodes, too. Raises ConfigError."""
     config, notes = load_config(file, overrides)
     for note in notes:
         warn(note)
-    return plan_prepared(prepare(config, None, progress, warn, "report", data="wanted", timed="always"))
+    if cluster:
+        require_examples(cluster, config)
+    prepared = prepare(config, None, progress, warn, "report", data="wanted", timed="always")
+    result = plan_prepared(prepared)
+    return {**result, "cluster": plan_nodes(prepared, cluster)} if cluster else result
 
 
 def plan_prepared(prepared: Prepared) -> Result:
@@ -62,20 +65,6 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
         row["optimal_seconds"] = tokens / row["tokens_per_second"] if row["tokens_per_second"] else None
         rows.append(row)
     return rows
-
-
-def execution(prepared: Prepared) -> Execution:
-    """How the run's steps are computed."""
-    environment = prepared.environment
-    return Execution(
-        environment.micro_batch,
-        prepared.accumulation,
-        environment.precision,
-        environment.compile,
-        environment.kernels,
-        prepared.config.training.optimizer,
-        prepared.corpus.most_tokens if prepared.corpus else None,
-    )
 
 
 def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
@@ -139,24 +128,21 @@ def _described(prepared: Prepared) -> Result:
 
 def _time(prepared: Prepared) -> Result:
     """Speed and duration; every value None where the model is too large to be timed here."""
-    config, timing = prepared.config, prepared.timing
+    config = prepared.config
     keys = (
         "tokens_per_second", "step_seconds", "machine_share", "total_steps", "total_tokens", "epochs", "total_seconds",
         "finish",
     )  # fmt: skip
     result: Result = dict.fromkeys(keys)
     steps: int | None = None if prepared.total_steps == UNKNOWN else prepared.total_steps
-    if timing is not None:
+    if prepared.timing is not None:
         forecast = forecast_of(prepared)
         result["step_seconds"] = forecast.step_seconds
         result["tokens_per_second"] = prepared.learned_per_step / forecast.step_seconds
         if prepared.machine.device.type == "cpu":
             limit = sum(step_limits(prepared, roofline_of(prepared)).values())
             result["machine_share"] = limit / forecast.step_seconds
-        allowed = seconds_allowed(config)
-        if steps is None or forecast.seconds(config.training, steps) > allowed:
-            steps = _steps_within(prepared, forecast, allowed)
-        result["total_seconds"] = forecast.seconds(config.training, steps)
+        steps, result["total_seconds"] = length_of(prepared, forecast)
         result["finish"] = done_at(result["total_seconds"])
     if steps is not None:
         tokens = min(round(steps * prepared.learned_per_step), config.training.max_tokens or 1 << 62)
@@ -164,29 +150,3 @@ def _time(prepared: Prepared) -> Result:
         if prepared.corpus:
             result["epochs"] = tokens / prepared.corpus.train_tokens
     return result
-
-
-def forecast_of(prepared: Prepared) -> Forecast:
-    """The run's parts in seconds, by the timing of its blocks."""
-    timing, config, training = prepared.timing, prepared.config, prepared.config.training
-    assert timing is not None
-    layers = TASKS[config.kind].layers(config)
-    step = timing.step_seconds(layers, prepared.accumulation)
-    passes = prepared.accumulation * (timing.ends_seconds + layers * timing.block_seconds)
-    sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
-    held, weights = prepared.memory.snapshot, prepared.memory.weights
-    return Forecast(
-        startup_seconds=START_SECONDS[timing.compile],
-        step_seconds=step,
-        evaluation_seconds=passes * prepared.evaluated_share / EVALUATED_IN_A_STEP + sampling,
-        save_seconds=held * SAVE_SECONDS_PER_BYTE,
-        end_seconds=(held + weights) / DISK_BYTES_PER_SECOND,
-    )
-
-
-def _steps_within(prepared: Prepared, forecast: Forecast, allowed: float) -> int:
-    training = prepared.config.training
-    steps = int(allowed / forecast.step_seconds)
-    while steps > 1 and forecast.seconds(training, steps) > allowed:
-        steps -= max(1, steps // 200)
-    return steps

@@ -14,7 +14,8 @@ import yaml
 
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.data.shards import Progress
-from sansgpu.jobs.plan import forecast_of, plan_prepared, roofline_of, step_limits
+from sansgpu.jobs.forecast import forecast_of
+from sansgpu.jobs.plan import plan_prepared, roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare, silent
 from sansgpu.machine.compilation import is_long_time, missing_for_compile
 from sansgpu.tasks import TASKS, Corpus

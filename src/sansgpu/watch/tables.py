@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -75,6 +76,8 @@ def print_plan(console: Console, plan: Result) -> None:
     console.print(table)
     if "candidates" in plan:
         _print_candidates(console, plan)
+    if "cluster" in plan:
+        _print_cluster(console, plan["cluster"])
 
 
 def _print_candidates(console: Console, plan: Result) -> None:
@@ -92,6 +95,89 @@ def _print_candidates(console: Console, plan: Result) -> None:
         )
     console.print(table)
     console.print(f"written to {plan['file']}; train it with: sansgpu train {plan['file']}", soft_wrap=True)
+
+
+def _print_cluster(console: Console, cluster: Result) -> None:
+    table = grid()
+    nodes, network, gloo = cluster["nodes"], cluster["network_bits_per_second"], cluster["gloo_bytes_per_second"]
+    table.add_row(
+        f"{nodes:,} node{'s' if nodes > 1 else ''}",
+        f"like this machine, {network / 1e9:g} Gbit/s and {cluster['latency_seconds'] * 1e6:g} us apart, for "
+        f"{cluster['gradient_bytes'] / 1e6:,.0f} MB of gradients; gloo adds up {gloo * 8e-9:.1f} Gbit/s here",
+    )
+    verdict = "fits" if cluster["fits"] else "does not fit"
+    table.add_row("memory", f"{gigabytes(cluster['memory_bytes']['total'])} on each: {verdict}")
+    keys = ("step", "compute", "communication", "overlapped", "collectives")
+    step, compute, sent, hidden, small = (round(cluster[f"{key}_seconds"], 4) for key in keys)
+    behind = f" ({hidden:.3g} s more are hidden behind backward)" if hidden else ""
+    table.add_row(
+        "step",
+        f"{step:.3g} s: {compute:.3g} s computing, {sent - hidden - small:.3g} s waiting for what is sent{behind}, "
+        f"{small:.2g} s for small collectives",
+    )
+    table.add_row(
+        "speed",
+        f"{cluster['tokens_per_second']:,.0f} tokens/s, {cluster['speed_up']:.3g} times one node's: efficiency "
+        f"{cluster['efficiency']:.0%}",
+    )
+    finish = clock(datetime.fromisoformat(cluster["finish"]))
+    cost = "" if cluster["cost"] is None else f", which cost {cluster['cost']:,.2f}"
+    table.add_row(
+        "time",
+        f"{cluster['total_steps']:,} steps: {duration(cluster['total_seconds'])}, begun now done {finish}; "
+        f"{cluster['node_hours']:,.3g} node-hours{cost}",
+    )
+    console.print(table)
+    _print_curve(console, cluster)
+
+
+def _print_curve(console: Console, cluster: Result) -> None:
+    priced = cluster["cost"] is not None
+    table = Table(title="as nodes are added, the batch the same", title_justify="left")
+    for name in ("nodes", "step", "tokens/s", "speed-up", "efficiency", "time", "cost" if priced else "node-hours"):
+        table.add_column(name, justify="right")
+    rows = [row for row in cluster["curve"] if row["step_seconds"]]
+    for row in rows:
+        table.add_row(
+            f"{row['nodes']:,}",
+            f"{row['step_seconds']:.3g} s",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['speed_up']:.2f}",
+            f"{row['efficiency']:.0%}",
+            duration(row["total_seconds"]),
+            f"{row['cost']:,.2f}" if priced else f"{row['node_hours']:,.3g}",
+            style=None if row["fits"] else "red",
+        )
+    console.print(table)
+    for sentence in _about_nodes(cluster, rows):
+        console.print(sentence, highlight=False)
+
+
+def _about_nodes(cluster: Result, rows: list[Result]) -> Iterator[str]:
+    """What the curve says."""
+    most, last = cluster["most_nodes"], cluster["curve"][-1]["nodes"]
+    if len(rows) < len(cluster["curve"]):
+        yield f"beyond {most:,}: the batch has too few examples, as each node needs one"
+    if not all(row["fits"] for row in rows):
+        fitting = next((f"from {row['nodes']:,} nodes on" for row in rows if row["fits"]), f"on none of up to {last:,}")
+        yield f"it fits into memory {fitting}"
+    faster, pays, fastest = f"{cluster['pays']:g} times as fast", cluster["pays_until"], cluster["fastest_nodes"]
+    if pays > 1:
+        yield f"up to {pays:,} each doubling makes a step at least {faster}; the fastest count is {fastest:,}"
+    elif most > 1:
+        yield f"adding nodes does not pay: two do not make a step {faster}; the fastest count is {fastest:,}"
+    if (nodes := cluster["nodes"]) > 1:
+        grown = cluster["grown_batch"]
+        yield (
+            f"with the batch {nodes:,} times as large, {count(grown['tokens_per_step'])} tokens, {nodes:,} nodes have "
+            f"{grown['tokens_per_second']:,.0f} tokens/s: efficiency {grown['efficiency']:.0%}"
+        )
+    if cluster["critical_batch_tokens"]:
+        yield (
+            f"a larger batch saves steps nearly in proportion up to about {count(cluster['critical_batch_tokens'])} "
+            f"tokens, an example each for {cluster['critical_batch_nodes']:,} nodes: a rule of thumb (Kaplan et al. "
+            f"2020) at a loss of {cluster['critical_batch_loss']:.2f} nats a token"
+        )
 
 
 def print_presets(console: Console, rows: list[Result]) -> None:

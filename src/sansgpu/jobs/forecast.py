@@ -1,0 +1,56 @@
+"""How long a prepared run takes: its step as it was timed, and what happens between steps."""
+
+from __future__ import annotations
+
+from sansgpu.jobs.prepare import Prepared, seconds_allowed
+from sansgpu.machine.memory import Execution
+from sansgpu.tasks import TASKS
+from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
+from sansgpu.train.forecast import Forecast
+from sansgpu.train.schedule import UNKNOWN
+
+START_SECONDS = {"off": 3.0, "on": 8.0}  # from the command to the first step, compiled graphs in the cache; measured
+SAMPLED_LAYER_SECONDS = 0.4e-3  # a token and layer; measured on a small model
+SAVE_SECONDS_PER_BYTE = 1 / 10e9  # copying in memory what a snapshot holds
+
+
+def execution(prepared: Prepared) -> Execution:
+    """How the run's steps are computed."""
+    environment = prepared.environment
+    return Execution(
+        environment.micro_batch,
+        prepared.accumulation,
+        environment.precision,
+        environment.compile,
+        environment.kernels,
+        prepared.config.training.optimizer,
+        prepared.corpus.most_tokens if prepared.corpus else None,
+    )
+
+
+def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None = None) -> Forecast:
+    """The run's parts in seconds, by the timing of its blocks; of several nodes with the step they take together."""
+    timing, config, training = prepared.timing, prepared.config, prepared.config.training
+    assert timing is not None
+    layers = TASKS[config.kind].layers(config)
+    passes = prepared.accumulation * (timing.ends_seconds + layers * timing.block_seconds)
+    sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
+    held, weights = prepared.memory.snapshot, prepared.memory.weights
+    return Forecast(
+        startup_seconds=START_SECONDS[timing.compile],
+        step_seconds=timing.step_seconds(layers, prepared.accumulation) if step_seconds is None else step_seconds,
+        evaluation_seconds=passes * prepared.evaluated_share / EVALUATED_IN_A_STEP / nodes + sampling,
+        save_seconds=held * SAVE_SECONDS_PER_BYTE,
+        end_seconds=(held + weights) / DISK_BYTES_PER_SECOND,
+    )
+
+
+def length_of(prepared: Prepared, forecast: Forecast) -> tuple[int, float]:
+    """(steps, seconds) of the run: as many as it is to have, or as its time has room for."""
+    training, allowed = prepared.config.training, seconds_allowed(prepared.config)
+    steps = prepared.total_steps
+    if steps == UNKNOWN or forecast.seconds(training, steps) > allowed:
+        steps = int(allowed / forecast.step_seconds)
+        while steps > 1 and forecast.seconds(training, steps) > allowed:
+            steps -= max(1, steps // 200)
+    return steps, forecast.seconds(training, steps)

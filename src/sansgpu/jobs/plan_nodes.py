@@ -1,0 +1,237 @@
+"""`sansgpu plan --nodes N --network 10gbps`: what a run would take on several machines like this one."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.data.batch import IGNORE
+from sansgpu.jobs.fitting import OUTSIDE_BLOCKS, fits, memory_of
+from sansgpu.jobs.forecast import execution, forecast_of, length_of
+from sansgpu.jobs.nodes import (
+    PAYS,
+    Share,
+    Spread,
+    Step,
+    Work,
+    critical_batch_tokens,
+    link_of,
+    pays_until,
+    share_of,
+    step_of,
+)
+from sansgpu.jobs.prepare import Prepared, prepare, silent
+from sansgpu.machine.gloo_rate import Link, measure_gloo
+from sansgpu.machine.memory import Memory, effective_batch
+from sansgpu.machine.remembered import remembered
+from sansgpu.models.costing import COMPUTE, FULL
+from sansgpu.tasks import TASKS
+from sansgpu.tasks.pretrain import TextCorpus
+from sansgpu.train.calibrate import Timing
+from sansgpu.train.forecast import done_at
+from sansgpu.train.reduce import BUCKET_BYTES
+from sansgpu.train.scaling_law import expected_bits_per_byte
+
+CURVE = tuple(1 << doublings for doublings in range(11))  # nodes: 1 to 1,024
+TYPICAL_LOSS = 3.0  # nats a token, of a small model on text, where nothing better is known
+SAMPLED_WINDOWS = 64  # of the validation part, whose bytes a token stand for the text's
+BITS_PER_SECOND = {"gbps": 9, "gbit": 9, "mbps": 6, "mbit": 6}  # powers of ten
+SECONDS = {"us": -6, "ms": -3}
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes that were asked about, and what is between them."""
+
+    nodes: int
+    bits_per_second: float
+    latency_seconds: float  # one way
+    price: float | None  # of a node and hour
+
+
+def cluster_of(nodes: int, network: str, latency: str, price: float | None) -> Cluster:
+    """From the command line's words. Raises ConfigError."""
+    bits = _quantity("--network", network, BITS_PER_SECOND, "10gbps or 100mbit")
+    return Cluster(nodes, bits, _quantity("--latency", latency, SECONDS, "50us or 0.1ms"), price)
+
+
+def require_examples(cluster: Cluster, config: Config) -> None:
+    """Raises ConfigError where a step has no example for some node, which training refuses."""
+    if (batch := effective_batch(config.training)) < cluster.nodes:
+        raise ConfigError(
+            f"--nodes is {cluster.nodes}, but a step has {batch} examples, and each node needs one; raise "
+            "training.gradient_accumulation_steps, or plan for fewer."
+        )
+
+
+def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
+    """What `plan --json` says as `cluster`. Raises ConfigError where no step could be timed here."""
+    if prepared.timing is None:
+        raise ConfigError(
+            "three layers of this model do not fit into memory here, so no step can be timed, nor one of several "
+            "nodes told; plan on a machine like the nodes."
+        )
+    gloo, most = _gloo(prepared), effective_batch(prepared.config.training)
+    link = link_of(cluster.bits_per_second, cluster.latency_seconds, gloo)
+    run = _Run(prepared, cluster, link, _work(prepared, prepared.timing))
+    curve = [run.row(nodes) for nodes in CURVE if nodes <= most]
+    seconds = {row["nodes"]: row["step_seconds"] for row in curve}
+    here, step = run.row(cluster.nodes), run.step(cluster.nodes)
+    return {
+        **here,
+        "network_bits_per_second": cluster.bits_per_second,
+        "latency_seconds": cluster.latency_seconds,
+        "gloo_bytes_per_second": gloo.bytes_per_second,
+        "gloo_hop_seconds": gloo.hop_seconds,
+        "gradient_bytes": run.work.gradients,
+        "compute_seconds": step.compute,
+        "communication_seconds": step.communication,
+        "overlapped_seconds": step.hidden,
+        "collectives_seconds": step.collectives,
+        "finish": done_at(here["total_seconds"]),
+        "memory_bytes": run.memory(cluster.nodes).to_json(),
+        "most_nodes": most,
+        "pays": PAYS,
+        "pays_until": pays_until(seconds),
+        "fastest_nodes": min(seconds, key=lambda nodes: seconds[nodes]),
+        "grown_batch": run.grown(cluster.nodes),
+        **_critical_batch(prepared),
+        "curve": curve + [dict.fromkeys(here) | {"nodes": nodes} for nodes in CURVE if nodes > most],
+    }
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The run on any number of nodes."""
+
+    prepared: Prepared
+    cluster: Cluster
+    link: Link
+    work: Work
+
+    def row(self, nodes: int) -> Result:
+        """A line of the curve."""
+        prepared, price = self.prepared, self.cluster.price
+        step_seconds = self.step(nodes).seconds
+        steps, seconds = length_of(prepared, forecast_of(prepared, nodes, step_seconds))
+        speed_up, node_hours = self.step(1).seconds / step_seconds, nodes * seconds / 3600
+        return {
+            "nodes": nodes,
+            "step_seconds": step_seconds,
+            "tokens_per_second": prepared.learned_per_step / step_seconds,
+            "speed_up": speed_up,
+            "efficiency": speed_up / nodes,
+            "total_steps": steps,
+            "total_seconds": seconds,
+            "node_hours": node_hours,
+            "cost": None if price is None else node_hours * price,
+            "fits": fits(self.memory(nodes), prepared.machine.available),
+        }
+
+    def grown(self, nodes: int) -> Result:
+        """With the batch as many times as large as there are nodes: each has then what one alone had before."""
+        step = step_of(self.work, replace(self._share(1), nodes=nodes), self.link)
+        return {
+            "tokens_per_step": nodes * self.prepared.tokens_per_step,
+            "tokens_per_second": nodes * self.prepared.learned_per_step / step.seconds,
+            "efficiency": self.step(1).seconds / step.seconds,
+        }
+
+    def step(self, nodes: int) -> Step:
+        """Where its seconds go."""
+        return step_of(self.work, self._share(nodes), self.link)
+
+    def memory(self, nodes: int) -> Memory:
+        """Of each node."""
+        how, share = execution(self.prepared), self._share(nodes)
+        how = replace(how, world_size=nodes, micro_batch=share.micro_batch)
+        return memory_of(TASKS[self.prepared.config.kind], self.prepared.config, how)
+
+    def _share(self, nodes: int) -> Share:
+        config = self.prepared.config
+        return share_of(config.training, config.window, self.prepared.environment.micro_batch, nodes)
+
+
+def _work(prepared: Prepared, timing: Timing) -> Work:
+    """The step in seconds and bytes. A pass of fewer examples is on the line between what was timed and one alone."""
+    config, training = prepared.config, prepared.config.training
+    whole, example = _pass_seconds(prepared, timing), 0.0
+    if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
+        example = max(0.0, whole - _pass_seconds(prepared, one)) / (timing.micro_batch - 1)
+    parts, layers = TASKS[config.kind].parameters(config), TASKS[config.kind].layers(config)
+    cut = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
+    trained = parts.get("adapter", sum(parts.values())) - cut
+    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.environment.precision]
+    spread = Spread(trained * read, cut * read, cut * FULL, layers if cut else 0)
+    return Work(
+        pass_seconds=whole - timing.micro_batch * example,
+        example_seconds=example,
+        update_seconds=timing.step_seconds(layers, accumulation=0),
+        gradients=trained * sent,
+        last=0 if "adapter" in parts else parts.get("embedding", 0) * sent,
+        spread=None if training.sharding == "none" else spread,
+    )
+
+
+def _pass_seconds(prepared: Prepared, timing: Timing) -> float:
+    """Of one micro-batch, forward and backward."""
+    layers = TASKS[prepared.config.kind].layers(prepared.config)
+    return timing.ends_seconds + layers * timing.block_seconds
+
+
+def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
+    """A micro-batch of one example, timed as the run's own was, by the same batch in as many pieces."""
+    settings = (
+        "training.batch_size=1",
+        f"training.gradient_accumulation_steps={effective_batch(prepared.config.training)}",
+        f"training.compile='{timing.compile}'",
+        f"training.precision={prepared.machine.precision}",
+    )
+    changed = change_config(prepared.config, settings)
+    return prepare(changed, None, silent, silent, "report", data="wanted", timed="always").timing
+
+
+def _gloo(prepared: Prepared) -> Link:
+    """gloo's rate at this run's gradients, measured once a cache."""
+    dtype = "bfloat16" if prepared.config.training.gradient_reduction == "bf16" else "float32"
+    question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": prepared.environment.torch}
+    answer = remembered(prepared.machine.cache, question, lambda: vars(measure_gloo(BUCKET_BYTES, dtype)))
+    return Link(**answer)
+
+
+def _critical_batch(prepared: Prepared) -> Result:
+    """In tokens, by the loss in nats a token that the run is expected to end with; of language models alone."""
+    config, corpus, loss = prepared.config, prepared.corpus, TYPICAL_LOSS
+    if config.kind != "pretrain":
+        return {"critical_batch_tokens": None, "critical_batch_loss": None, "critical_batch_nodes": None}
+    if isinstance(corpus, TextCorpus):
+        steps, _ = length_of(prepared, forecast_of(prepared))
+        tokens, parameters = steps * prepared.learned_per_step, sum(TASKS[config.kind].parameters(config).values())
+        bits = expected_bits_per_byte(parameters, tokens, corpus.train_tokens)
+        guessing = math.log(corpus.tokenizer.vocab_size)
+        loss = min(guessing, bits * _bytes_per_token(corpus) * math.log(2))
+    tokens = critical_batch_tokens(loss)
+    return {
+        "critical_batch_tokens": tokens,
+        "critical_batch_loss": loss,
+        "critical_batch_nodes": math.floor(tokens / prepared.example_tokens),
+    }
+
+
+def _bytes_per_token(corpus: TextCorpus) -> float:
+    targets = corpus.validation.batch(np.arange(min(len(corpus.validation), SAMPLED_WINDOWS))).targets.numpy()
+    return float(corpus.tokenizer.token_bytes()[targets[targets != IGNORE]].mean())
+
+
+def _quantity(option: str, text: str, units: dict[str, int], example: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{option} is {text!r}; give a positive number and its unit, as {example}.")
+    return float(f"{match[1]}e{units[match[2]]}")

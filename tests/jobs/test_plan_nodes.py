@@ -1,0 +1,147 @@
+"""`sansgpu plan --nodes`, from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sansgpu.cli import run as cli
+from tests.processes import settings, write_corpus
+
+CLUSTER_KEYS = {
+    "nodes", "network_bits_per_second", "latency_seconds", "gloo_bytes_per_second", "gradient_bytes", "step_seconds",
+    "compute_seconds", "communication_seconds", "overlapped_seconds", "tokens_per_second", "efficiency",
+    "total_seconds", "node_hours", "cost", "fits", "memory_bytes", "most_nodes", "pays_until", "fastest_nodes",
+    "critical_batch_tokens", "curve",
+}  # fmt: skip
+ROW_KEYS = {
+    "nodes", "step_seconds", "tokens_per_second", "speed_up", "efficiency", "total_seconds", "node_hours", "cost",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clusters")
+    write_corpus(folder / "corpus.jsonl", documents=200)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+
+
+def planned(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str, **more: object) -> dict[str, Any]:
+    capsys.readouterr()
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", **more)
+    assert cli(["plan", *chosen, *arguments, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_a_plan_for_a_cluster_says_what_is_promised(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"training__max_steps": 300, "training__gradient_accumulation_steps": 8}
+    plan = planned(capsys, home, "--nodes", "4", "--network", "1gbps", "--price", "0.40", **more)
+    cluster, curve = plan["cluster"], plan["cluster"]["curve"]
+    assert cluster.keys() >= CLUSTER_KEYS
+    assert all(row.keys() >= ROW_KEYS for row in curve)
+    assert (cluster["nodes"], cluster["network_bits_per_second"], cluster["latency_seconds"]) == (4, 1e9, 50e-6)
+    assert cluster["gradient_bytes"] == 4 * plan["parameters"]
+    assert cluster["gloo_bytes_per_second"] > 1e6
+    sent = cluster["communication_seconds"] - cluster["overlapped_seconds"]
+    assert cluster["step_seconds"] == pytest.approx(cluster["compute_seconds"] + sent)
+    assert [row["nodes"] for row in curve] == [1 << n for n in range(11)]
+    assert cluster["most_nodes"] == 16
+    assert [row["step_seconds"] is None for row in curve] == [row["nodes"] > 16 for row in curve]
+    assert {key: curve[2][key] for key in ROW_KEYS} == {key: cluster[key] for key in ROW_KEYS}
+    # Of one node it is the plan without any.
+    for key in ("step_seconds", "tokens_per_second", "total_seconds"):
+        assert curve[0][key] == pytest.approx(plan[key])
+    assert curve[0]["speed_up"] == curve[0]["efficiency"] == 1
+    for row in curve[:5]:
+        assert row["node_hours"] == pytest.approx(row["nodes"] * row["total_seconds"] / 3600)
+        assert row["cost"] == pytest.approx(0.4 * row["node_hours"])
+    grown = cluster["grown_batch"]
+    assert grown["tokens_per_step"] == 4 * plan["tokens_per_step"]
+    assert grown["tokens_per_second"] == pytest.approx(4 * plan["tokens_per_second"] * grown["efficiency"])
+    assert cluster["efficiency"] < grown["efficiency"] < 1
+    assert cluster["fits"]
+    assert cluster["memory_bytes"]["total"] > 0
+    assert 0 < cluster["critical_batch_loss"] < 5.8  # ln 300, of one who guesses
+    fastest = min(curve[:5], key=lambda row: row["step_seconds"])
+    assert cluster["fastest_nodes"] == fastest["nodes"]
+    assert cluster["pays_until"] <= 16
+
+
+def test_what_nodes_share_takes_each_less_memory_and_an_hour_stays_an_hour(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"training__max_hours": 1, "training__max_steps": "null", "training__sharding": "optimizer"}
+    wide = {"model__d_model": 256, "training__optimizer": "adamw", "training__gradient_reduction": "bf16"}
+    plan = planned(capsys, home, "--nodes", "2", "--latency", "0.2ms", **more, **wide)
+    cluster = plan["cluster"]
+    assert cluster["latency_seconds"] == pytest.approx(200e-6)
+    assert cluster["network_bits_per_second"] == 10e9
+    assert cluster["cost"] is None
+    assert cluster["gradient_bytes"] == 2 * plan["parameters"]
+    assert cluster["memory_bytes"]["optimizer"] == pytest.approx(plan["memory_bytes"]["optimizer"] / 2, abs=1)
+    for row in cluster["curve"][:3]:
+        assert row["total_seconds"] == pytest.approx(3600, rel=0.02)
+        assert 600 < row["total_steps"] * row["step_seconds"] < 3600
+
+
+def test_it_is_read_on_a_small_terminal(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    capsys.readouterr()
+    arguments = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=300)
+    assert cli(["plan", *arguments, "--nodes", "2", "--price", "1.5"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "…" not in said
+    assert "2 nodes" in said
+    assert "beyond 4: the batch has too few examples" in said
+    assert "which cost" in " ".join(said.split())
+    assert "the fastest count is" in " ".join(said.split())
+    assert "with the batch 2 times as large" in " ".join(said.split())
+    assert "a rule of thumb" in " ".join(said.split())
+
+
+def test_without_nodes_nothing_is_said_of_a_cluster(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cluster" not in planned(capsys, home, training__max_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nodes", "0"], "'--nodes'"),
+        (["--nodes", "two"], "'--nodes'"),
+        (["--nodes", "5"], "a step has 4 examples, and each node needs one; raise training.gradient_accumulation"),
+        (["--nodes", "2", "--network", "fast"], "--network is 'fast'; give a positive number and its unit, as 10gbps"),
+        (["--nodes", "2", "--network", "10"], "--network is '10'"),
+        (["--nodes", "2", "--network", "0gbps"], "--network is '0gbps'"),
+        (["--nodes", "2", "--network", "-1gbps"], "--network is '-1gbps'"),
+        (["--nodes", "2", "--network", "1e3mbit"], "--network is '1e3mbit'"),
+        (["--nodes", "2", "--latency", "soon"], "--latency is 'soon'; give a positive number and its unit, as 50us"),
+        (["--nodes", "2", "--latency", "1gbps"], "--latency is '1gbps'"),
+        (["--nodes", "2", "--price", "-1"], "'--price'"),
+        (["--network", "1gbps"], "--network, --latency and --price go with --nodes"),
+        (["--latency", "1ms"], "--network, --latency and --price go with --nodes"),
+        (["--price", "1"], "--network, --latency and --price go with --nodes"),
+    ],
+)
+def test_what_makes_no_cluster_is_refused(
+    arguments: list[str], said: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(["plan", *settings(data__dataset_name=home / "corpus.jsonl"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("others", [["--presets"], ["--hours", "1"]])
+def test_nodes_are_about_one_configuration(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["plan", "--nodes", "2", *others]) == 2
+    assert "--nodes is about one configuration" in capsys.readouterr().err
