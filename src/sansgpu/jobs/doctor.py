@@ -108,8 +108,8 @@ def _cores_advice(facts: Result) -> Iterator[Advice]:
     if quota and quota < cores:
         yield Advice(cores / quota - 1, f"the container may use {quota:.1f} of {cores} cores; raise its CPU limit.")
     if facts["numa_nodes"] > 1:
-        command = "numactl --cpunodebind=0 --membind=0"
-        yield Advice(0.3, f"{facts['numa_nodes']} NUMA nodes: bind a run to one of them ({command}).")
+        nodes = facts["numa_nodes"]
+        yield Advice(0.3, f"{nodes} NUMA nodes: one process for each of them (sansgpu train CONFIG --processes auto).")
     if facts["governor"] not in (None, "performance", "schedutil"):
         command = "cpupower frequency-set -g performance"
         yield Advice(0.2, f"the clock's governor is {facts['governor']}; set it to performance ({command}).")

@@ -28,6 +28,11 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
+def figure(number: float) -> str:
+    """With three digits, or all of a whole part that has more."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
 def grid() -> Table:
     """Two columns without lines."""
     table = Table.grid(padding=(0, 2))
@@ -109,15 +114,15 @@ def _print_cluster(console: Console, cluster: Result) -> None:
     table.add_row("memory", f"{gigabytes(cluster['memory_bytes']['total'])} on each: {verdict}")
     keys = ("step", "compute", "communication", "overlapped", "collectives")
     step, compute, sent, hidden, small = (round(cluster[f"{key}_seconds"], 4) for key in keys)
-    behind = f" ({hidden:.3g} s more are hidden behind backward)" if hidden else ""
+    behind = f" ({figure(hidden)} s more are hidden behind backward)" if hidden else ""
     table.add_row(
         "step",
-        f"{step:.3g} s: {compute:.3g} s computing, {sent - hidden - small:.3g} s waiting for what is sent{behind}, "
-        f"{small:.2g} s for small collectives",
+        f"{figure(step)} s: {figure(compute)} s computing, {figure(sent - hidden - small)} s waiting for what is sent"
+        f"{behind}, {figure(small)} s for small collectives",
     )
     table.add_row(
         "speed",
-        f"{cluster['tokens_per_second']:,.0f} tokens/s, {cluster['speed_up']:.3g} times one node's: efficiency "
+        f"{cluster['tokens_per_second']:,.0f} tokens/s, {figure(cluster['speed_up'])} times one node's: efficiency "
         f"{cluster['efficiency']:.0%}",
     )
     finish = clock(datetime.fromisoformat(cluster["finish"]))
@@ -125,7 +130,7 @@ def _print_cluster(console: Console, cluster: Result) -> None:
     table.add_row(
         "time",
         f"{cluster['total_steps']:,} steps: {duration(cluster['total_seconds'])}, begun now done {finish}; "
-        f"{cluster['node_hours']:,.3g} node-hours{cost}",
+        f"{figure(cluster['node_hours'])} node-hours{cost}",
     )
     console.print(table)
     _print_curve(console, cluster)
@@ -134,18 +139,18 @@ def _print_cluster(console: Console, cluster: Result) -> None:
 def _print_curve(console: Console, cluster: Result) -> None:
     priced = cluster["cost"] is not None
     table = Table(title="as nodes are added, the batch the same", title_justify="left")
-    for name in ("nodes", "step", "tokens/s", "speed-up", "efficiency", "time", "cost" if priced else "node-hours"):
+    for name in ("nodes", "step", "tokens/s", "speed-up", "efficiency", "hours", "cost" if priced else "node-hours"):
         table.add_column(name, justify="right")
     rows = [row for row in cluster["curve"] if row["step_seconds"]]
     for row in rows:
         table.add_row(
             f"{row['nodes']:,}",
-            f"{row['step_seconds']:.3g} s",
+            f"{figure(row['step_seconds'])} s",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['speed_up']:.2f}",
             f"{row['efficiency']:.0%}",
-            duration(row["total_seconds"]),
-            f"{row['cost']:,.2f}" if priced else f"{row['node_hours']:,.3g}",
+            figure(row["total_seconds"] / 3600),
+            f"{row['cost']:,.2f}" if priced else figure(row["node_hours"]),
             style=None if row["fits"] else "red",
         )
     console.print(table)
@@ -174,7 +179,7 @@ def _about_nodes(cluster: Result, rows: list[Result]) -> Iterator[str]:
         )
     if cluster["critical_batch_tokens"]:
         yield (
-            f"a larger batch saves steps nearly in proportion up to about {count(cluster['critical_batch_tokens'])} "
+            f"larger batches save steps nearly in proportion up to about {count(cluster['critical_batch_tokens'])} "
             f"tokens, an example each for {cluster['critical_batch_nodes']:,} nodes: a rule of thumb (Kaplan et al. "
             f"2020) at a loss of {cluster['critical_batch_loss']:.2f} nats a token"
         )
