@@ -12,7 +12,7 @@ train: setup
 
 # A file of tests a core, whose threads do not spin while they wait for each other's cores.
 test: setup
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 smoke: setup
 	$(BIN)/python -m benchmarks.smoke

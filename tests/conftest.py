@@ -1,6 +1,7 @@
 """What every test may count on."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,18 @@ from tests.processes import KERNELS
 reason = native.load(KERNELS.parent)
 if reason is not None and missing_for_compile() is None:
     raise RuntimeError(f"there is a compiler, but the kernels cannot be loaded: {reason}")
+
+# Begun first, so that no worker is left with a long file at the end.
+LONGEST = (
+    "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "jobs/test_plan.py", "jobs/test_plan_nodes.py",
+    "train/test_runs.py", "scale/test_faults.py", "tasks/test_fine_tuning_runs.py", "train/test_resume.py",
+    "test_cli.py", "tasks/test_graph_runs.py", "jobs/test_kubernetes.py", "scale/test_sums.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True)
