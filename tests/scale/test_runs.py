@@ -181,9 +181,9 @@ def task_arguments(home: Path, task: str, run: str) -> list[str]:
     return ["train", "--set", f"task={task}", *chosen, "--output-dir", str(home / run)]
 
 
-@pytest.mark.parametrize("task", ["graph", pytest.param("sft", marks=pytest.mark.long),
-                                  pytest.param("qa", marks=pytest.mark.long)])  # fmt: skip
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["graph", "sft", "qa"])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_task_learns_the_same_over_processes(home: Path, task: str, ranks: int) -> None:
     single = home / f"{task}-1"
     if not single.exists():
