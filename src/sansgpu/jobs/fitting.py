@@ -44,7 +44,10 @@ def memory_of(task: TaskKind, config: Config, how: Execution, layers: int | None
     if how.world_size > 1 and training.gradient_reduction == "fp32":
         accumulation = max(2, accumulation)  # gradients travel in fp32, as if they were summed up
     memory = task.memory(config, replace(how, accumulation=accumulation), layers)
-    if how.world_size == 1 or training.sharding == "none":
+    if how.world_size == 1:
+        return memory
+    memory = replace(memory, gradients=2 * memory.gradients)  # they leave as copies, whose memory is another; measured
+    if training.sharding == "none":
         return memory
     return _spread(memory, task.parameters(config), training.sharding, how)
 
@@ -55,9 +58,9 @@ def _spread(memory: Memory, parts: dict[str, int], sharding: str, how: Execution
     if sharding == "full":
         blocks = sum(numbers for part, numbers in parts.items() if part not in OUTSIDE_BLOCKS)
         cut = blocks / max(1, sum(parts.values()))
-        gradients -= int(cut * gradients * (1 - 1 / ranks))
-        begins = MASTER_BYTES * sum(parts.values()) - gradients - memory.activations  # whole, before anything else
-        weights = max(begins, weights - int(cut * weights * (1 - 1 / ranks)))
+        gradients -= int(cut * gradients / 2 * (1 - 1 / ranks))
+        weights -= int(cut * weights * (1 - 1 / ranks))
+        weights += MASTER_BYTES * sum(parts.values())  # it begins whole, in memory that stays taken; measured
     elif how.precision == "bf16":
         masters = MASTER_BYTES * parts.get("adapter", sum(parts.values()))
         weights -= int(masters * (1 - 1 / ranks))
