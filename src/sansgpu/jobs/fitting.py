@@ -9,6 +9,7 @@ from typing import Literal
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, micro_batches_each
 from sansgpu.machine.probe import has_native_bf16
+from sansgpu.models.costing import FULL
 from sansgpu.tasks import TaskKind
 
 Shortage = Literal["refuse", "begin", "report"]
@@ -17,7 +18,6 @@ MARGIN = 1.05  # the estimate is within a few per cent of what is measured; the 
 PARTS = (2, 4, 8)  # a half, a quarter, an eighth are tried
 LEAST_WINDOW = 32
 OUTSIDE_BLOCKS = ("embedding", "positions", "head")
-MASTER_BYTES = 4
 MOST_CHANGES = 3  # are named where a run does not fit
 ACCUMULATION = "training.gradient_accumulation_steps"
 FEWER = "fewer parameters"  # a cost that is told in numbers
@@ -60,9 +60,9 @@ def _spread(memory: Memory, parts: dict[str, int], sharding: str, how: Execution
         cut = blocks / max(1, sum(parts.values()))
         gradients -= int(cut * gradients / 2 * (1 - 1 / ranks))
         weights -= int(cut * weights * (1 - 1 / ranks))
-        weights += MASTER_BYTES * sum(parts.values())  # it begins whole, in memory that stays taken; measured
+        weights += FULL * sum(parts.values())  # it begins whole, in memory that stays taken; measured
     elif how.precision == "bf16":
-        masters = MASTER_BYTES * parts.get("adapter", sum(parts.values()))
+        masters = FULL * parts.get("adapter", sum(parts.values()))
         weights -= int(masters * (1 - 1 / ranks))
     return replace(memory, weights=weights, gradients=gradients, optimizer=memory.optimizer // ranks, snapshot=0)
 

@@ -33,7 +33,7 @@ def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None =
     timing, config, training = prepared.timing, prepared.config, prepared.config.training
     assert timing is not None
     layers = TASKS[config.kind].layers(config)
-    passes = prepared.accumulation * (timing.ends_seconds + layers * timing.block_seconds)
+    passes = prepared.accumulation * timing.pass_seconds(layers)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
     held, weights = prepared.memory.snapshot, prepared.memory.weights
     return Forecast(

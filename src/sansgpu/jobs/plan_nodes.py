@@ -162,10 +162,10 @@ class _Run:
 def _work(prepared: Prepared, timing: Timing) -> Work:
     """The step in seconds and bytes. A pass of fewer examples is on the line between what was timed and one alone."""
     config, training = prepared.config, prepared.config.training
-    whole, example = _pass_seconds(prepared, timing), 0.0
-    if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
-        example = max(0.0, whole - _pass_seconds(prepared, one)) / (timing.micro_batch - 1)
     parts, layers = TASKS[config.kind].parameters(config), TASKS[config.kind].layers(config)
+    whole, example = timing.pass_seconds(layers), 0.0
+    if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
+        example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
     cut = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
     trained = parts.get("adapter", sum(parts.values())) - cut
     sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.environment.precision]
@@ -178,12 +178,6 @@ def _work(prepared: Prepared, timing: Timing) -> Work:
         last=0 if "adapter" in parts else parts.get("embedding", 0) * sent,
         spread=None if training.sharding == "none" else spread,
     )
-
-
-def _pass_seconds(prepared: Prepared, timing: Timing) -> float:
-    """Of one micro-batch, forward and backward."""
-    layers = TASKS[prepared.config.kind].layers(prepared.config)
-    return timing.ends_seconds + layers * timing.block_seconds
 
 
 def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:

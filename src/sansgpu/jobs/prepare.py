@@ -194,10 +194,10 @@ def prepare(
     machine = set_up(config, before, warn, group)
     task = TASKS[config.kind]
     leads = group.rank == group.local[0]
-    if group.size > 1 and not leads:
+    if not leads:
         group.gather(None)  # until the first process of every machine has filled the cache
     config, corpus = (config, None) if data == "unread" else _data(config, machine, progress, warn, data)
-    if group.size > 1 and leads:
+    if leads:
         group.gather(None)
     example_tokens = corpus.example_tokens if corpus else config.window
     config, steps, long = _with_length(config, machine, corpus)

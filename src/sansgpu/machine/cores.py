@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sansgpu.machine import cgroup
-
 _SYS = Path("/sys/devices/system")
 
 
@@ -75,11 +73,6 @@ def unbind() -> None:
     """Run this process on every processor that its container allows."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-
-
-def quota() -> float | None:
-    """Processors' worth of time that the container allows, or None without a limit."""
-    return cgroup.cpu_quota()
 
 
 def listed(text: str) -> list[int]:

@@ -83,11 +83,7 @@ def _start_number(store: Store, world: World, limit: float, timeout: float) -> i
     if world.rank:
         name = uuid.uuid4().hex
         store.set(f"asks/{world.rank}", name)
-        while not store.check([f"answer/{name}"]):
-            if time.monotonic() > limit:
-                raise LostRankError(f"rank 0 of {world.size} has not come in {timeout:.0f} s.")
-            time.sleep(POLL_SECONDS)
-        return int(store.get(f"answer/{name}"))
+        return int(_from(0, world.size, store, f"answer/{name}", limit, timeout))
     number = int(store.add("starts", 1))
     answered: set[bytes] = set()
     while missing := [r for r in range(1, world.size) if not store.check([f"sansgpu/{number}/peer/{r}"])]:
@@ -104,14 +100,17 @@ def _start_number(store: Store, world: World, limit: float, timeout: float) -> i
 
 
 def _all_peers(store: Store, size: int, limit: float, timeout: float) -> list[Peer]:
-    found = []
-    for rank in range(size):
-        while not store.check([f"peer/{rank}"]):
-            if time.monotonic() > limit:
-                raise LostRankError(f"rank {rank} of {size} has not come in {timeout:.0f} s.")
-            time.sleep(POLL_SECONDS)
-        found.append(Peer(**json.loads(store.get(f"peer/{rank}"))))
-    return found
+    texts = [_from(rank, size, store, f"peer/{rank}", limit, timeout) for rank in range(size)]
+    return [Peer(**json.loads(text)) for text in texts]
+
+
+def _from(rank: int, size: int, store: Store, key: str, limit: float, timeout: float) -> bytes:
+    """What a rank sets. Raises LostRankError where it has not by `limit`."""
+    while not store.check([key]):
+        if time.monotonic() > limit:
+            raise LostRankError(f"rank {rank} of {size} has not come in {timeout:.0f} s.")
+        time.sleep(POLL_SECONDS)
+    return bytes(store.get(key))
 
 
 def _reachable(rank: int, peers: list[Peer], name: str, wanted: str | None) -> str:

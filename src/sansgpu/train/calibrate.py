@@ -17,7 +17,7 @@ import torch
 
 from sansgpu.config import Config, TrainingConfig, fold_seed
 from sansgpu.data.batch import Examples
-from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.memory import micro_batches_each
 from sansgpu.tasks import Objective, TaskKind
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import synchronise
@@ -43,10 +43,13 @@ class Timing:
     update_block_seconds: float
     update_ends_seconds: float
 
+    def pass_seconds(self, layers: int) -> float:
+        """Of a micro-batch through a model with `layers` blocks."""
+        return self.ends_seconds + layers * self.block_seconds
+
     def step_seconds(self, layers: int, accumulation: int) -> float:
         """Of a step of a model with `layers` blocks."""
-        pass_seconds = self.ends_seconds + layers * self.block_seconds
-        return accumulation * pass_seconds + self.update_ends_seconds + layers * self.update_block_seconds
+        return accumulation * self.pass_seconds(layers) + self.update_ends_seconds + layers * self.update_block_seconds
 
     def to_json(self) -> dict[str, Any]:
         """As it is remembered."""
@@ -95,7 +98,7 @@ def _best(layers: int, tried: list[Timing]) -> Timing:
 
 def _a_row(layers: int, timing: Timing) -> float:
     """Seconds an example, without the update."""
-    return (timing.ends_seconds + layers * timing.block_seconds) / timing.micro_batch
+    return timing.pass_seconds(layers) / timing.micro_batch
 
 
 def time_parts(
@@ -118,7 +121,7 @@ def _timed(
     """Seconds of (a pass, an update) of a model with so many layers: each the middle one of a few."""
     with _trial(task, config, plan, compiled, layers) as (trial, optimizer):
         batch = task.random_batch(config, size, tokens).to(plan.device)
-        accumulation = -(-effective_batch(config.training) // size)
+        accumulation = micro_batches_each(config.training, size)
         optimizer.expect_sum(accumulation > 1)
         passes: list[float] = []
         updates: list[float] = []

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.machine.disk import file_sha256, sync_to_disk
-from sansgpu.train.tensor_file import Whole, save_tensors
+from sansgpu.train.tensor_file import Whole, as_it_is, save_tensors
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 LAID = "total_steps"  # of the progress, what time has to do with: steps as laid over what is left of it
@@ -158,7 +158,7 @@ def save_snapshot(
     moments: dict[str, torch.Tensor],
     state: dict[str, Any],
     record: Path,
-    whole: Whole = lambda name, tensor: tensor,
+    whole: Whole = as_it_is,
 ) -> Snapshot:
     """Write `folder`/step-N. Raises SansGPUError where the disk refuses; what was there before stays.
 

@@ -22,7 +22,7 @@ from sansgpu.train.resume import restore
 from sansgpu.train.schedule import UNKNOWN, learning_rate
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, StepResult, train_step
-from sansgpu.train.tensor_file import Tensors, in_file_order
+from sansgpu.train.tensor_file import Tensors, as_it_is, in_file_order
 from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.events import Sinks
 from sansgpu.watch.jsonl import read_events
@@ -321,8 +321,8 @@ class Trainer:
                 "environment": asdict(self.environment),
                 "data": self.task.fingerprint,
             }
-            best, behind = self.progress.best_step, not self._finished()
-            whole = self.state.whole if self._spread else None
+            best, behind = self.progress.best_step, not (self._finished() or self._spread)
+            whole = self.state.whole if self._spread else as_it_is
             if self.group.first:
                 self._snapshot = self._writer.begin(
                     self.progress.step, *self._tensors(), record, best, behind=behind, whole=whole

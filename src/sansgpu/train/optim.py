@@ -97,7 +97,8 @@ class Optimizer:
             if not parameter.requires_grad:  # as products read it, and in fp32 what no product does
                 parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
         self._reducer = self._reducer_of(model) if group.size > 1 else None
-        self._named = {w.name: w for w in self.weights}
+        self._kept: dict[str, tuple[Weight, str | None]] = {w.name: (w, None) for w in self.weights}
+        self._kept |= {f"{kind}.{w.name}": (w, kind) for w in self.weights for kind in w.kinds}
 
     def _places(self, model: nn.Module, trained: set[str], cut: set[str]) -> dict[str, Place]:
         if self._sharding == "none":
@@ -236,22 +237,28 @@ class Optimizer:
         """The fp32 weights by the parameters' names; of those elsewhere, shape and type (meta device)."""
         return {w.name: w.described(w.master) for w in self.weights}
 
+    def keeps(self, name: str) -> bool:
+        """Whether a tensor of a snapshot is a master or a moment."""
+        return name in self._kept
+
     @torch.no_grad()
-    def load_master(self, name: str, whole: torch.Tensor) -> None:
-        """Take up a weight of a snapshot, or of rank 0."""
-        weight = self._named[name]
+    def load(self, name: str, whole: torch.Tensor) -> None:
+        """Take up a master or moment by its name in a snapshot."""
+        weight, kind = self._kept[name]
+        cut = isinstance(weight.place, Rows)
+        if kind is not None:
+            mine = weight.place.mine(whole)
+            weight.moments[kind] = mine if mine.is_meta else mine.to(weight.master.device, copy=True)
+            return
         if not weight.master.is_meta:
-            weight.master.copy_(weight.place.mine(whole) if isinstance(weight.place, Rows) else whole)
-        if not isinstance(weight.place, Rows):
+            weight.master.copy_(weight.place.mine(whole) if cut else whole)
+        if not cut:
             weight.parameter.detach().copy_(whole)
 
     def whole(self, name: str) -> torch.Tensor:
         """A master or moment by its name in a snapshot, put together on rank 0; all ranks call it in the same order."""
-        if name in self._named:
-            weight, tensor = self._named[name], self._named[name].master
-        else:
-            kind, _, of = name.partition(".")
-            weight, tensor = self._named[of], self._named[of].moments[kind]
+        weight, kind = self._kept[name]
+        tensor = weight.master if kind is None else weight.moments[kind]
         return weight.place.gather(tensor, weight.described(tensor).shape)
 
     def release(self) -> None:
@@ -273,13 +280,6 @@ class Optimizer:
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Moments as `KIND.PARAMETER`; AdamW's step count is the run's own."""
         return {f"{kind}.{w.name}": w.described(value) for w in self.weights for kind, value in w.moments.items()}
-
-    def load_moment(self, name: str, whole: torch.Tensor) -> None:
-        """Take up a moment of a snapshot."""
-        kind, _, of = name.partition(".")
-        weight = self._named[of]
-        mine = weight.place.mine(whole)
-        weight.moments[kind] = mine if mine.is_meta else mine.to(weight.master.device, copy=True)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,18 +75,15 @@ class TrainState:
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Of the weights or moments, put together on rank 0; all ranks ask in the same order."""
-        return tensor if name in self._rest() else self.optimizer.whole(name)
+        return self.optimizer.whole(name) if self.optimizer.keeps(name) else tensor
 
     @torch.no_grad()
     def load(self, name: str, whole: torch.Tensor) -> None:
         """Take up one of the weights or moments of a snapshot."""
-        rest = self._rest()
-        if name in rest:
-            rest[name].copy_(whole)
-        elif name in self.optimizer.masters():
-            self.optimizer.load_master(name, whole)
+        if self.optimizer.keeps(name):
+            self.optimizer.load(name, whole)
         else:
-            self.optimizer.load_moment(name, whole)
+            self._rest()[name].copy_(whole)
 
     def _rest(self) -> dict[str, torch.Tensor]:
         """Tensors of the model that are no parameters."""

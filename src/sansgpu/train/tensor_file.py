@@ -25,12 +25,17 @@ TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _HEADER_ALIGNMENT = 8
 
 
+def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that is all here."""
+    return tensor
+
+
 def in_file_order(tensors: Tensors) -> list[str]:
     """The names as `save_tensors` writes them."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def save_tensors(tensors: Tensors, path: Path, whole: Whole = lambda name, tensor: tensor) -> str:
+def save_tensors(tensors: Tensors, path: Path, whole: Whole = as_it_is) -> str:
     """Write tensors to a safetensors file and wait until it is on the disk; returns its SHA-256.
 
     `whole` is asked for each in the order of the file, where `tensors` only tells shapes and types.

@@ -14,7 +14,7 @@ import torch
 
 from sansgpu.machine.probe import available_memory
 from sansgpu.train.checkpoint import Snapshot, prune, save_snapshot
-from sansgpu.train.tensor_file import Tensors, Whole, bytes_of
+from sansgpu.train.tensor_file import Tensors, Whole, as_it_is, bytes_of
 
 MEMORY_LEFT = 512 << 20  # that a copy leaves free for what else the run may come to need; an assumption
 _ALIGNMENT = 64  # of every tensor in a copy: a cache line
@@ -64,26 +64,22 @@ class SnapshotWriter:
         state: dict[str, Any],
         best_step: int | None,
         behind: bool = True,
-        whole: Whole | None = None,
+        whole: Whole = as_it_is,
     ) -> Snapshot:
         """Write the snapshot of `step`, as weights and moments are now, and delete those that are too many.
 
         What is returned is whole once `wait` has returned; not `behind` training, which has ended, it takes no copy.
-        Nor does it where `whole` is asked for each tensor, one at a time, as they are spread over several processes.
+        Then `whole` is asked for each tensor, one at a time, where they are spread over several processes.
         Raises what writing an earlier one raised.
         """
-        if whole is not None:
-            save_snapshot(self._folder, step, weights, moments, state, self._record, whole)
-            prune(self._folder, self._keep_last, best_step)
-            return Snapshot.of(self._folder, step)
         if behind and not self.prepared:
             self.prepare(weights, moments)
         self.wait()  # for the memory too, which is zeroed by touching it
         if self._copies is None or not behind:
-            self._write(step, weights, moments, state, best_step)
+            self._write(step, weights, moments, state, best_step, whole)
         else:
             weights, moments = (c.take(t) for c, t in zip(self._copies, (weights, moments), strict=True))
-            self._writing = self._thread.submit(self._write, step, weights, moments, state, best_step)
+            self._writing = self._thread.submit(self._write, step, weights, moments, state, best_step, as_it_is)
         return Snapshot.of(self._folder, step)
 
     def drop_copies(self) -> bool:
@@ -111,8 +107,10 @@ class SnapshotWriter:
         for copy in self._copies or ():
             copy.touch()
 
-    def _write(self, step: int, weights: Tensors, moments: Tensors, state: dict[str, Any], best: int | None) -> None:
-        save_snapshot(self._folder, step, weights, moments, state, self._record)
+    def _write(
+        self, step: int, weights: Tensors, moments: Tensors, state: dict[str, Any], best: int | None, whole: Whole
+    ) -> None:
+        save_snapshot(self._folder, step, weights, moments, state, self._record, whole)
         prune(self._folder, self._keep_last, best)
 
 
