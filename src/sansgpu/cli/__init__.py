@@ -9,7 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from sansgpu import __version__
-from sansgpu.cli import cluster, extracting, planning, tools, training, using  # noqa: F401  what they define is in app
+from sansgpu.cli import (  # noqa: F401  what they define is in app
+    cluster,
+    extracting,
+    planning,
+    reporting,
+    tools,
+    training,
+    tuning,
+    using,
+)
 from sansgpu.cli.options import CONFIG_SUFFIXES, app
 from sansgpu.machine.launch import settle_randomness, share_cores
 

@@ -1,0 +1,1 @@
+"""`sansgpu report` and `runs`."""

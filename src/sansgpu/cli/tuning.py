@@ -1,0 +1,1 @@
+"""`sansgpu tune`."""
