@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sansgpu.watch.events import MEASURED_KEYS
+from sansgpu.watch.events import MEASURED_CAUSES, MEASURED_KEYS
 
 # A model of a second, with dropout on, and everything that can be due at a step due within a few.
 TINY = {
@@ -108,5 +108,6 @@ def digests(run: Path) -> dict[str, str]:
 def record(run: Path) -> list[dict[str, object]]:
     """The events of a run without what differs between equal runs: times, and its folder's name."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line.get("cause") not in MEASURED_CAUSES]
     measured = {*MEASURED_KEYS, "output_dir", "available_bytes", "gemm_flops_per_second"}
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]

@@ -19,6 +19,7 @@ from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.group import Group, telling
 from sansgpu.machine.joining import join, require_backend
 from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
 from sansgpu.machine.world import World
 from sansgpu.tasks import TASKS, Task
@@ -27,7 +28,8 @@ from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot, s
 from sansgpu.train.loop import End
 from sansgpu.train.resume import recorded_environment
 from sansgpu.watch.boards import TensorBoard, WeightsAndBiases, require_boards
-from sansgpu.watch.events import Sink, Sinks
+from sansgpu.watch.controls import Controls
+from sansgpu.watch.events import Sink, Sinks, now
 from sansgpu.watch.jsonl import Metrics
 
 
@@ -44,6 +46,8 @@ class TrainRequest:
     force: bool = False
     world: World = World()  # noqa: RUF009  frozen
     started: float = field(default_factory=time.monotonic)  # what its time is counted from
+    controls: Controls = field(default_factory=Controls)
+    monitor: Monitor = field(default_factory=Monitor)
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,8 @@ def _run(
         prepared.total_steps,
         request.started,
         prepared.evaluated_share,
+        request.controls,
+        request.monitor.mean,
     )
     if snapshot:
         trainer.resume(snapshot, request.strict)  # before anything of the old run is written over
@@ -187,12 +193,14 @@ def _run(
     _write_run_files(prepared, paths, task)
     step = snapshot.step if snapshot else None
     trainer.sinks = Sinks([*sinks, Metrics(paths.metrics, step), *_boards(config, paths, step)])
-    start = {"event": "start", "step": step or 0, "task": config.task, "output_dir": str(paths.root)}
+    start = {"event": "start", "step": step or 0, "time": now(), "task": config.task, "output_dir": str(paths.root)}
     facts = {**prepared.facts(), **_environment_facts(environment), "gemm_flops_per_second": gemm}
+    request.monitor.start(paths.root.absolute())
     try:
         trainer.sinks.emit({**start, **facts, **({"resumed_from": snapshot.folder.name} if snapshot else {})})
         return trainer.train()
     finally:
+        request.monitor.stop()
         trainer.sinks.close()
 
 

@@ -38,6 +38,18 @@ def cpu_quota(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> f
     return min(quotas, default=None)
 
 
+def throttled_seconds(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Seconds for which the processor was withheld so far because the group's time was used up; None where not told."""
+    told = []
+    for folder in _folders(root, process, "cpu"):
+        counts = dict(line.split() for line in _lines(folder / "cpu.stat") if len(line.split()) == 2)
+        if "throttled_usec" in counts:
+            told.append(int(counts["throttled_usec"]) / 1e6)
+        elif "throttled_time" in counts:
+            told.append(int(counts["throttled_time"]) / 1e9)
+    return max(told, default=None)
+
+
 def _memory(root: Path, process: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use but for files) of every group with a limit."""
     for folder in _folders(root, process, "memory"):

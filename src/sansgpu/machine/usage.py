@@ -34,10 +34,13 @@ class Usage:
 
 
 class Strain:
-    """What the machine went through between the making of this and `seen`."""
+    """What the machine went through between the making of this and `seen`.
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
+    `children` at work for this process are no strangers; to look for them takes a millisecond or more.
+    """
+
+    def __init__(self, children: bool = True) -> None:
+        self._process, self._children = psutil.Process(), children
         self._start, self._own, self._machine = time.perf_counter(), self._own_seconds(), psutil.cpu_times()
         self._throttled, self._frequency = throttled(), frequency_hz()
 
@@ -63,9 +66,10 @@ class Strain:
         }
 
     def _own_seconds(self) -> float:
-        """Of this process and its children: compilers at work for it are no strangers."""
+        """Of this process and its children."""
         seconds = 0.0
-        for process in (self._process, *self._process.children(recursive=True)):
+        children = self._process.children(recursive=True) if self._children else []
+        for process in (self._process, *children):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 times = process.cpu_times()
                 seconds += times.user + times.system

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -12,22 +13,26 @@ from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
-from sansgpu.machine.usage import Usage
 from sansgpu.tasks import Collecting, Task, add_sums
 from sansgpu.train.budget import Budget
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
+from sansgpu.train.health import Health
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.resume import restore
-from sansgpu.train.schedule import UNKNOWN, learning_rate
+from sansgpu.train.schedule import learning_rate
 from sansgpu.train.state import Progress, TrainState
-from sansgpu.train.step import StepPlan, StepResult, train_step
+from sansgpu.train.step import Phases, StepPlan, StepResult, train_step
+from sansgpu.train.step_log import StepLog, System
 from sansgpu.train.tensor_file import Tensors, as_it_is, in_file_order
 from sansgpu.train.writer import SnapshotWriter
-from sansgpu.watch.events import Sinks
+from sansgpu.watch.controls import Controls, Wish
+from sansgpu.watch.events import Event, Sinks, now
 from sansgpu.watch.jsonl import read_events
 
 SAME_WISH = 3.0  # seconds in which a launcher hands on the signal that its processes got, too
+PAUSE_SECONDS = 0.1  # between two looks whether to go on
+_SIGNALS = 1 << 4  # what a signal's number is told by, above all wishes
 LONG_BEFORE = 0.2  # of the time a run may take, left over at its end
 
 
@@ -56,13 +61,16 @@ class Trainer:
         steps: int,
         started: float | None = None,
         evaluated: float = 0.0,
+        controls: Controls | None = None,
+        system: System = lambda: None,
     ) -> None:
         """`steps` are all of the run's, or `schedule.UNKNOWN`; it counts its time from `started` (time.monotonic).
 
-        `evaluated` are the tokens of an evaluation over those of a step.
+        `evaluated` are the tokens of an evaluation over those of a step, `controls` what is wished for on the way,
+        and `system` tells what the machine went through since it was last asked.
         """
         self.task, self.config, self.paths, self.plan = task, config, paths, plan
-        self.environment, self.sinks, self.gemm_flops_per_second = environment, sinks, gemm_flops_per_second
+        self.environment, self.sinks = environment, sinks
         training = config.training
         self.group = plan.group
         self.state = TrainState.begin(task.model, training, plan.device, plan.compute_dtype, plan.group)
@@ -90,12 +98,13 @@ class Trainer:
         self._cut_by_rows = self._spread and training.sharding == "full"
         if not self._cut_by_rows:
             task.between_blocks(self._guard.look)
-        self._usage = Usage()
+        self._controls = controls or Controls()
+        self._log = StepLog(task, gemm_flops_per_second, system)
+        self._health = Health(training)
         self._snapshot: Snapshot | None = None  # the newest, perhaps still being written
-        self._snapshot_said = True
+        self._snapshot_said, self._save_seconds = True, 0.0
         self._unsettled: Snapshot | None = None  # what `_settle` has to say; all events wait for it
         self._writer = SnapshotWriter(paths.snapshots, training.keep_last, paths.metrics, lambda m: self.sinks.warn(m))
-        self._interval: list[tuple[float, int]] = []  # seconds and tokens of the steps since the last step event
         self._first_step = True  # of this process: it compiles and warms up, and says nothing about the next
         self._metrics: dict[str, float] | None = None  # of the evaluation after this very step
 
@@ -110,15 +119,16 @@ class Trainer:
         warn = self.sinks.warn if self.group.first else lambda message: None
         self._metrics = restore(self.state, snapshot, self.environment, fingerprint, strict, warn, self.group)
         self._snapshot, self._snapshot_said = snapshot, False
-        self._before = self.group.decide(self._recorded_seconds)
+        recorded = read_events(self.paths.metrics) if self.group.first else []
+        for event in recorded:  # so that it hears of nothing twice, and of the same as a run that went on
+            if event.get("step", 0) <= snapshot.step:
+                self._health.see(event)
+        # One that was killed took time that no snapshot knows of.
+        self._before = self.group.decide(lambda: max((e.get("elapsed_seconds", 0.0) for e in recorded), default=0.0))
         laid = self.progress.total_steps
         over = self.group.decide(lambda: not self._budget.worth_more())
         if self.config.training.time_limited and laid and (self.progress.step < laid or over):
             self.total_steps = min(self._most_steps, laid)
-
-    def _recorded_seconds(self) -> float:
-        """Of the run's earlier processes: one that was killed took time that no snapshot knows of."""
-        return max((event.get("elapsed_seconds", 0.0) for event in read_events(self.paths.metrics)), default=0.0)
 
     def train(self) -> End:
         """Run to the first limit, an interrupt or the end of the time allowed; snapshots as configured, and one at
@@ -131,17 +141,17 @@ class Trainer:
             with Interrupt(SAME_WISH if self.group.size > 1 else 0.0) as interrupt:
                 if self.progress.step:
                     self._finish_step(interrupt)
-                while (signal := self._agreed(interrupt)) is None and not self._finished():
+                while (ending := self._heeded(interrupt)) is None and not self._finished():
                     self._one_step(prefetch)
                     if not self._writer.busy:
                         self._settle()
                     self._lay_steps(prefetch)
                     self._finish_step(interrupt)
-                if signal is not None:
+                if ending is not None:
                     if self.progress.step:  # else there is nothing to lose, and no moments to save
                         self._save()
                     self._settle()
-                    return self._end("interrupted", signal)
+                    return self._end("interrupted", ending)
                 self._evaluate()
                 self._save()
                 self._settle()
@@ -158,9 +168,21 @@ class Trainer:
             prefetch.close()
             self._leave_nothing_unsaid()
 
-    def _agreed(self, interrupt: Interrupt) -> int | None:
-        """The signal that one of the ranks was sent."""
-        return int(self.group.most(interrupt.signal or 0)) or None
+    def _heeded(self, interrupt: Interrupt) -> int | None:
+        """Do what is wished for between two steps; the signal that ends the run, whichever rank was sent it."""
+        while True:
+            wished = self._controls.take() if self.group.first else Wish.NONE
+            agreed = int(self.group.most(_SIGNALS * (interrupt.signal or 0) + wished))
+            number, wish = agreed // _SIGNALS, Wish(agreed % _SIGNALS)
+            if number or Wish.STOP in wish:
+                return number or signal.SIGINT
+            if self.progress.step:
+                self._finish_step(interrupt, wish)
+            if Wish.PAUSE not in wish:
+                return None
+            if not self._writer.busy:
+                self._settle()
+            time.sleep(PAUSE_SECONDS)
 
     def _rescue(self) -> None:
         """Save the last whole step, where another process was lost and this one has all of it."""
@@ -217,12 +239,13 @@ class Trainer:
         return "snapshots are written before training goes on" if self._writer.drop_copies() else None
 
     def _one_step(self, prefetch: Prefetcher) -> None:
-        start = time.perf_counter()
+        start, phases = time.perf_counter(), Phases()
         progress, training = self.progress, self.config.training
         lr = learning_rate(training, progress.step, self.total_steps)
         batch = prefetch(progress.step, self.total_steps)
+        phases.lap("data")
         allowed = (lambda size: size) if self._cut_by_rows else self._guard.allowed
-        result = train_step(self.state, self.task, batch, self.plan, training, lr, allowed)
+        result = train_step(self.state, self.task, batch, self.plan, training, lr, allowed, phases)
         if self._guard.micro_batch != self.plan.micro_batch:
             self.plan = replace(self.plan, micro_batch=self._guard.micro_batch)
             self.environment = replace(self.environment, micro_batch=self._guard.micro_batch)
@@ -234,58 +257,47 @@ class Trainer:
         add_sums(progress.logged_sums, result.sums)
         if not self._first_step:
             self._budget.stepped(seconds)
-        if not self._first_step or training.logging_steps == 1:
-            self._interval.append((seconds, result.tokens))
+        to_say = progress.step % training.logging_steps == 0 or self._finished()
+        if not self._first_step or to_say:
+            self._log.add(seconds, result.tokens, phases)
         self._first_step = False
         self._metrics = None
         behind = self.group.first and not self._spread
         if behind and not self._writer.prepared and (training.save_steps or training.eval_steps):
             self._writer.prepare(*self._tensors())  # moments exist from the first step on
-        if progress.step % training.logging_steps == 0 or self._finished():
-            self._say_step(result, lr, seconds)
+        if to_say:
+            self._say_step(result, lr)
 
-    def _say_step(self, result: StepResult, lr: float, seconds: float) -> None:
-        progress, interval = self.progress, self._interval or [(seconds, result.tokens)]
-        interval_seconds, interval_tokens = map(sum, zip(*interval, strict=True))
-        step_seconds = interval_seconds / len(interval)
-        flops_per_second = self.task.flops_per_token * interval_tokens / interval_seconds
-        self.sinks.emit(
-            {
-                "event": "step",
-                "step": progress.step,
-                "loss": progress.logged_loss / progress.logged_targets,
-                **self.task.step_metrics(progress.logged_sums),
-                "lr": lr,
-                "grad_norm": result.grad_norm,
-                "tokens": progress.tokens,
-                "tokens_per_second": interval_tokens / interval_seconds,
-                "step_seconds": step_seconds,
-                "mfu": flops_per_second / self.gemm_flops_per_second,
-                "rss_bytes": self._usage.rss_bytes(),
-                "cpu_percent": self._usage.cpu_percent(),
-                "eta_seconds": self._eta_seconds(step_seconds),
-                "elapsed_seconds": self._elapsed(),
-                "total_steps": None if self.total_steps == UNKNOWN else self.total_steps,
-            }
-        )
-        progress.logged_loss, progress.logged_targets, progress.logged_sums = 0.0, 0, {}
-        self._interval = []
+    def _say_step(self, result: StepResult, lr: float) -> None:
+        event = self._log.event(self.progress, result, lr, self.total_steps)
+        times = {"eta_seconds": self._eta_seconds(event["step_seconds"]), "elapsed_seconds": self._elapsed()}
+        self._say({**event, **times})
+
+    def _say(self, event: Event) -> None:
+        """Emit an event, and what is to be said of how the run goes."""
+        self.sinks.emit(event)
+        for warning in self._health.see(event) if self.group.first else ():
+            self.sinks.emit(warning)
 
     def _eta_seconds(self, step_seconds: float) -> float:
         left = max(0.0, self._budget.seconds_left())
         return min(left, (self.total_steps - self.progress.step) * step_seconds)
 
-    def _finish_step(self, interrupt: Interrupt) -> None:
-        """Evaluate and save where this step is due; what an interrupt cuts short is made up for on resume."""
+    def _finish_step(self, interrupt: Interrupt, wish: Wish = Wish.NONE) -> None:
+        """Evaluate and save where this step is due or it is wished for; what an interrupt cuts short is made up for
+        on resume.
+        """
         step, training, start = self.progress.step, self.config.training, time.perf_counter()
-        to_evaluate = self._finished() or (training.eval_steps and step % training.eval_steps == 0)
+        due = self._finished() or (training.eval_steps and step % training.eval_steps == 0)
+        to_evaluate = due or Wish.EVALUATE in wish
         evaluated = to_evaluate and self._metrics is None  # it may stand in the snapshot that was taken up
         if to_evaluate:
             self._evaluate(stop=lambda: interrupt.signal is not None)
             if self._metrics is None:
                 return
         is_best = self._metrics is not None and self.progress.best_step == step
-        to_save = is_best or self._finished() or (training.save_steps and step % training.save_steps == 0)
+        due = is_best or self._finished() or (training.save_steps and step % training.save_steps == 0)
+        to_save = due or Wish.SAVE in wish
         if to_save:
             self._save()
         if evaluated:
@@ -298,15 +310,17 @@ class Trainer:
         progress, training = self.progress, self.config.training
         if self._metrics is not None:
             return
+        start = time.perf_counter()
         self._metrics = evaluate(self.task, self.plan, training.eval_batches, stop)
         if self._metrics is None:
             return
-        event: dict[str, object] = {"event": "eval", "step": progress.step, **self._metrics}
+        seconds = time.perf_counter() - start
+        event: Event = {"event": "eval", "step": progress.step, **self._metrics, "seconds": seconds}
         if training.sample_tokens and self.group.first and not self._cut_by_rows:
             seed = fold_seed(training.seed, "sample", progress.step)
             with self.plan.autocast():
                 event["sample"] = self.task.sample(training.sample_prompt, training.sample_tokens, seed)
-        self.sinks.emit(event)
+        self._say(event)
         if progress.best_loss is None or self._metrics["loss"] < progress.best_loss:
             progress.best_loss, progress.best_step = self._metrics["loss"], progress.step
         self._snapshot = None  # one of this step would not know the evaluation
@@ -315,6 +329,7 @@ class Trainer:
         """Save this step, unless it is saved already; `_settle` says so, once for every snapshot."""
         if self._snapshot is None or self._snapshot.step != self.progress.step:
             self._settle()
+            start = time.perf_counter()
             record = {
                 "progress": self.progress.to_json(),
                 "metrics": self._metrics,
@@ -330,7 +345,7 @@ class Trainer:
             else:
                 self._snapshot = Snapshot.of(self.paths.snapshots, self.progress.step)
                 self._hand_over()
-            self._snapshot_said = False
+            self._snapshot_said, self._save_seconds = False, time.perf_counter() - start
         if not self._snapshot_said:
             self._snapshot_said = True
             self._unsettled = self._snapshot
@@ -350,9 +365,10 @@ class Trainer:
         writing took makes no difference to the record. Raises SansGPUError where it could not be written.
         """
         if self._unsettled is not None:
-            snapshot, self._unsettled = self._unsettled, None
+            snapshot, self._unsettled, start = self._unsettled, None, time.perf_counter()
             self._writer.wait()
-            said = {"event": "snapshot", "step": snapshot.step, "path": snapshot.folder.name}
+            seconds = self._save_seconds + time.perf_counter() - start  # that training waited
+            said = {"event": "snapshot", "step": snapshot.step, "path": snapshot.folder.name, "seconds": seconds}
             self.sinks.release({**said, "elapsed_seconds": self._elapsed()})
 
     def _leave_nothing_unsaid(self) -> None:
@@ -364,13 +380,14 @@ class Trainer:
         finally:
             self.sinks.release()
 
-    def _end(self, reason: str, signal: int | None = None) -> End:
-        end = End(reason, self.progress.step, self._snapshot, signal)
+    def _end(self, reason: str, ending: int | None = None) -> End:
+        end = End(reason, self.progress.step, self._snapshot, ending)
         name = self._snapshot.folder.name if self._snapshot else None
         self.sinks.emit(
             {
                 "event": "end",
                 "step": end.step,
+                "time": now(),
                 "reason": reason,
                 "seconds": self._elapsed(),
                 "snapshot": name,

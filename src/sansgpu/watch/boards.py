@@ -21,7 +21,13 @@ def _scalars(event: Event) -> dict[str, float]:
     part = {"step": "train", "eval": "validation"}.get(event["event"])
     if part is None:
         return {}
-    return {f"{part}/{k}": v for k, v in event.items() if isinstance(v, (int, float)) and k != "step"}
+    named = [(part, event), ("system", event.get("system") or {}), ("phase_seconds", event.get("phase_seconds") or {})]
+    return {
+        f"{group}/{key}": value
+        for group, values in named
+        for key, value in values.items()
+        if isinstance(value, (int, float)) and key != "step"
+    }
 
 
 class TensorBoard:

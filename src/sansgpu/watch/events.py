@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import Any, Protocol
 
 Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
@@ -11,8 +12,15 @@ Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 # What differs between two runs of the same thing; everything else in an event does not.
 MEASURED_KEYS = (
     "time", "tokens_per_second", "step_seconds", "mfu", "rss_bytes", "cpu_percent", "eta_seconds", "seconds",
-    "elapsed_seconds",
+    "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
+# Warnings with these causes are of the machine's state: of two equal runs one may hear them and the other not.
+MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat")
+
+
+def now() -> str:
+    """The time of day as an event's `time`: ISO 8601, UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class Sink(Protocol):

@@ -90,7 +90,9 @@ class Terminal:
         }  # fmt: skip
         parts = [form.format(event[key]) for key, form in known.items() if key in event]
         gaps, said = _gaps(event)
-        others = [k for k in event if k not in known and k not in said and k not in ("event", "step", "sample")]
+        others = [
+            k for k in event if k not in known and k not in said and k not in ("event", "step", "sample", "seconds")
+        ]
         parts += gaps + [f"{key.replace('_', ' ')} {event[key]:.4f}" for key in others]
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")

@@ -1,0 +1,99 @@
+"""What a run has left in its folder, read back: the one source of reports, lists and model cards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import yaml
+
+from sansgpu.config import ConfigError, RunPaths
+from sansgpu.watch.events import Event
+from sansgpu.watch.jsonl import read_events
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its files tell it. Reading it takes no weights, and a run may go on meanwhile."""
+
+    paths: RunPaths
+    config: dict[str, Any]  # by section, as resolved
+    environment: dict[str, Any]
+    events: list[Event]
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Record:
+        """Raises ConfigError where the folder holds no run, or its files are broken."""
+        try:
+            config = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
+            known = paths.environment.is_file()
+            environment = json.loads(paths.environment.read_text(encoding="utf-8")) if known else {}
+        except FileNotFoundError:
+            raise ConfigError(f"{paths.root} is no run: it has no config.yaml.") from None
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{paths.root} cannot be read: {' '.join(str(error).split())}.") from None
+        return cls(paths, config, environment, read_events(paths.metrics))
+
+    @property
+    def name(self) -> str:
+        """Of the folder."""
+        return self.paths.root.absolute().name
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @cached_property
+    def start(self) -> Event:
+        """The run's start event; empty where it has none yet."""
+        return next(iter(self.of("start")), {})
+
+    @cached_property
+    def steps(self) -> list[Event]:
+        """Step events."""
+        return self.of("step")
+
+    @cached_property
+    def evaluations(self) -> list[Event]:
+        """Evaluations."""
+        return self.of("eval")
+
+    @property
+    def best(self) -> Event | None:
+        """The evaluation with the lowest loss."""
+        return min(self.evaluations, key=lambda event: float(event["loss"]), default=None)
+
+    @property
+    def ending(self) -> str | None:
+        """done, interrupted or out_of_time; None where the run goes on, or was killed."""
+        last = self.events[-1] if self.events else {}
+        return str(last["reason"]) if last.get("event") == "end" else None
+
+    @property
+    def step(self) -> int:
+        """The last one that is told of."""
+        return max((event.get("step") or 0 for event in self.events), default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """As the last step event knows it."""
+        told = [event.get("total_steps") for event in (self.start, *self.steps)]
+        return told[-1] if told else None
+
+    @property
+    def seconds(self) -> float:
+        """That the run has taken, over all its processes."""
+        return max((e.get("elapsed_seconds") or e.get("seconds") or 0.0 for e in self.events), default=0.0)
+
+    @property
+    def joules(self) -> float | None:
+        """That the processors used in the steps told of; None where the machine does not say."""
+        counted, before = 0.0, 0.0
+        for event in self.steps:
+            watts, elapsed = (event.get("system") or {}).get("watts"), event["elapsed_seconds"]
+            if watts is None:
+                return None
+            counted, before = counted + watts * (elapsed - before), elapsed
+        return counted or None
