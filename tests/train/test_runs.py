@@ -20,10 +20,10 @@ from tests.processes import digests, environment, finish, record, settings, writ
 # What the documentation promises other programs.
 STEP_KEYS = {
     "event", "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "rss_bytes",
-    "cpu_percent", "eta_seconds", "elapsed_seconds", "total_steps",
+    "cpu_percent", "eta_seconds", "elapsed_seconds", "total_steps", "phase_seconds", "system",
 }  # fmt: skip
-EVAL_KEYS = {"event", "step", "loss", "perplexity", "bits_per_byte"}
-END_KEYS = {"event", "step", "reason", "seconds", "snapshot"}
+EVAL_KEYS = {"event", "step", "loss", "perplexity", "bits_per_byte", "seconds"}
+END_KEYS = {"event", "step", "time", "reason", "seconds", "snapshot"}
 
 
 @pytest.fixture(scope="module")

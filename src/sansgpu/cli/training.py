@@ -30,6 +30,7 @@ def train(
     prefetch: Annotated[int | None, typer.Option(min=0, help="Batches prepared ahead.")] = None,
     seed: Annotated[int | None, typer.Option(help="The source of all randomness.")] = None,
     headless: Annotated[bool, typer.Option("--headless", help="JSON lines on stdout, nothing else there.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines in place of the live view.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything up to the first step.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a resume that cannot be exact.")] = False,
     until: Annotated[
@@ -83,12 +84,18 @@ def train(
         if (number := number_of(processes)) > 1:
             return launch(number, _without(sys.argv[1:], "--processes"))
     errors = Console(stderr=True)
-    sink: Sink = JsonLines(sys.stdout) if headless else Terminal(errors if dry_run else Console())
-    if world.rank:
-        sink = Warnings(errors, world.rank)
     request = TrainRequest(
         config or config_option, tuple(overrides), output_dir, resume, strict, dry_run, force, world, started
     )
+    sink: Sink = Terminal(errors if dry_run else Console())
+    if world.rank:
+        sink = Warnings(errors, world.rank)
+    elif headless:
+        sink = JsonLines(sys.stdout)
+    elif sys.stdout.isatty() and not (plain or dry_run or Console().is_dumb_terminal):
+        from sansgpu.watch.live import LiveView
+
+        sink = LiveView(Console(), request.controls, request.monitor.latest)
     bar = PreparationBar(errors, silent=world.rank > 0)
     try:
         outcome = job(request, [bar, sink], bar)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
@@ -15,9 +16,11 @@ class Interrupt:
     What comes within `same_wish` seconds is no second one: a terminal tells all processes, and their launcher too.
     """
 
-    def __init__(self, same_wish: float = 0.0) -> None:
+    def __init__(self, same_wish: float = 0.0, leaving: Callable[[], None] = lambda: None) -> None:
+        """`leaving` is done before the process ends at once."""
         self.signal: int | None = None
         self._same_wish, self._came = same_wish, 0.0
+        self._leaving = leaving
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
@@ -34,4 +37,5 @@ class Interrupt:
         if self.signal is None:
             self.signal, self._came = number, time.monotonic()
         elif time.monotonic() - self._came >= self._same_wish:
+            self._leaving()
             os._exit(128 + number)

@@ -138,7 +138,7 @@ class Trainer:
         prefetch = Prefetcher(self._batch, training.dataloader_num_workers, training.prefetch)
         self.task.model.train()
         try:
-            with Interrupt(SAME_WISH if self.group.size > 1 else 0.0) as interrupt:
+            with Interrupt(SAME_WISH if self.group.size > 1 else 0.0, lambda: self._controls.leaving()) as interrupt:
                 if self.progress.step:
                     self._finish_step(interrupt)
                 while (ending := self._heeded(interrupt)) is None and not self._finished():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from enum import IntFlag
 
 
@@ -22,6 +23,7 @@ class Controls:
     def __init__(self) -> None:
         self._once: deque[Wish] = deque()
         self.paused = self.stopping = False
+        self.leaving: Callable[[], None] = lambda: None  # to be done before the process ends in the middle of a step
 
     def pause(self) -> None:
         """Wait; what waits goes on."""

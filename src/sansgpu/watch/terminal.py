@@ -18,12 +18,10 @@ _RIGHT = {"mlm_acc": "tokens", "mnm_acc": "leaves"}  # of gaps, the share that i
 
 
 class Terminal:
-    """A progress line below plain lines where a person watches; plain lines alone elsewhere."""
+    """Plain lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._total = 0
 
     def emit(self, event: Event) -> None:
@@ -39,10 +37,7 @@ class Terminal:
         handlers[event["event"]](event)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Nothing is held."""
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)
@@ -63,24 +58,11 @@ class Terminal:
             f"({batch_shape(event['micro_batch'], event)}), "
             f"{event['train_tokens']:,} tokens in the training part; writing to {event['output_dir']}"
         )
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[figures]}"))
-            self._bar = Progress(*columns, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
-            self._task = self._bar.add_task(
-                "step", total=self._total or None, completed=event["step"], figures="starting"
-            )
-            self._bar.start()
 
     def _step(self, event: Event) -> None:
-        figures = _figures(event)
         self._total = event["total_steps"] or 0
-        if self._bar is not None and self._task is not None:
-            place = f"step {event['step']:,}/{self._total:,}" if self._total else f"step {event['step']:,}"
-            step, total = event["step"], self._total or None
-            self._bar.update(self._task, completed=step, total=total, description=place, figures=figures)
-        else:
-            of = f"/{self._total}" if self._total else ""
-            self._print(f"step {event['step']:>{len(str(self._total))}}{of}  {figures}")
+        of = f"/{self._total}" if self._total else ""
+        self._print(f"step {event['step']:>{len(str(self._total))}}{of}  {_figures(event)}")
 
     def _eval(self, event: Event) -> None:
         known = {
@@ -100,7 +82,6 @@ class Terminal:
             self._print(f"sample: {event['sample']}", style="dim")
 
     def _end(self, event: Event) -> None:
-        self.close()
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done, as its time is up,"}
         self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
 
