@@ -26,7 +26,7 @@ from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.sequences import Sequences
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks import TASKS
+from sansgpu.tasks import task_of
 from sansgpu.tasks.qa import Asked, QuestionCorpus
 
 Row = dict[str, list[int]]
@@ -35,7 +35,7 @@ Row = dict[str, list[int]]
 def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any, list[Sequences]]:
     """The configuration, its tokenizer, and the batches that our run of it learns from."""
     config, _ = load_config(None, overrides)
-    config, corpus = TASKS[config.kind].prepare(config, cache, lambda *_: None)
+    config, corpus = task_of(config).prepare(config, cache, lambda *_: None)
     training, rows = config.training, effective_batch(config.training)
     numbers = [batch_indices(training.seed, step, len(corpus.train), rows) for step in range(steps)]
     return config, corpus.tokenizer, [corpus.train.batch(chosen) for chosen in numbers]
@@ -262,7 +262,7 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     if "steps" not in job:
         config, _ = load_config(None, job["overrides"])
-        learn_answers(*TASKS[config.kind].prepare(config, Path(job["cache"]), lambda *_: None))
+        learn_answers(*task_of(config).prepare(config, Path(job["cache"]), lambda *_: None))
         return
     config, tokenizer, given = batches(job["overrides"], job["steps"], Path(job["cache"]))
     size = int(config.training.batch_size)

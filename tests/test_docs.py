@@ -19,6 +19,14 @@ def commands(page: Path) -> str:
     return "\n".join(re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
 
 
+def write_files(page: Path, folder: Path) -> None:
+    """Python blocks whose first line is a file's name become that file."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        if name := re.match(r"# (\w+\.py)\n", block):
+            (folder / name[1]).write_text(block, encoding="utf-8")
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     for name in ("configs", "docs"):
@@ -32,6 +40,7 @@ def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_facto
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "SANSGPU_CACHE": str(tmp_path_factory.getbasetemp() / "docs-cache")}
     script = "set -e\n" + commands(page)
+    write_files(page, checkout)
     done = subprocess.run(["bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -9,7 +9,16 @@ from pathlib import Path
 from sansgpu.config.load import describe
 
 SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
-FLOORS = [{"cli"}, {"jobs"}, {"train"}, {"tasks"}, {"data", "models"}, {"kernels"}, {"machine", "watch"}, {"config"}]
+FLOORS = [
+    {"cli", "api"},
+    {"jobs"},
+    {"train"},
+    {"tasks"},
+    {"data", "models"},
+    {"kernels"},
+    {"machine", "watch"},
+    {"config"},
+]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 

@@ -1,3 +1,22 @@
 """Train language models on machines without a GPU."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sansgpu.api import Callback, Run, fit
+
 __version__ = "0.1.0"
+__all__ = ["Callback", "Run", "__version__", "fit"]
+
+
+def __getattr__(name: str) -> Any:
+    """`sansgpu.fit` and what belongs to it, imported when it is asked for: torch takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module sansgpu has no attribute {name}")
+    from sansgpu.machine.launch import share_cores
+
+    share_cores()  # before torch is loaded
+    return getattr(import_module("sansgpu.api"), name)

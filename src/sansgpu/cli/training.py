@@ -85,7 +85,15 @@ def train(
             return launch(number, _without(sys.argv[1:], "--processes"))
     errors = Console(stderr=True)
     request = TrainRequest(
-        config or config_option, tuple(overrides), output_dir, resume, strict, dry_run, force, world, started
+        config_file=config or config_option,
+        overrides=tuple(overrides),
+        output_dir=output_dir,
+        resume=resume,
+        strict=strict,
+        dry_run=dry_run,
+        force=force,
+        world=world,
+        started=started,
     )
     sink: Sink = Terminal(errors if dry_run else Console())
     if world.rank:

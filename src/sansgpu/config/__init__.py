@@ -2,7 +2,7 @@
 
 from sansgpu.config.by_task import FINE_TUNING, GRAPH, MASKED, PRETRAIN, PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, RAGGED
 from sansgpu.config.errors import ConfigError, SansGPUError
-from sansgpu.config.load import PRESETS, acting_values, change_config, load_config, problems, save_config
+from sansgpu.config.load import PRESETS, acting_values, as_config, change_config, load_config, problems, save_config
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig
@@ -26,6 +26,7 @@ __all__ = [
     "SansGPUError",
     "TrainingConfig",
     "acting_values",
+    "as_config",
     "change_config",
     "fold_seed",
     "load_config",

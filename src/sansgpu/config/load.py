@@ -65,18 +65,19 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tupl
             f"{where}: sampling.stream writes to whoever reads at the time, which no training run can repeat; leave it "
             "out, and stream by `sansgpu generate` or `sansgpu chat`."
         )
-    return _validated(values, where), _notes(values)
+    return as_config(values, where), _notes(values)
 
 
 def change_config(config: Config, overrides: Sequence[str]) -> Config:
     """`config` with `key.path=value` overrides. Raises ConfigError where they do not fit together."""
     values = config.model_dump()
-    for override in overrides:
-        _override(values, override)
-    return _validated(values, "the configuration")
+    for override in overrides:  # the device may also stand at the top, where a dump does not have it
+        _override(values, f"training.{override}" if override.startswith(("device=", "force_cpu=")) else override)
+    return as_config(values)
 
 
-def _validated(values: Values, where: str) -> Config:
+def as_config(values: Values, where: str = "the configuration") -> Config:
+    """The configuration of these values. Raises ConfigError naming `where` and every problem."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -107,6 +107,11 @@ class Config(Section):
         description="pretrain: a decoder from scratch; graph: an encoder of texts and triples, or of texts alone; "
         "sft: a model's answers in conversations; qa: answers that stand in a text",
     )
+    objective: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="`package.module:Class` that does the task, derived from the built-in class for it",
+    )
     model: ModelConfig = Field(default_factory=ModelConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     data: DataConfig = Field(default_factory=DataConfig)

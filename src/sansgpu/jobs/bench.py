@@ -22,7 +22,7 @@ from sansgpu.jobs.prepare import Prepared, Warn, prepare
 from sansgpu.machine.compilation import missing_for_compile
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16
-from sansgpu.tasks import TASKS
+from sansgpu.tasks import task_of
 from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.watch.bench_report import write_report
 
@@ -57,7 +57,7 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
     for note in notes:
         warn(note)
     if request.forward_only:
-        config = TASKS[config.kind].with_vocabulary(config)
+        config = task_of(config).with_vocabulary(config)
     prepared = prepare(config, None, progress, warn, data="unread" if request.forward_only else "needed")
     chosen = _with_choices(config, prepared)
     if request.forward_only:
@@ -96,7 +96,7 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
 def _summary(prepared: Prepared, measured: Result, baseline: Result, request: BenchRequest) -> Result:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
-    needed = TASKS[prepared.config.kind].work(prepared.config, tokens).needed
+    needed = task_of(prepared.config).work(prepared.config, tokens).needed
     gemm = measured["gemm_flops_per_second"]
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
@@ -200,7 +200,7 @@ def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable
 def _row(
     name: str, settings: Sequence[str], given_up: str, config: Config, measured: Result, prepared: Prepared
 ) -> Result:
-    task = TASKS[config.kind]
+    task = task_of(config)
     parameters = sum(task.parameters(config).values())
     seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
     lost = parameters / sum(task.parameters(prepared.config).values()) - 1
@@ -332,7 +332,7 @@ def _anywhere(config: Config) -> Config:
 def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]) -> Result:
     """The model alone, at the run's micro-batch and at one window."""
     rows = []
-    task, window = TASKS[chosen.kind], chosen.window
+    task, window = task_of(chosen), chosen.window
     for size in sorted({1, prepared.environment.micro_batch}):
         say(f"forward passes of {size} x {window} tokens")
         one = change_config(chosen, (f"training.batch_size={size}",))

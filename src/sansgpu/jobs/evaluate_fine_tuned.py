@@ -12,7 +12,7 @@ from sansgpu.data.sources import open_single
 from sansgpu.jobs.fine_tuned import HEADS, FineTuned, load_fine_tuned
 from sansgpu.jobs.folders import open_run
 from sansgpu.machine.probe import cache_dir, resolve_device
-from sansgpu.tasks import TASKS, Evaluated
+from sansgpu.tasks import Evaluated, task_of
 from sansgpu.tasks import qa as asking
 from sansgpu.tasks import sft as talking
 from sansgpu.train.evaluate import evaluate
@@ -45,7 +45,7 @@ def _measured(loaded: FineTuned, data: str | None, progress: Progress, warn: Cal
     config, objective, part = loaded.config, cast(Any, loaded.objective), cast(Any, None)
     notes: list[str] = []
     if data is None:
-        _, corpus = TASKS[config.kind].prepare(config, cache_dir(config.data.cache_dir), progress)
+        _, corpus = task_of(config).prepare(config, cache_dir(config.data.cache_dir), progress)
         part = corpus.validation
     else:
         source = open_single(data, DataConfig(dataset_name=data, dataset_config=config.data.dataset_config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sansgpu.jobs.prepare import Prepared, seconds_allowed
 from sansgpu.machine.memory import Execution
-from sansgpu.tasks import TASKS
+from sansgpu.tasks import task_of
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
 from sansgpu.train.forecast import Forecast
 from sansgpu.train.schedule import UNKNOWN
@@ -32,7 +32,7 @@ def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None =
     """The run's parts in seconds, by the timing of its blocks; of several nodes with the step they take together."""
     timing, config, training = prepared.timing, prepared.config, prepared.config.training
     assert timing is not None
-    layers = TASKS[config.kind].layers(config)
+    layers = task_of(config).layers(config)
     passes = prepared.accumulation * timing.pass_seconds(layers)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
     held, weights = prepared.memory.snapshot, prepared.memory.weights

@@ -21,7 +21,7 @@ from sansgpu.machine.compilation import compile_into
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import gemm_flops_per_second
 from sansgpu.machine.usage import Strain, peak_rss_bytes, process_age
-from sansgpu.tasks import TASKS, Corpus, Task
+from sansgpu.tasks import Corpus, Task, task_of
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import breakdown, synchronise
@@ -90,7 +90,7 @@ class _Stages:
 class _Bench:
     def __init__(self, config: Config, machine: Machine, request: Request, folder: Path) -> None:
         self._config, self._machine, self._request, self._folder = config, machine, request, folder
-        self._kind = TASKS[config.kind]
+        self._kind = task_of(config)
         size = config.training.batch_size
         assert size != "auto"
         self._plan = StepPlan(size, machine.device, machine.precision)

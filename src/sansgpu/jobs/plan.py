@@ -16,7 +16,7 @@ from sansgpu.jobs.prepare import Prepared, Warn, prepare, silent
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.remembered import remembered
 from sansgpu.machine.roofline import Roofline, measure_roofline
-from sansgpu.tasks import TASKS
+from sansgpu.tasks import task_of
 from sansgpu.train.forecast import done_at
 from sansgpu.train.schedule import UNKNOWN
 
@@ -44,7 +44,7 @@ def plan_prepared(prepared: Prepared) -> Result:
     """The plan of what is prepared, with a timing."""
     config, result = prepared.config, _described(prepared)
     if not prepared.fits:
-        changes = changes_that_fit(TASKS[config.kind], config, execution(prepared), prepared.machine.available)
+        changes = changes_that_fit(task_of(config), config, execution(prepared), prepared.machine.available)
         result["changes"] = [{"set": list(c.settings), "cost": c.cost, "memory": c.memory.least} for c in changes]
     return {**result, **_time(prepared)}
 
@@ -54,7 +54,7 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
     rows = []
     for name in PRESETS:
         config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])
-        task = TASKS[config.kind]
+        task = task_of(config)
         prepared = prepare(task.with_vocabulary(config), None, silent, warn, "report", data="unread", timed="always")
         row = {"preset": name, **_described(prepared), **_time(prepared)}
         frugal = prepared.config.model.model_copy(update={"gradient_checkpointing": True})
@@ -70,8 +70,8 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
 def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
     """Seconds that each part of a step takes at least on this machine: its work at the machine's own rates."""
     config, tokens = prepared.config, prepared.tokens_per_step
-    work = TASKS[config.kind].work(config, tokens)
-    traffic = TASKS[config.kind].traffic(config, execution(prepared))
+    work = task_of(config).work(config, tokens)
+    traffic = task_of(config).traffic(config, execution(prepared))
     muon = work.muon if config.training.optimizer == "muon" else 0.0
     return {
         "attention": roofline.seconds(work.attention, 0),
@@ -85,7 +85,7 @@ def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
 def roofline_of(prepared: Prepared) -> Roofline:
     """The machine's rates at the shapes of this model, measured once a cache."""
     config, machine = prepared.config, prepared.machine
-    products = TASKS[config.kind].products(config)
+    products = task_of(config).products(config)
     shapes, head = products.block, products.head
     tokens = min(ROOFLINE_TOKENS, round(prepared.environment.micro_batch * prepared.example_tokens))
     question = {
@@ -104,7 +104,7 @@ def roofline_of(prepared: Prepared) -> Roofline:
 
 def _described(prepared: Prepared) -> Result:
     config, environment = prepared.config, prepared.environment
-    parts = TASKS[config.kind].parameters(config)
+    parts = task_of(config).parameters(config)
     return {
         "parameters": sum(parts.values()),
         "parameters_by_part": parts,

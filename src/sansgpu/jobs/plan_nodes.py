@@ -30,7 +30,7 @@ from sansgpu.machine.gloo_rate import Link, measure_gloo
 from sansgpu.machine.memory import Memory, effective_batch
 from sansgpu.machine.remembered import remembered
 from sansgpu.models.costing import COMPUTE, FULL
-from sansgpu.tasks import TASKS
+from sansgpu.tasks import task_of
 from sansgpu.tasks.pretrain import TextCorpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.forecast import done_at
@@ -152,7 +152,7 @@ class _Run:
         """Of each node."""
         how, share = execution(self.prepared), self._share(nodes)
         how = replace(how, world_size=nodes, micro_batch=share.micro_batch)
-        return memory_of(TASKS[self.prepared.config.kind], self.prepared.config, how)
+        return memory_of(task_of(self.prepared.config), self.prepared.config, how)
 
     def _share(self, nodes: int) -> Share:
         config = self.prepared.config
@@ -162,7 +162,7 @@ class _Run:
 def _work(prepared: Prepared, timing: Timing) -> Work:
     """The step in seconds and bytes. A pass of fewer examples is on the line between what was timed and one alone."""
     config, training = prepared.config, prepared.config.training
-    parts, layers = TASKS[config.kind].parameters(config), TASKS[config.kind].layers(config)
+    parts, layers = task_of(config).parameters(config), task_of(config).layers(config)
     whole, example = timing.pass_seconds(layers), 0.0
     if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
@@ -207,7 +207,7 @@ def _critical_batch(prepared: Prepared) -> Result:
         return {"critical_batch_tokens": None, "critical_batch_loss": None, "critical_batch_nodes": None}
     if isinstance(corpus, TextCorpus):
         steps, _ = length_of(prepared, forecast_of(prepared))
-        tokens, parameters = steps * prepared.learned_per_step, sum(TASKS[config.kind].parameters(config).values())
+        tokens, parameters = steps * prepared.learned_per_step, sum(task_of(config).parameters(config).values())
         bits = expected_bits_per_byte(parameters, tokens, corpus.train_tokens)
         guessing = math.log(corpus.tokenizer.vocab_size)
         loss = min(guessing, bits * _bytes_per_token(corpus) * math.log(2))

@@ -10,7 +10,7 @@ from sansgpu.config import Config, SansGPUError
 from sansgpu.jobs.fitting import MARGIN, memory_of
 from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
 from sansgpu.machine.memory import Execution, effective_batch, micro_batch_choices
-from sansgpu.tasks import TASKS
+from sansgpu.tasks import task_of
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND
 from sansgpu.train.optim import choose_optimizer
 
@@ -47,7 +47,7 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
     tokens = effective_batch(config.training) * config.window / world_size
     rate = threads * EAGER_FLOPS_PER_SECOND["fp32"]
     try:
-        task = TASKS[config.kind]
+        task = task_of(config)
         config = task.with_vocabulary(config)
         work = task.work(config, tokens)
         training = config.training

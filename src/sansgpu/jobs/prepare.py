@@ -33,7 +33,7 @@ from sansgpu.machine.probe import (
 )
 from sansgpu.machine.remembered import remembered
 from sansgpu.machine.vector_math import choose_vector_math
-from sansgpu.tasks import TASKS, Corpus, TaskKind
+from sansgpu.tasks import Corpus, TaskKind, task_of
 from sansgpu.train.budget import finish_time
 from sansgpu.train.calibrate import LONG, Timing, measure
 from sansgpu.train.evaluate import evaluated_share
@@ -120,7 +120,7 @@ class Prepared:
         """For people and the start event."""
         corpus: Corpus | None = self.corpus
         training = self.config.training
-        parts = TASKS[self.config.kind].parameters(self.config)
+        parts = task_of(self.config).parameters(self.config)
         return {
             "parameters": sum(parts.values()),
             "trained_parameters": parts.get("adapter", sum(parts.values())),
@@ -136,7 +136,7 @@ class Prepared:
             "train_tokens": corpus.train_tokens if corpus else None,
             "train_examples": corpus.train_examples if corpus else None,
             "validation_tokens": corpus.validation_tokens if corpus else None,
-            "vocab_size": TASKS[self.config.kind].products(self.config).head[1],
+            "vocab_size": task_of(self.config).products(self.config).head[1],
             "memory_bytes": self.memory.to_json(),
             "available_bytes": self.machine.available,
         }
@@ -192,7 +192,7 @@ def prepare(
     config = _with_finish(config)
     _require_share(config, group.size)
     machine = set_up(config, before, warn, group)
-    task = TASKS[config.kind]
+    task = task_of(config)
     leads = group.rank == group.local[0]
     if not leads:
         group.gather(None)  # until the first process of every machine has filled the cache
@@ -246,7 +246,7 @@ def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tup
     """The configuration with its optimizer, the steps, and whether measuring and compiling pay in so many."""
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
-    work = TASKS[config.kind].work(config, tokens_per_step)
+    work = task_of(config).work(config, tokens_per_step)
     optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
     config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
     examples, tokens = (corpus.train_examples, corpus.train_tokens) if corpus else (1, tokens_per_step)
@@ -279,7 +279,7 @@ def _with_finish(config: Config) -> Config:
 
 
 def _data(config: Config, machine: Machine, progress: Progress, warn: Warn, data: Data) -> tuple[Config, Corpus | None]:
-    task, training = TASKS[config.kind], config.training
+    task, training = task_of(config), config.training
     try:
         config, corpus = task.prepare(config, machine.cache, progress)
     except ConfigError as error:
@@ -343,7 +343,7 @@ def _measured(
         "torch": str(torch.__version__),
     }
     plan = StepPlan(sizes[-1], machine.device, machine.precision)
-    task = TASKS[config.kind]
+    task = task_of(config)
 
     def ask() -> dict[str, Any]:
         return measure(task, config, plan, sizes, compiled, whole, tokens).to_json()
@@ -355,7 +355,7 @@ def _measured(
 
 def _trial_fits(config: Config, how: Execution, available: int) -> bool:
     """Whether what is timed fits: a model of a few layers takes no more than the whole one."""
-    return fits(memory_of(TASKS[config.kind], config, how, LONG), available)
+    return fits(memory_of(task_of(config), config, how, LONG), available)
 
 
 def _kept_micro_batch(

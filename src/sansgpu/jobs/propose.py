@@ -18,7 +18,7 @@ from sansgpu.jobs.forecast import forecast_of
 from sansgpu.jobs.plan import plan_prepared, roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare, silent
 from sansgpu.machine.compilation import is_long_time, missing_for_compile
-from sansgpu.tasks import TASKS, Corpus
+from sansgpu.tasks import Corpus, task_of
 from sansgpu.train.scaling_law import MOST_EPOCHS, expected_bits_per_byte
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
@@ -151,7 +151,7 @@ def _candidate(base: Prepared, width: int, hours: float, shares: list[tuple[int,
     unique = base.corpus.train_tokens
     speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, shares)
     tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MOST_EPOCHS * unique)
-    parameters = sum(TASKS[config.kind].parameters(config).values())
+    parameters = sum(task_of(config).parameters(config).values())
     return Candidate(
         config, parameters, speed, tokens, tokens / unique, expected_bits_per_byte(parameters, tokens, unique)
     )

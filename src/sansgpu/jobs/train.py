@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, RunPaths, load_config, save_config
+from sansgpu.config import Config, ConfigError, RunPaths, change_config, load_config, save_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import Shortage
 from sansgpu.jobs.folders import held_run, open_output, run_paths, write_json
@@ -22,7 +22,7 @@ from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
 from sansgpu.machine.world import World
-from sansgpu.tasks import TASKS, Task
+from sansgpu.tasks import Task, task_of
 from sansgpu.train import Trainer
 from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot, snapshots
 from sansgpu.train.loop import End
@@ -38,6 +38,7 @@ class TrainRequest:
     """What the command line asked for besides the configuration."""
 
     config_file: Path | None = None
+    config: Config | None = None  # in place of a file
     overrides: tuple[str, ...] = ()
     output_dir: Path | None = None
     resume: str | None = None
@@ -144,7 +145,7 @@ def _train_in(
     prepared = prepare(config, place.before, progress, warn, shortage, group=group)
     if group.first:
         _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
-    task = TASKS[config.kind](prepared.config, prepared.corpus, effective_batch(prepared.config.training))
+    task = task_of(config)(prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
         warn(note)
     if group.size > 1 and config.training.sharding == "full" and config.training.sample_tokens:
@@ -155,7 +156,9 @@ def _train_in(
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
-    """The file given; without one, a run that is resumed goes on as it was configured."""
+    """The one given; without one, a run that is resumed goes on as it was configured."""
+    if request.config is not None:
+        return change_config(request.config, request.overrides), []
     file = request.config_file
     if file is None and request.resume:
         folder = open_output(request.output_dir, None, request.resume, dry_run=True)  # rank 0 alone writes there

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from typing import cast
 
+from sansgpu.config import Config, ConfigError
 from sansgpu.tasks.task import Collecting, Corpus, Evaluated, Gather, Objective, Sums, Task, TaskKind, add_sums
 
 _TABLE = {
@@ -33,4 +35,33 @@ class _Tasks(Mapping[str, TaskKind]):
 
 TASKS = _Tasks()
 
-__all__ = ["TASKS", "Collecting", "Corpus", "Evaluated", "Gather", "Objective", "Sums", "Task", "TaskKind", "add_sums"]
+
+def task_of(config: Config) -> TaskKind:
+    """The class that does a run: its kind's, or the one its configuration names.
+
+    Raises ConfigError where that cannot be imported, or is not derived from its kind's.
+    """
+    known = TASKS[config.kind]
+    if config.objective is None:
+        return known
+    module, _, name = config.objective.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"objective {config.objective} cannot be loaded ({error}); its folder must be on Python's path: "
+            "PYTHONPATH=. sansgpu train ..."
+        ) from None
+    base = cast(type, known)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"objective {config.objective} is not derived from {base.__module__}.{base.__name__}, which task "
+            f"{config.task} needs."
+        )
+    return cast(TaskKind, found)
+
+
+__all__ = [
+    "TASKS", "Collecting", "Corpus", "Evaluated", "Gather", "Objective", "Sums", "Task", "TaskKind", "add_sums",
+    "task_of",
+]  # fmt: skip

@@ -61,12 +61,8 @@ class Sinks:
                 sink.emit(event)
             except Exception as error:  # whatever a sink does wrong, training goes on
                 self._sinks.remove(sink)
-                failed.append(
-                    {
-                        "event": "warning",
-                        "message": f"{type(sink).__name__} stopped: {' '.join(str(error).split())}; training goes on.",
-                    }
-                )
+                name, why = getattr(sink, "name", type(sink).__name__), " ".join(str(error).split())
+                failed.append({"event": "warning", "message": f"{name} stopped: {why}; training goes on."})
         for warning in failed:
             self.emit(warning)
 

@@ -8,6 +8,7 @@ import select
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sansgpu.watch.live_screen import Shown, screen
 from sansgpu.watch.terminal import REDRAWS_PER_SECOND, Terminal
 
 SHARE = 0.002  # of one core's time, that drawing may take: a step waits for the slowest core
+LONGEST_PAUSE = 5.0  # seconds without a new picture
 LAST_EVALUATIONS = 5  # that stay in the terminal when the view is gone
 _LEAVE = b"\x1b[?1049l\x1b[?25h"  # the normal screen, with its cursor
 
@@ -36,7 +38,7 @@ class LiveView:
         """`system` tells the last sample of the machine."""
         self._console, self._controls, self._system = console, controls, system
         self._shown, self._kept = Shown(), list[Event]()
-        self._lock, self._wake, self._ended = threading.Lock(), threading.Event(), threading.Event()
+        self._lock, self._ended = threading.Lock(), threading.Event()
         self._keys = _Keys()
         self._live: Live | None = None
         self._thread = threading.Thread(target=self._run, name="live view", daemon=True)
@@ -49,14 +51,12 @@ class LiveView:
             self._begin()
         elif event["event"] == "end":
             self.close()
-        self._wake.set()
 
     def close(self) -> None:
         """Give the terminal back, with what is worth keeping in it."""
         if self._ended.is_set():
             return
         self._ended.set()
-        self._wake.set()
         if self._live is not None:
             self._thread.join()
             self._live.stop()
@@ -102,30 +102,30 @@ class LiveView:
             shown.news.append((f"{at}{event['message']}", "yellow"))
         if kind == "warning" and not shown.start:
             Terminal(self._console).emit(event)  # there is no view yet
-        elif kind != "step":
+        else:
+            self._kept = [kept for kept in self._kept if kept["event"] != "step"]
             self._kept.append(event)
 
     def _worth_keeping(self) -> list[Event]:
         """All warnings, and of what there are many the last."""
-        evaluations = [event for event in self._kept if event["event"] == "eval"][-LAST_EVALUATIONS:]
-        last = [event for event in self._kept if event["event"] == "snapshot"][-1:]
-        chosen = [e for e in self._kept if e["event"] in ("start", "warning", "end") or e in evaluations or e in last]
-        steps = [self._shown.step] if self._shown.step else []
-        before = [event for event in chosen if event["event"] != "end"]
-        return [*before, *steps, *(event for event in chosen if event["event"] == "end")]
+        many = {"eval": LAST_EVALUATIONS, "snapshot": 1}
+        last = [e for kind, most in many.items() for e in [e for e in self._kept if e["event"] == kind][-most:]]
+        return [event for event in self._kept if event["event"] not in many or event in last]
 
     def _run(self) -> None:
-        """Draw when something happened, as often as it may; look at the clock and the keys meanwhile."""
+        """Draw as often as it may, and listen to the keys meanwhile."""
+        costs: deque[float] = deque(maxlen=5)  # the last frames'; the first of all loads much
         while not self._ended.is_set():
             began, spent = time.monotonic(), time.thread_time()
             self._draw()
-            pause = max(1 / REDRAWS_PER_SECOND, (time.thread_time() - spent) / SHARE)
+            costs.append(time.thread_time() - spent)
+            pause = min(LONGEST_PAUSE, max(1 / REDRAWS_PER_SECOND, min(costs) / SHARE))
             self._listen(began + 1 / REDRAWS_PER_SECOND, began + pause)
 
     def _listen(self, earliest: float, latest: float) -> None:
         """Wait until it is time to draw: a key is answered at once, all else may wait."""
         while not self._ended.is_set() and (left := latest - time.monotonic()) > 0:
-            key = self._keys.wait(min(left, 1 / REDRAWS_PER_SECOND), self._wake)
+            key = self._keys.wait(min(left, 1 / REDRAWS_PER_SECOND))
             if key and self._press(key):
                 latest = earliest
 
@@ -181,11 +181,10 @@ class _Keys:
         tty.setcbreak(sys.stdin)
         self.there = True
 
-    def wait(self, seconds: float, wake: threading.Event) -> str | None:
+    def wait(self, seconds: float) -> str | None:
         """A key that comes within so many seconds."""
         if not self.there:
-            wake.wait(seconds)
-            wake.clear()
+            time.sleep(seconds)
             return None
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         return os.read(sys.stdin.fileno(), 1).decode("ascii", "ignore") if ready else None

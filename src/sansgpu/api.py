@@ -1,0 +1,126 @@
+"""Training from Python, in scripts and notebooks."""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sansgpu.config import Config, ConfigError, as_config
+from sansgpu.jobs.folders import run_paths
+from sansgpu.jobs.generate import generate_text
+from sansgpu.jobs.train import TrainRequest
+from sansgpu.jobs.train import train as train_job
+from sansgpu.models.generate import Sampling
+from sansgpu.train.loop import End
+from sansgpu.watch.callbacks import Callback, Callbacks
+from sansgpu.watch.events import Event, Sink
+from sansgpu.watch.notebook import Notebook
+from sansgpu.watch.record import Record
+from sansgpu.watch.terminal import PreparationBar, Terminal
+
+__all__ = ["Callback", "Config", "ConfigError", "Run", "fit"]
+
+
+class Run:
+    """A run's folder, to look at and to use."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises ConfigError where there is no run."""
+        self.folder = Path(folder)
+        self.record  # noqa: B018  it is there, and whole
+
+    @property
+    def record(self) -> Record:
+        """All that it has told so far, read anew."""
+        return Record.read(run_paths(self.folder))
+
+    def events(self, kind: str) -> list[Event]:
+        """Events of a kind: start, step, eval, snapshot, warning or end. `pandas.DataFrame(run.events("step"))`."""
+        return self.record.of(kind)
+
+    def generate(self, prompt: str = "", max_new_tokens: int = 200, **sampling: Any) -> str:
+        """What the last snapshot writes after `prompt`; `sampling` is temperature, top_k, top_p and seed."""
+        pieces = generate_text(
+            str(self.folder), prompt, max_new_tokens, Sampling(**sampling), "latest", lambda message: None
+        )
+        return "".join(pieces)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Run({str(self.folder)!r}: {', '.join(f'{name} {value}' for name, value in self._facts())})"
+
+    def _repr_html_(self) -> str:
+        """A small table."""
+        rows = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in self._facts()
+        )
+        return f"<b>{html.escape(str(self.folder))}</b><table>{rows}</table>"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        record = self.record
+        total = f" of {record.total_steps:,}" if record.total_steps else ""
+        facts = [("state", record.ending or "not ended"), ("step", f"{record.step:,}{total}")]
+        if record.steps:
+            facts.append(("loss", f"{record.steps[-1]['loss']:.4f}"))
+        if (best := record.best) is not None:
+            facts.append(("best validation loss", f"{best['loss']:.4f} at step {best['step']:,}"))
+        return facts
+
+
+def fit(
+    config: Config | dict[str, Any] | str | Path | None = None,
+    output_dir: str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    resume: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+    strict: bool = False,
+) -> Run:
+    """Train as `sansgpu train` does: the same folder, the same numbers.
+
+    `config` is a Config, its values, a file, a preset's name, or None for the built-in default; `overrides` are
+    `key.path=value`. `resume` is "latest" or a snapshot. Ctrl-C, or a notebook's stop button, saves and returns.
+    Raises ConfigError before any work is done, and SansGPUError where the work fails.
+    """
+    values = as_config(config) if isinstance(config, dict) else config
+    request = TrainRequest(
+        config_file=Path(values) if isinstance(values, (str, Path)) else None,
+        config=values if isinstance(values, Config) else None,
+        overrides=tuple(overrides),
+        output_dir=None if output_dir is None else Path(output_dir),
+        resume=resume,
+        strict=strict,
+    )
+    console = Console()
+    progress: Sink = Notebook() if console.is_jupyter else Terminal(console)
+    bar = PreparationBar(Console(stderr=True), silent=quiet or console.is_jupyter)
+    ended = _Folder()
+    sinks: list[Sink] = [bar, *([] if quiet else [progress]), ended]
+    sinks += [Callbacks(callback, request.controls) for callback in callbacks]
+    try:
+        outcome = train_job(request, sinks, bar)
+    finally:
+        bar.close()
+    assert isinstance(outcome, End)
+    sys.stdout.flush()
+    return Run(ended.folder)
+
+
+class _Folder:
+    """Where the run is: it may have chosen its folder itself."""
+
+    folder = Path()
+
+    def emit(self, event: Event) -> None:
+        """Note it."""
+        if event["event"] == "start":
+            self.folder = Path(event["output_dir"])
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,159 @@
+"""Training from Python: the same run as by command, steered by callbacks, at home in a notebook."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+import sansgpu
+from sansgpu.config import ConfigError
+from sansgpu.watch.controls import Controls
+from tests.processes import TINY, digests, finish, record, settings, write_corpus
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path_factory.getbasetemp() / "api-cache"))
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    return [*(f"{key}={value}" for key, value in TINY.items()), f"data.dataset_name={corpus}", "training.max_steps=12"]
+
+
+class Seen(sansgpu.Callback):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def on_step(self, event: dict[str, Any], run: Controls) -> None:
+        self.told.append(("step", event["step"]))
+
+    def on_eval(self, event: dict[str, Any], run: Controls) -> None:
+        self.told.append(("eval", event["step"]))
+
+    def on_snapshot(self, event: dict[str, Any], run: Controls) -> None:
+        assert event["path"] == f"step-{event['step']:06d}"
+        self.told.append(("snapshot", event["step"]))
+
+    def on_end(self, event: dict[str, Any], run: Controls) -> None:
+        self.told.append((event["reason"], event["step"]))
+
+
+def test_a_run_from_python_is_that_of_the_command(tmp_path: Path, overrides: list[str]) -> None:
+    seen = Seen()
+    as_built_in = {"training": {"sample_tokens": 64}}
+    run = sansgpu.fit(as_built_in, tmp_path / "python", overrides=overrides, callbacks=[seen], quiet=True)
+    corpus = settings(data__dataset_name=tmp_path / "corpus.jsonl", training__max_steps=12)
+    code, _, error = finish(["train", *corpus, "--output-dir", str(tmp_path / "command")], tmp_path / "cache")
+    assert code == 0, error
+    assert digests(run.folder) == digests(tmp_path / "command")
+    assert record(run.folder) == record(tmp_path / "command")
+    told = [(kind, event["step"]) for kind in ("step", "eval", "snapshot") for event in run.events(kind)]
+    assert sorted(seen.told) == sorted([*told, ("done", 12)])
+    assert len(run.events("step")) == 6
+    assert "state done, step 12 of 12, loss" in repr(run)
+    assert "<td>12 of 12</td>" in run._repr_html_()
+    assert run.generate("the", max_new_tokens=5, seed=1) == run.generate("the", max_new_tokens=5, seed=1)
+
+
+class Steers(sansgpu.Callback):
+    """Asks for all there is to ask for."""
+
+    def on_step(self, event: dict[str, Any], run: Controls) -> None:
+        if event["step"] == 2:
+            run.save()
+            run.evaluate()
+        if event["step"] == 6:
+            run.stop()
+
+
+def test_a_callback_saves_evaluates_and_ends_a_run_that_goes_on_later(tmp_path: Path, overrides: list[str]) -> None:
+    none_due = ["training.save_steps=0", "training.eval_steps=0"]
+    chosen = [*overrides, *none_due]
+    run = sansgpu.fit(None, tmp_path / "run", overrides=chosen, callbacks=[Steers()], quiet=True)
+    assert [event["step"] for event in run.events("eval")] == [2]
+    assert [event["step"] for event in run.events("snapshot")] == [2, 6]
+    assert run.record.ending == "interrupted"
+    sansgpu.fit(None, tmp_path / "run", overrides=chosen, resume="latest", quiet=True)
+    straight = sansgpu.fit(None, tmp_path / "straight", overrides=chosen, quiet=True)
+    assert run.record.ending == "done"
+    assert digests(run.folder / "final") == digests(straight.folder / "final")
+
+
+class Fails(sansgpu.Callback):
+    """Goes wrong at its first step."""
+
+    def on_step(self, event: dict[str, Any], run: Controls) -> None:
+        raise ValueError("no such column")
+
+
+def test_a_callback_that_raises_is_named_and_training_goes_on(tmp_path: Path, overrides: list[str]) -> None:
+    seen = Seen()
+    run = sansgpu.fit(None, tmp_path / "run", overrides=overrides, callbacks=[Fails(), seen], quiet=True)
+    messages = [event["message"] for event in run.events("warning") if "cause" not in event]
+    assert messages == ["Fails stopped: no such column; training goes on."]
+    assert ("done", 12) in seen.told
+
+
+def test_bad_requests_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.n_layer .*n_layers"):
+        sansgpu.fit({"model": {"n_layer": 3}}, tmp_path / "run")
+    with pytest.raises(ConfigError, match="is no run"):
+        sansgpu.Run(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+OBJECTIVE = '''
+import torch
+from sansgpu.tasks.pretrain import Pretrain
+
+
+class Halved(Pretrain):
+    """Half the loss."""
+
+    def loss(self, batch):
+        return 0.5 * super().loss(batch)
+
+
+class Stranger:
+    """Of no task."""
+'''
+
+
+def test_an_objective_of_ones_own_learns_and_resumes(
+    tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_objective.py").write_text(OBJECTIVE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    usual = sansgpu.fit(None, tmp_path / "usual", overrides=overrides, quiet=True)
+    chosen = [*overrides, "objective=own_objective:Halved"]
+    run = sansgpu.fit(None, tmp_path / "run", overrides=chosen, callbacks=[Steers()], quiet=True)
+    first, other = run.events("step")[0], usual.events("step")[0]
+    assert first["loss"] < 0.6 * other["loss"]
+    sansgpu.fit(None, tmp_path / "run", resume="latest", quiet=True)  # as its config.yaml has it
+    assert run.record.config["objective"] == "own_objective:Halved"
+    assert run.record.step == 12
+    for name, why in (("own_objective:Stranger", "not derived from"), ("own_objective:None_", "cannot be loaded"),
+                      ("no_such_module:Loss", "cannot be loaded"), ("nonsense", "objective")):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            sansgpu.fit(None, tmp_path / "refused", overrides=[*overrides, f"objective={name}"], quiet=True)
+
+
+def test_a_notebook_shows_one_output_that_is_drawn_anew(tmp_path: Path, overrides: list[str]) -> None:
+    from sansgpu.watch.notebook import Notebook
+
+    InteractiveShell.instance()
+    with capture_output() as captured:
+        sink = Notebook()
+        for event in sansgpu.fit(None, tmp_path / "run", overrides=overrides, quiet=True).record.events:
+            sink.emit({**event, "sample": "<b>bold</b>"} if event["event"] == "eval" else event)
+    assert [output.update for output in captured.outputs] == [False, *[True] * (len(captured.outputs) - 1)]
+    last = captured.outputs[-1].data["text/html"]
+    assert "step 12 of 12" in last
+    assert "&lt;b&gt;bold" in last
+    assert 'value="12"' in last
