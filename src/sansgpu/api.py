@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from sansgpu.jobs.folders import run_paths
 from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
+from sansgpu.machine.world import find_world
 from sansgpu.models.generate import Sampling
 from sansgpu.train.loop import End
 from sansgpu.watch.callbacks import Callback, Callbacks
 from sansgpu.watch.events import Event, Sink
 from sansgpu.watch.notebook import Notebook
 from sansgpu.watch.record import Record
-from sansgpu.watch.terminal import PreparationBar, Terminal
+from sansgpu.watch.terminal import PreparationBar, Terminal, Warnings
 
 __all__ = ["Callback", "Config", "ConfigError", "Run", "fit"]
 
@@ -85,7 +85,8 @@ def fit(
     """Train as `sansgpu train` does: the same folder, the same numbers.
 
     `config` is a Config, its values, a file, a preset's name, or None for the built-in default; `overrides` are
-    `key.path=value`. `resume` is "latest" or a snapshot. Ctrl-C, or a notebook's stop button, saves and returns.
+    `key.path=value`; `resume` is "latest" or a snapshot. Ctrl-C, or a notebook's stop button, saves and returns. Of
+    several processes (torchrun) rank 0 alone speaks, and has the callbacks.
     Raises ConfigError before any work is done, and SansGPUError where the work fails.
     """
     values = as_config(config) if isinstance(config, dict) else config
@@ -96,31 +97,17 @@ def fit(
         output_dir=None if output_dir is None else Path(output_dir),
         resume=resume,
         strict=strict,
+        world=find_world(),
     )
-    console = Console()
-    progress: Sink = Notebook() if console.is_jupyter else Terminal(console)
-    bar = PreparationBar(Console(stderr=True), silent=quiet or console.is_jupyter)
-    ended = _Folder()
-    sinks: list[Sink] = [bar, *([] if quiet else [progress]), ended]
-    sinks += [Callbacks(callback, request.controls) for callback in callbacks]
+    console, rank = Console(), request.world.rank
+    bar = PreparationBar(Console(stderr=True), silent=quiet or console.is_jupyter or rank > 0)
+    sinks: list[Sink] = [Warnings(Console(stderr=True), rank)]
+    if not rank:
+        sinks = [Callbacks(callback, request.controls) for callback in callbacks]
+        sinks += [] if quiet else [bar, Notebook() if console.is_jupyter else Terminal(console)]
     try:
         outcome = train_job(request, sinks, bar)
     finally:
         bar.close()
     assert isinstance(outcome, End)
-    sys.stdout.flush()
-    return Run(ended.folder)
-
-
-class _Folder:
-    """Where the run is: it may have chosen its folder itself."""
-
-    folder = Path()
-
-    def emit(self, event: Event) -> None:
-        """Note it."""
-        if event["event"] == "start":
-            self.folder = Path(event["output_dir"])
-
-    def close(self) -> None:
-        """Nothing is held."""
+    return Run(outcome.folder)

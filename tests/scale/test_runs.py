@@ -230,3 +230,14 @@ def test_hosts_with_another_configuration_are_refused(home: Path) -> None:
     code, out = finish([*launcher, "sh", "-c", script], arguments(home, "other"), home / "cache", module=sys.executable)
     assert code != 0
     assert "rank 1 has training.learning_rate 0.5, and rank 0 0.0" in out, out
+
+
+def test_wishes_on_rank_0_are_heeded_by_all(home: Path) -> None:
+    overrides = [part for part in arguments(home, "-")[1:-2] if part != "--set"]
+    code, out = finish(torchrun(2), [str(home / "steered"), *overrides], home / "cache", "tests.scale.steered")
+    assert code == 0, out
+    events = record(home / "steered")
+    assert [event["step"] for event in events if event["event"] == "eval"] == [2]
+    assert [event["step"] for event in events if event["event"] == "snapshot"] == [2, 6]
+    assert [(event["step"], event["reason"]) for event in events if event["event"] == "end"] == [(6, "interrupted")]
+    assert "state interrupted, step 6 of 50" in out

@@ -198,7 +198,8 @@ def _run(
     trainer.sinks = Sinks([*sinks, Metrics(paths.metrics, step), *_boards(config, paths, step)])
     start = {"event": "start", "step": step or 0, "time": now(), "task": config.task, "output_dir": str(paths.root)}
     facts = {**prepared.facts(), **_environment_facts(environment), "gemm_flops_per_second": gemm}
-    request.monitor.start(paths.root.absolute())
+    group = prepared.group
+    request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local])
     try:
         trainer.sinks.emit({**start, **facts, **({"resumed_from": snapshot.folder.name} if snapshot else {})})
         return trainer.train()

@@ -14,6 +14,7 @@ import torch
 from sansgpu.machine import cgroup
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.inspect import energy_joules
+from sansgpu.machine.peers import Peer
 from sansgpu.machine.probe import available_memory, held_memory, total_memory
 from sansgpu.machine.usage import Strain
 
@@ -33,9 +34,9 @@ class Monitor:
         self._since: list[System] = []  # the last `mean`
         self._thread: threading.Thread | None = None
 
-    def start(self, folder: Path) -> None:
-        """Begin to look; `folder` is on the disk whose free space is told."""
-        self._thread = threading.Thread(target=self._run, args=(folder,), name="monitor", daemon=True)
+    def start(self, folder: Path, peers: Sequence[Peer] = ()) -> None:
+        """Begin to look; `folder` is on the disk whose free space is told, `peers` are the run's processes here."""
+        self._thread = threading.Thread(target=self._run, args=(folder, peers), name="monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -47,11 +48,11 @@ class Monitor:
     def latest(self) -> System | None:
         """The last sample: of the second before it.
 
-        cpu_percent of this process (100 a core), core_percent of each core, other_percent and stolen_percent (100 a
-        core), rss_bytes, memory_available_bytes, memory_limit_bytes, swap_bytes, major_faults_per_second,
-        minor_faults_per_second, disk_read_bytes_per_second, disk_write_bytes_per_second, disk_free_bytes,
-        throttled (times, for heat), withheld_percent (of the time, by the container's limit), temperature_celsius,
-        frequency_hz, watts.
+        cpu_percent of the run's processes here (100 a core), core_percent of each core, other_percent and
+        stolen_percent (100 a core), rss_bytes, memory_available_bytes, memory_limit_bytes, swap_bytes,
+        major_faults_per_second, minor_faults_per_second, disk_read_bytes_per_second, disk_write_bytes_per_second,
+        disk_free_bytes, throttled (times, for heat), withheld_percent (of the time, by the container's limit),
+        temperature_celsius, frequency_hz, watts.
         """
         return self._latest
 
@@ -61,10 +62,10 @@ class Monitor:
             samples, self._since = self._since, []
         return mean_of(samples) if samples else self._latest
 
-    def _run(self, folder: Path) -> None:
-        before = _Moment(folder)
+    def _run(self, folder: Path, peers: Sequence[Peer]) -> None:
+        before = _Moment(folder, peers)
         while not self._stopped.wait(self._seconds):
-            now = _Moment(folder)
+            now = _Moment(folder, peers)
             sample = now.since(before)
             before = now
             with self._lock:
@@ -96,9 +97,9 @@ def _together(key: str, values: list[Any]) -> Any:
 class _Moment:
     """Counters as they stand now."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, peers: Sequence[Peer]) -> None:
         self._at, self._folder = time.perf_counter(), folder
-        self._strain = Strain(children=False)
+        self._strain = Strain(children=False, peers=peers)
         self._cores = _told(lambda: psutil.cpu_times(percpu=True)) or []
         major, minor = _told(_faults) or (None, None)
         read, written = _told(lambda: psutil.Process().io_counters()[2:4]) or (None, None)

@@ -127,6 +127,11 @@ def take_cores(group: Group, training: TrainingConfig, warn: Callable[[str], Non
             f"{here} processes of {threads} threads each are more than the {cpus} processors of "
             f"{group.peers[group.rank].host}; set {asked} to {max(1, cpus // here)}, or start fewer processes."
         )
+    if here == 1 and threads > (usable := max(1, int(min(cpus, quota or cpus)))):
+        warn(
+            f"{threads} threads share {usable} processors and wait for each other; set training.threads to {usable}, "
+            "or to auto."
+        )
     if here > cpus and group.rank == group.local[0]:
         warn(f"{here} processes share {cpus} processors of {group.peers[group.rank].host}, and wait for each other.")
     return threads

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from sansgpu.machine import cgroup
+from sansgpu.machine import cgroup, cores
 from sansgpu.machine.inspect import frequency_hz, temperature_celsius, throttled
+from sansgpu.machine.peers import Peer
 from sansgpu.machine.probe import allowed_cpus
 
 
@@ -36,11 +38,13 @@ class Usage:
 class Strain:
     """What the machine went through between the making of this and `seen`.
 
-    `children` at work for this process are no strangers; to look for them takes a millisecond or more.
+    `children` at work for this process are no strangers; to look for them takes a millisecond or more. Nor are the
+    other processes of its run on this machine, `peers`.
     """
 
-    def __init__(self, children: bool = True) -> None:
+    def __init__(self, children: bool = True, peers: Sequence[Peer] = ()) -> None:
         self._process, self._children = psutil.Process(), children
+        self._peers = [peer for peer in peers if peer.pid != self._process.pid]
         self._start, self._own, self._machine = time.perf_counter(), self._own_seconds(), psutil.cpu_times()
         self._throttled, self._frequency = throttled(), frequency_hz()
 
@@ -54,7 +58,7 @@ class Strain:
         own = (self._own_seconds() - self._own) / wall
         busy = sum(passed(name) for name in ("user", "nice", "system", "irq", "softirq")) / wall
         throttles = throttled()
-        usable = min(allowed_cpus(), cgroup.cpu_quota() or float("inf"))
+        usable = min(self._cpus(), cgroup.cpu_quota() or float("inf"))
         return {
             "own_cores": own,
             # Others may be busy on cores that this process may not use without being in its way.
@@ -65,13 +69,18 @@ class Strain:
             "throttled": None if throttles is None or self._throttled is None else throttles - self._throttled,
         }
 
+    def _cpus(self) -> int:
+        """That the processes of this run may use here."""
+        theirs = {cpu for peer in self._peers for cpu in peer.cpus}
+        return len(theirs | set(cores.cpus())) if theirs else allowed_cpus()
+
     def _own_seconds(self) -> float:
-        """Of this process and its children."""
+        """Of this process, its children and its peers."""
         seconds = 0.0
         children = self._process.children(recursive=True) if self._children else []
-        for process in (self._process, *children):
+        for pid in (self._process.pid, *(child.pid for child in children), *(peer.pid for peer in self._peers)):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                times = process.cpu_times()
+                times = psutil.Process(pid).cpu_times()
                 seconds += times.user + times.system
                 seconds += getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
         return seconds

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from sansgpu.config import Config, RunPaths, SansGPUError, fold_seed
 from sansgpu.data.batch import Examples
@@ -38,8 +39,9 @@ LONG_BEFORE = 0.2  # of the time a run may take, left over at its end
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended: `reason` is done, interrupted or out_of_time; `signal` is what interrupted it."""
+    """How the run in `folder` ended: `reason` is done, interrupted or out_of_time; `signal` is what interrupted it."""
 
+    folder: Path
     reason: str
     step: int
     snapshot: Snapshot | None
@@ -381,7 +383,7 @@ class Trainer:
             self.sinks.release()
 
     def _end(self, reason: str, ending: int | None = None) -> End:
-        end = End(reason, self.progress.step, self._snapshot, ending)
+        end = End(self.paths.root, reason, self.progress.step, self._snapshot, ending)
         name = self._snapshot.folder.name if self._snapshot else None
         self.sinks.emit(
             {

@@ -173,9 +173,11 @@ class _Keys:
         try:
             import termios  # not on Windows
             import tty
-        except ImportError:
+
+            mine = sys.stdin.isatty() and os.getpgrp() == os.tcgetpgrp(sys.stdin.fileno())
+        except (ImportError, OSError):  # a launcher's process has no terminal of its own
             return
-        if not sys.stdin.isatty() or os.getpgrp() != os.tcgetpgrp(sys.stdin.fileno()):
+        if not mine:
             return
         self._before = termios.tcgetattr(sys.stdin)
         tty.setcbreak(sys.stdin)

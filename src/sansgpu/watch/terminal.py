@@ -124,7 +124,7 @@ class PreparationBar:
         if self._silent:
             return
         if doing != self._stage:
-            self.close()
+            self._over()
             self._stage, self._started = doing, time.monotonic()
             if self._console.is_terminal:
                 columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
@@ -140,20 +140,26 @@ class PreparationBar:
         self._shown = time.monotonic()
         if self._bar is not None and self._task is not None:
             rate = done / max(self._shown - self._started, 1e-3)
-            figures = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s"
+            figures = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:.1f} MB/s"
             self._bar.update(self._task, completed=done, total=total, figures=figures)
 
     def say(self, doing: str) -> None:
         """One line of what is done now."""
-        self.close()
+        self._over()
         self._console.print(doing, highlight=False, style="dim")
 
     def emit(self, event: Event) -> None:
         """As a sink: what follows the preparation ends it."""
+        self._over()
+
+    def _over(self) -> None:
+        """A stage that was not cut short is whole, whatever was last said of it."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=1, completed=1)
         self.close()
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Stop the bar where it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,0 +1,105 @@
+"""What the live view costs: one run whose view is switched on and off, block by block of steps.
+
+    python -m benchmarks.live_view [--blocks 30] [--columns 160]
+
+Both halves are of one process and one run, so that what else the machine does meets both. The view draws into a
+pseudo-terminal that somebody reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pty
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from sansgpu.config import load_config
+from sansgpu.jobs.train import TrainRequest, train
+from sansgpu.watch.callbacks import Callback, Callbacks
+from sansgpu.watch.controls import Controls
+from sansgpu.watch.events import Event
+from sansgpu.watch.live import LiveView
+from sansgpu.watch.terminal import PreparationBar
+
+STEPS = 12  # a block's; the first is not counted, as it has a part of the block before
+
+
+class Switched(LiveView):
+    """Draws while `on`."""
+
+    on = True
+    frames = 0
+
+    def _draw(self) -> None:
+        if self.on:
+            self.frames += 1
+            super()._draw()
+
+
+class Clock(Callback):
+    """Notes every step's seconds, and switches the view after each block."""
+
+    def __init__(self, view: Switched, blocks: int) -> None:
+        self._view, self._blocks = view, blocks
+        self._block: list[float] = []
+        self.medians: dict[bool, list[float]] = {True: [], False: []}
+
+    def on_step(self, event: Event, run: Controls) -> None:
+        """One more step."""
+        self._block.append(event["step_seconds"])
+        if len(self._block) == STEPS:
+            if event["step"] > 2 * STEPS:  # the first two warm up
+                self.medians[self._view.on].append(median(self._block[1:]))
+            self._block, self._view.on = [], not self._view.on
+            if sum(map(len, self.medians.values())) >= self._blocks:
+                run.stop()
+
+
+def main() -> None:
+    """Measure, and print the ratio of the blocks' medians, each with the one behind it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, help="by default the built-in configuration")
+    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--columns", type=int, default=160)
+    asked = parser.parse_args()
+    main_end, other_end = pty.openpty()
+    threading.Thread(target=_read, args=(main_end,), daemon=True).start()
+    with tempfile.TemporaryDirectory() as folder, os.fdopen(other_end, "w") as terminal:
+        console = Console(file=terminal, width=asked.columns, height=asked.columns // 4, force_terminal=True)
+        overrides = ("training.logging_steps=1", "training.max_steps=100000", "training.eval_steps=0",
+                     "training.save_steps=0", "training.report_to=none")  # fmt: skip
+        config = load_config(asked.config, overrides)[0]
+        request = TrainRequest(config=config, output_dir=Path(folder) / "run")
+        view = Switched(console, request.controls, request.monitor.latest)
+        clock = Clock(view, asked.blocks)
+        quiet = PreparationBar(Console(stderr=True))
+        began = time.monotonic()
+        train(request, [quiet, view, Callbacks(clock, request.controls)], quiet)
+        view.close()
+    _tell(clock.medians, view.frames, time.monotonic() - began)
+
+
+def _read(end: int) -> None:
+    while os.read(end, 65536):
+        pass
+
+
+def _tell(medians: dict[bool, list[float]], frames: int, seconds: float) -> None:
+    pairs = list(zip(medians[False], medians[True], strict=False))
+    ratios = sorted(without / with_ for without, with_ in pairs)
+    results: dict[str, Any] = {"without": median(medians[False]), "with": median(medians[True])}
+    print(f"step without the view {results['without']:.4f} s, with it {results['with']:.4f} s")
+    print(f"{len(ratios)} pairs of blocks: speed with over without, median {median(ratios):.4f}, "
+          f"middle half {ratios[len(ratios) // 4]:.4f} to {ratios[-1 - len(ratios) // 4]:.4f}; "
+          f"{frames} pictures in {seconds:.0f} s")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A run from Python that asks for things on the way; started by a launcher. Arguments: folder, overrides."""
+
+import sys
+from typing import Any
+
+import sansgpu
+from sansgpu.watch.controls import Controls
+
+
+class Steers(sansgpu.Callback):
+    """Saves and evaluates at step 2, ends at step 6."""
+
+    def on_step(self, event: dict[str, Any], run: Controls) -> None:
+        """Wishes by step."""
+        if event["step"] == 2:
+            run.save()
+            run.evaluate()
+        elif event["step"] == 6:
+            run.stop()
+
+
+if __name__ == "__main__":
+    print(sansgpu.fit(None, sys.argv[1], overrides=sys.argv[2:], callbacks=[Steers()]))
