@@ -1,6 +1,17 @@
 """What was asked: the schema, its files and its errors. Nothing here loads torch."""
 
-from sansgpu.config.by_task import FINE_TUNING, GRAPH, MASKED, PRETRAIN, PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, RAGGED
+from sansgpu.config.by_task import (
+    BUILT_IN_NAMES,
+    FINE_TUNING,
+    GRAPH,
+    MASKED,
+    PRETRAIN,
+    PYTHON_STDLIB,
+    PYTHON_STDLIB_CHAT,
+    PYTHON_STDLIB_GRAPH,
+    RAGGED,
+    SIMPLE_TEMPLATE,
+)
 from sansgpu.config.errors import ConfigError, SansGPUError
 from sansgpu.config.load import PRESETS, acting_values, as_config, change_config, load_config, problems, save_config
 from sansgpu.config.model import ModelConfig
@@ -10,14 +21,17 @@ from sansgpu.config.seeds import fold_seed
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [
+    "BUILT_IN_NAMES",
     "FINE_TUNING",
     "GRAPH",
     "MASKED",
     "PRESETS",
     "PRETRAIN",
     "PYTHON_STDLIB",
+    "PYTHON_STDLIB_CHAT",
     "PYTHON_STDLIB_GRAPH",
     "RAGGED",
+    "SIMPLE_TEMPLATE",
     "Config",
     "ConfigError",
     "DataConfig",

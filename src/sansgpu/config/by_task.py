@@ -21,7 +21,13 @@ _FINE_TUNED: Values = {
     "weight_decay": 0.0,
     "beta2": 0.999,
 }
-PYTHON_STDLIB, PYTHON_STDLIB_GRAPH = "python-stdlib", "python-stdlib-graph"  # data that every machine has
+# Data that every machine has: texts, triples, conversations.
+PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
+    "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
+)  # fmt: skip
+SIMPLE_TEMPLATE = "simple"  # the chat template that is ours
+# Values of keys that else name files.
+BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, "bpe", "char")
 _GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}
 DEFAULTS: dict[str, dict[str, Values]] = {
     PRETRAIN: {},

@@ -40,7 +40,8 @@ class DataConfig(Section):
 
     dataset_name: str = Field(
         PYTHON_STDLIB,
-        description="a Hugging Face dataset, a local file or folder, `python-stdlib`, or `python-stdlib-graph`",
+        description="a Hugging Face dataset, a local file or folder, `python-stdlib`, `python-stdlib-graph`, or "
+        "`python-stdlib-chat`",
     )
     dataset_config: str | None = Field(None, description="configuration of a Hugging Face dataset")
     validation_name: str | None = Field(None, description="another source for validation, in the same forms")
@@ -63,7 +64,9 @@ class DataConfig(Section):
         "truncate",
         description="of a row longer than max_length, keep the end, or leave it out",
     )
-    chat_template: str | None = Field(None, description="file with a Jinja chat template, in place of the model's own")
+    chat_template: str | None = Field(
+        None, description="file with a Jinja chat template, in place of the model's own; `simple`: one of ours"
+    )
     on_bad_row: Literal["fail", "skip"] = Field(
         "fail",
         description="fail: name the first row that cannot be learned from; skip: leave such rows out, counted",

@@ -6,11 +6,13 @@ import hashlib
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import PYTHON_STDLIB, ConfigError, DataConfig
+from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig
 from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, Row, file_form, pieces, read_documents, read_rows, row_text
+from sansgpu.data.stdlib_chat import stdlib_conversations
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
 
@@ -58,6 +60,8 @@ def open_parts(name: str, data: DataConfig) -> Sources:
     if name == PYTHON_STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return Sources(_files_source(name, root, _stdlib_files(root), data), None)
+    if name == PYTHON_STDLIB_CHAT:
+        return Sources(_stdlib_chat(open_parts(PYTHON_STDLIB, data).train), None)
     path = Path(name).expanduser()
     if path.is_file():
         if file_form(path) is None:
@@ -70,6 +74,14 @@ def open_parts(name: str, data: DataConfig) -> Sources:
     if path.is_absolute() or name.startswith((".", "~")) or file_form(path) is not None:
         raise ConfigError(f"{name} does not exist; data.dataset_name wants a file, a folder or a dataset's name.")
     return _hub_sources(name, data, local=False)
+
+
+def _stdlib_chat(library: Source) -> Source:
+    """Questions and answers about the standard library; as text, its modules."""
+    fingerprint = files_fingerprint(library.files, (PYTHON_STDLIB_CHAT,))
+    return replace(
+        library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, rows=partial(stdlib_conversations, library.files)
+    )
 
 
 def _stdlib_files(root: Path) -> list[Path]:

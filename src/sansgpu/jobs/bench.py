@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import RAGGED, Config, ConfigError, SansGPUError, change_config, load_config, save_config
+from sansgpu.config import (
+    BUILT_IN_NAMES,
+    RAGGED,
+    Config,
+    ConfigError,
+    SansGPUError,
+    change_config,
+    load_config,
+    save_config,
+)
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.measure import Request, Result, measure_apart
 from sansgpu.jobs.plan import roofline_of, step_limits
@@ -32,7 +41,6 @@ FASTER = 1.03  # by less than this is noise
 SPREAD = 1.15  # of the slowest over the median step: beyond, something disturbed the measurement
 COMPILING = "half a minute at the start"
 FREE = ("nothing", "memory", COMPILING)  # what is given up without harm to what is learned
-BUILT_IN = ("python-stdlib", "bpe", "char")  # no names of files
 BUSY_CORES = 0.15  # of others, that is worth naming
 GPU_MFU = 0.4  # that a good trainer reaches; an assumption
 
@@ -324,7 +332,7 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
 def _anywhere(config: Config) -> Config:
     """Local data by its absolute path, so that the file runs from any folder."""
     names = {key: getattr(config.data, key) for key in ("dataset_name", "validation_name", "tokenizer")}
-    paths = {key: Path(name).expanduser() for key, name in names.items() if name and name not in BUILT_IN}
+    paths = {key: Path(name).expanduser() for key, name in names.items() if name and name not in BUILT_IN_NAMES}
     local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
     return config.model_copy(update={"data": config.data.model_copy(update=local)})
 

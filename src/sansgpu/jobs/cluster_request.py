@@ -11,7 +11,7 @@ from posixpath import normpath
 import yaml
 
 from sansgpu import __version__
-from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, Config, ConfigError, acting_values
+from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values
 from sansgpu.jobs.manifests import DATA, ClusterJob
 from sansgpu.jobs.pod_needs import Needs, needs_of
 
@@ -110,7 +110,7 @@ def _paths(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
     for key in keys:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        if value and value not in (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH):
+        if value and value not in BUILT_IN_NAMES:
             yield key, value
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sansgpu.config import ConfigError, ModelConfig, fold_seed
+from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, fold_seed
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.models.whole_folder import written_whole
@@ -34,6 +34,7 @@ _WHAT: dict[Head, str] = {
     "qa": "a model for questions",
     "masked": "a model that fills gaps",
 }
+_SIMPLE = Path(__file__).parent / "templates/simple.jinja"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -53,8 +54,10 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
     if chat_template is not None:
+        ours = chat_template == SIMPLE_TEMPLATE
+        path = _SIMPLE if ours else Path(chat_template).expanduser()
         try:
-            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"data.chat_template {chat_template} cannot be read: {error}.") from None
     return tokenizer
