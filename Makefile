@@ -4,7 +4,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-long smoke graph lint setup clean
+.PHONY: train test test-long smoke chat graph lint setup clean
 
 train: setup
 	$(BIN)/sansgpu train configs/default.yaml --output-dir runs/default --resume latest
@@ -16,6 +16,10 @@ test: setup
 
 smoke: setup
 	$(BIN)/python -m benchmarks.smoke
+
+chat: train
+	$(BIN)/sansgpu train configs/chat.yaml --output-dir runs/chat --resume latest
+	$(BIN)/sansgpu chat runs/chat --prompt "What does shutil.copyfile do?"
 
 graph: setup
 	$(BIN)/sansgpu train configs/graph_small.yaml --output-dir runs/graph --resume latest
