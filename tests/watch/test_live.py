@@ -5,7 +5,7 @@ import json
 import os
 import pty
 import select
-import signal
+import shlex
 import struct
 import subprocess
 import sys
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,7 @@ def shown(steps: int, cores: int = 2, news: int = 0, sample: str = "", keys: boo
     return known
 
 
+@hypothesis.settings(deadline=None)
 @given(
     width=st.integers(30, 240),
     height=st.integers(8, 80),
@@ -63,6 +65,7 @@ def test_the_screen_fits_every_terminal(
     console = Console(width=width, height=height, force_terminal=False, color_system=None)
     with console.capture() as captured:
         console.print(screen(shown(steps, cores, news, sample, keys), width, height))
+    assert "\x1b" not in captured.get()
     lines = captured.get().splitlines()
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
@@ -96,13 +99,13 @@ def test_what_a_person_looks_for_is_there(width: int, height: int) -> None:
 class Terminal:
     """A command in a pseudo-terminal of its own."""
 
-    def __init__(self, arguments: list[str], cache: Path, columns: int = 100, rows: int = 30) -> None:
+    def __init__(self, arguments: list[str], cache: Path, shell: str = "{}") -> None:
         self._main, self.other = pty.openpty()
-        self.resize(columns, rows)
+        self.resize(100, 30)
         self.modes = termios.tcgetattr(self.other)
         self.text = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sansgpu", *arguments],
+            ["bash", "--norc", "-ic", shell.format(shlex.join([sys.executable, "-m", "sansgpu", *arguments]))],
             stdin=self.other, stdout=self.other, stderr=self.other, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env={**environment(cache), "TERM": "xterm-256color"},
@@ -182,12 +185,28 @@ def test_a_second_signal_leaves_the_terminal_as_it_was(long_run: tuple[list[str]
     terminal.until(lambda: b"first steps" in terminal.text)
     time.sleep(1.0)
     for _ in range(2):
-        terminal.process.send_signal(signal.SIGINT)
+        terminal.press("\x03")
         time.sleep(0.3)
     assert terminal.ended() == 130
     assert not events(run, "step")
     assert termios.tcgetattr(terminal.other) == terminal.modes
     assert terminal.text.rstrip().endswith(b"\x1b[?1049l\x1b[?25h")
+
+
+def test_a_run_that_is_suspended_gives_the_terminal_back(long_run: tuple[list[str], Path], tmp_path: Path) -> None:
+    arguments, run = long_run
+    terminal = Terminal(arguments, tmp_path / "cache", "{}; echo back-$?; read line; fg")
+    terminal.until(lambda: events(run, "step"))
+    terminal.press("\x1a")
+    terminal.until(lambda: b"back-148" in terminal.text)  # 128 and the signal's number
+    assert terminal.text[: terminal.text.index(b"back-148")].rpartition(b"\x1b[?1049l\x1b[?25h")[1]
+    assert termios.tcgetattr(terminal.other)[3] & termios.ICANON
+    steps = len(events(run, "step"))
+    terminal.press("\n")
+    terminal.until(lambda: len(events(run, "step")) > steps + 2)
+    terminal.press("q")
+    assert terminal.ended() == 130
+    assert termios.tcgetattr(terminal.other) == terminal.modes
 
 
 def test_plain_asks_for_lines(long_run: tuple[list[str], Path], tmp_path: Path) -> None:

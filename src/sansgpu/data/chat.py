@@ -146,8 +146,8 @@ def mask_conversation(conversation: Conversation, tokenizer: Any) -> Masked:
         return _mask_chat(conversation, tokenizer)
     if conversation.plain is None:
         raise BadRowError(
-            f"{conversation.where}: the model's tokenizer has no chat template; set data.chat_template to simple (ours), "
-            "or to a jinja file."
+            f"{conversation.where}: the model's tokenizer has no chat template; set data.chat_template to simple, or "
+            "to a jinja file."
         )
     return _mask_plain(*conversation.plain, tokenizer)
 

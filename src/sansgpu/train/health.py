@@ -11,8 +11,9 @@ from sansgpu.watch.events import Event
 
 # Assumptions all, chosen so that runs that go well hear nothing.
 FEWEST = 20  # step events before anything is said of the loss
-RECENT = 5  # step events whose mean is called the loss now
+RECENT = 5  # step events at least whose mean is called the loss now
 RISE = 0.03  # of the loss, above its best mean
+NOISE = 4.0  # standard errors of a mean, likewise
 FLAT = 0.003  # of the loss; a power law of -0.1 falls by 1.7 % from the first to the second half of the time looked at
 LOOKED_AT = 0.3  # of the run so far
 ENDING = 0.8  # of the run, from where on a flat loss is how runs end
@@ -41,7 +42,7 @@ class Health:
     def __init__(self, training: TrainingConfig) -> None:
         self._training = training
         self._steps: list[_Step] = []
-        self._means: list[float] = []  # of RECENT losses each
+        self._sums = [0.0]  # of the first losses, of more and more of them
         self._validation: list[tuple[int, float]] = []  # steps and losses
         self._seen: dict[str, int] = {}  # by cause, in how many step events in a row
 
@@ -50,8 +51,7 @@ class Health:
         found: list[tuple[str, str | None, int]] = []
         if event["event"] == "step":
             self._steps.append(_Step(event["step"], event["loss"], event["grad_norm"]))
-            if len(self._steps) >= RECENT:
-                self._means.append(mean(step.loss for step in self._steps[-RECENT:]))
+            self._sums.append(self._sums[-1] + event["loss"])
             found = [
                 ("rising", self._rising(), 1),
                 ("flat", self._flat(event["total_steps"]), 1),
@@ -73,12 +73,16 @@ class Health:
                 yield cause, message
 
     def _rising(self) -> str | None:
-        if len(self._steps) < FEWEST:
+        count = len(self._steps)
+        if count < FEWEST:
             return None
-        now, best = self._means[-1], min(self._means)
-        place = self._means.index(best)
-        lowest = self._steps[place : place + RECENT]
-        if now < best + max(RISE * abs(best), 2 * stdev(step.loss for step in lowest)):
+        size = max(RECENT, count // 20)  # the longer a run, the lower the lowest of many short means
+        ends = range(size, count + 1)
+        means = [(self._sums[end] - self._sums[end - size]) / size for end in ends]
+        now, best = means[-1], min(means)
+        lowest = self._steps[means.index(best) :][:size]
+        noise = stdev(step.loss for step in lowest) / size**0.5
+        if now < best + max(RISE * abs(best), NOISE * noise):
             return None
         return (
             f"the training loss rises: {now:.3f}, after {best:.3f} around step {lowest[-1].step:,}; lower "

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +28,7 @@ from sansgpu.watch.terminal import REDRAWS_PER_SECOND, Terminal
 SHARE = 0.002  # of one core's time, that drawing may take: a step waits for the slowest core
 LONGEST_PAUSE = 5.0  # seconds without a new picture
 LAST_EVALUATIONS = 5  # that stay in the terminal when the view is gone
+_ENTER = b"\x1b[?1049h\x1b[?25l"  # the other screen, without a cursor
 _LEAVE = b"\x1b[?1049l\x1b[?25h"  # the normal screen, with its cursor
 
 
@@ -41,6 +44,7 @@ class LiveView:
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._keys = _Keys()
         self._live: Live | None = None
+        self._stopped: Any = None  # what Ctrl-Z did before
         self._thread = threading.Thread(target=self._run, name="live view", daemon=True)
 
     def emit(self, event: Event) -> None:
@@ -61,6 +65,8 @@ class LiveView:
             self._thread.join()
             self._live.stop()
             self._keys.close()
+            if self._stopped is not None:
+                signal.signal(signal.SIGTSTP, self._stopped)
         plain = Terminal(self._console)
         for event in self._worth_keeping():
             plain.emit(event)
@@ -72,12 +78,24 @@ class LiveView:
             with contextlib.suppress(OSError):
                 os.write(sys.stdout.fileno(), _LEAVE)
 
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: the shell gets its terminal, and what is continued takes it again."""
+        self.leave_at_once()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.signal(number, self._suspend)
+        self._keys.open()
+        with contextlib.suppress(OSError):
+            os.write(sys.stdout.fileno(), _ENTER)
+
     def _begin(self) -> None:
         self._keys.open()
         self._shown.keys = self._keys.there
         self._controls.leaving = self.leave_at_once
         self._live = Live(console=self._console, screen=True, auto_refresh=False, transient=True)
         self._live.start()
+        if hasattr(signal, "SIGTSTP") and threading.current_thread() is threading.main_thread():
+            self._stopped = signal.signal(signal.SIGTSTP, self._suspend)
         self._thread.start()
 
     def _note(self, event: Event) -> None:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.watch.events import Event
-from sansgpu.watch.terminal import clock, duration
+from sansgpu.watch.terminal import clock, duration, printable
 
 KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
 WIDE = 104  # columns from which figures stand beside the curve
@@ -218,7 +218,7 @@ def _below(shown: Shown, width: int, rows: int, least: int) -> tuple[list[Render
         rows -= len(news) + 2
     sample = shown.evaluation.get("sample")
     if sample and rows - SAMPLE_ROWS >= least:
-        text = Text(" ".join(sample.split()), "italic", overflow="ellipsis")
+        text = Text(" ".join(printable(sample).split()), "italic", overflow="ellipsis")
         parts.insert(0, Panel(text, height=SAMPLE_ROWS, padding=(0, 1), border_style="dim", title="sample"))
         rows -= SAMPLE_ROWS
     return parts, rows

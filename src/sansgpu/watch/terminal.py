@@ -79,7 +79,7 @@ class Terminal:
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
-            self._print(f"sample: {event['sample']}", style="dim")
+            self._print(f"sample: {printable(event['sample'])}", style="dim")
 
     def _end(self, event: Event) -> None:
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done, as its time is up,"}
@@ -198,6 +198,11 @@ def _length(event: Event) -> str:
     if event["total_steps"]:
         return f"{event['total_steps']:,} steps"
     return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
+
+
+def printable(text: str) -> str:
+    """Without what would steer the terminal: a model may write anything."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 
 def clock(when: datetime) -> str:
