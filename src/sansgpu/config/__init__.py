@@ -7,6 +7,7 @@ from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.seeds import fold_seed
+from sansgpu.config.space import Parameter, Space, load_space, measure_of
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [
@@ -22,13 +23,17 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "ModelConfig",
+    "Parameter",
     "RunPaths",
     "SansGPUError",
+    "Space",
     "TrainingConfig",
     "acting_values",
     "change_config",
     "fold_seed",
     "load_config",
+    "load_space",
+    "measure_of",
     "problems",
     "save_config",
 ]

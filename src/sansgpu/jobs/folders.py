@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from sansgpu.config import Config, ConfigError, RunPaths, SansGPUError, load_con
 from sansgpu.train.checkpoint import snapshots
 
 RUNS = Path("runs")
+BUILT_IN = ("python-stdlib", "bpe", "char")  # no names of files
 
 
 def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
@@ -35,12 +37,12 @@ def open_output(asked: Path | None, config_file: Path | None, resume: str | None
         asked = Path(resume).absolute().parent.parent
     if asked is None:
         name = config_file.stem if config_file else "default"
-        taken = [p for p in _numbered(name) if _holds_run(p)]
-        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if not _holds_run(p))
-    elif not resume and not dry_run and _holds_run(asked):
+        taken = [p for p in _numbered(name) if holds_run(p)]
+        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if not holds_run(p))
+    elif not resume and not dry_run and holds_run(asked):
         raise ConfigError(f"{asked} holds a run already; go on with it by --resume, or choose another --output-dir.")
     if not dry_run:
-        _require_writable(asked)
+        require_writable(asked)
     return asked
 
 
@@ -51,11 +53,13 @@ def _numbered(name: str, endless: bool = False) -> list[Path]:
     return found if endless else found[:-1]
 
 
-def _holds_run(folder: Path) -> bool:
+def holds_run(folder: Path) -> bool:
+    """Whether something was trained into it."""
     return bool(snapshots(folder / "snapshots")) or (folder / "final").exists()
 
 
-def _require_writable(folder: Path) -> None:
+def require_writable(folder: Path) -> None:
+    """Make it. Raises ConfigError where nothing can be written there."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,3 +96,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise SansGPUError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def anywhere(config: Config) -> Config:
+    """Local data by its absolute path, so that the file runs from any folder."""
+    names = {key: getattr(config.data, key) for key in ("dataset_name", "validation_name", "tokenizer")}
+    paths = {key: Path(name).expanduser() for key, name in names.items() if name and name not in BUILT_IN}
+    local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
+    return config.model_copy(update={"data": config.data.model_copy(update=local)})
