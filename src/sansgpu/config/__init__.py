@@ -7,7 +7,7 @@ from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.seeds import fold_seed
-from sansgpu.config.space import Parameter, Space, load_space, measure_of
+from sansgpu.config.space import Parameter, Space, load_space, measure_of, spread
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [
@@ -36,4 +36,5 @@ __all__ = [
     "measure_of",
     "problems",
     "save_config",
+    "spread",
 ]

@@ -57,6 +57,18 @@ class Parameter:
         steps = (value - self.low) / self.step if self.step else 0.0
         return math.isclose(steps, round(steps), abs_tol=1e-9)
 
+    def at(self, place: float) -> Choice:
+        """The value at a place between 0 and 1: one of the choices, or so far up the range."""
+        if self.choices:
+            return self.choices[min(int(place * len(self.choices)), len(self.choices) - 1)]
+        if self.log:
+            value: float = self.low * (self.high / self.low) ** place
+        else:
+            value = self.low + place * (self.high - self.low)
+        if self.step:
+            value = self.low + self.step * round((value - self.low) / self.step)
+        return min(max(round(value) if self.whole else value, self.low), self.high)
+
     def to_json(self) -> Values:
         """As a file says it."""
         if self.choices:
@@ -72,6 +84,18 @@ class Parameter:
 
 
 Space = dict[str, Parameter]
+
+
+def spread(space: Space, number: int) -> Values:
+    """The values of point `number` of a sequence that fills the space evenly, begun in its middle.
+
+    Roberts' additive recurrence: no dimension's steps are close to a fraction with a small denominator.
+    """
+    root = 2.0
+    for _ in range(64):
+        root = (1 + root) ** (1 / (len(space) + 1))
+    places = ((0.5 + number * root ** -(n + 1)) % 1 for n in range(len(space)))
+    return {parameter.key: parameter.at(place) for parameter, place in zip(space.values(), places, strict=True)}
 
 
 def measure_of(space: Space) -> str:

@@ -13,12 +13,12 @@ import optuna
 from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
-from sansgpu.config import ConfigError, Parameter, Space, fold_seed
+from sansgpu.config import ConfigError, Parameter, Space, fold_seed, spread
 from sansgpu.jobs.folders import held_run
 from sansgpu.jobs.tune_trial import Length, Outcome
 
 NAME = "tune"
-RANDOM_TRIALS = 5  # drawn before there is anything to learn from
+SPREAD_TRIALS = 5  # with the first, spread over the space before there is anything to learn from
 LEAST_FINISHED, LEAST_PERCENT = 3, 30  # trials, and how far one is, before it is compared with their median
 LOCK_SECONDS = 600  # that one worker may take to plan, while others wait for it
 DYING_SECONDS = 10  # a run whose search was killed is gone by then
@@ -42,7 +42,7 @@ class Study:
     """A search in `folder`: trials/ and study.db."""
 
     def __init__(self, folder: Path, space: Space, pruner: str, seed: int, length: Length) -> None:
-        """Open it, or make it with the configuration as it is as its first trial, whose values are `default`."""
+        """Open it, or make it."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", module="optuna")
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -53,17 +53,22 @@ class Study:
         self.optuna = optuna.create_study(storage=self._storage, study_name=NAME, load_if_exists=True)
 
     def begin(self, default: Values) -> None:
-        """Have the first trial be the configuration as it is; the sampler learns of it what lies in the space."""
+        """Settle the first trials, unless they are. The very first is the configuration as it is, of which the
+        sampler learns what lies in the space.
+        """
         inside = {key: value for key, value in default.items() if self._space[key].contains(value)}
-        if not self.trials():
-            self.optuna.enqueue_trial(inside, user_attrs={"as_it_is": list(inside)})
+        for number in range(len(self.trials()), SPREAD_TRIALS):
+            if number:
+                self.optuna.enqueue_trial(spread(self._space, number))
+            else:
+                self.optuna.enqueue_trial(inside, user_attrs={"as_it_is": list(inside)})
 
     def trials(self) -> list[FrozenTrial]:
         """All, in the order of their numbers."""
         return list(self.optuna.get_trials(deepcopy=False))
 
     def begun(self) -> int:
-        """Trials that count: all but the first, as long as it waits."""
+        """Trials that count: all but those that wait."""
         return sum(trial.state != TrialState.WAITING for trial in self.trials())
 
     def finished(self) -> int:
@@ -107,7 +112,7 @@ class Study:
     def _sampling(self, number: int) -> optuna.Study:
         """The study with a sampler of trial `number` alone: what it draws depends on results and seed, on no state."""
         seed = fold_seed(self._seed, "tune", number) % (1 << 32)
-        sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM_TRIALS, seed=seed, constant_liar=True)
+        sampler = optuna.samplers.TPESampler(n_startup_trials=SPREAD_TRIALS, seed=seed, constant_liar=True)
         return optuna.load_study(study_name=NAME, storage=self._storage, sampler=sampler, pruner=self._pruner)
 
     def _lock(self, number: int) -> FileLock | None:

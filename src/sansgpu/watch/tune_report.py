@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from sansgpu.watch.bench_report import as_html, inlined
 from sansgpu.watch.terminal import duration
-from sansgpu.watch.tune_terminal import NAMES, sentences, value
+from sansgpu.watch.tune_terminal import NAMES, sentences, state, value
 
 Result = dict[str, Any]
 
@@ -44,7 +44,7 @@ def _text(result: Result) -> str:
     for row in result["trials"]:
         chosen = [value(row["parameters"][key]) if key in row["parameters"] else "as it is" for key in keys]
         loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
-        cells = [str(row["trial"]), row["state"], loss, *chosen, duration(row["seconds"]), row["why"] or ""]
+        cells = [str(row["trial"]), state(row), loss, *chosen, duration(row["seconds"]), row["why"] or ""]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -24,6 +24,11 @@ def value(chosen: object) -> str:
     return f"{chosen:.3g}" if isinstance(chosen, float) else "null" if chosen is None else str(chosen)
 
 
+def state(row: Result) -> str:
+    """How a trial ended, and where it was left."""
+    return f"pruned at step {row['step']}" if row["state"] == "pruned" else str(row["state"])
+
+
 def parameters(chosen: Result) -> str:
     """What a trial has, by the last part of each key; none is the configuration as it is."""
     return ", ".join(f"{key.rpartition('.')[2]} {value(v)}" for key, v in chosen.items()) or "as it is"
@@ -128,14 +133,14 @@ def print_tune(console: Console, result: Result) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("trial", "", NAMES[result["measure"]], *(["bits per byte"] if bits else [])):
         table.add_column(name, justify="left" if not name else "right")
-    for name in (*(key.rpartition(".")[2] for key in keys), "time"):
+    for name in (*(key.rpartition(".")[2].replace("_", " ") for key in keys), "time"):  # so that titles are wrapped
         table.add_column(name, justify="right")
     for row in result["trials"]:
         figures = [row["loss"], *([row["bits_per_byte"]] if bits else [])]
         chosen = [value(row["parameters"][key]) if key in row["parameters"] else "as it is" for key in keys]
         table.add_row(
             str(row["trial"]),
-            row["state"],
+            state(row),
             *("" if figure is None else f"{figure:.4f}" for figure in figures),
             *chosen,
             duration(row["seconds"]),
