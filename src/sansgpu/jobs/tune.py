@@ -83,7 +83,7 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
     space = load_space(request.space_file, config)
     if request.dry_run:
         length = _kept(folder, config, space) or _planned(config, progress, warn)
-        return {"space": _said(space), **_estimate(length, request, 0)}
+        return {"space": _said(space), **_estimate(request, length.seconds, 0)}
     require_writable(folder)
     with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
         length = _kept(folder, config, space) or _planned(config, progress, warn)
@@ -93,7 +93,14 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
     done = study.finished()
     about = {"event": "tune", "folder": str(folder), "finished": done, "evaluations": length.evaluations}
     evaluated = config.training.eval_steps != max(1, round(length.steps / length.evaluations))
-    show({**about, "evaluations_changed": evaluated, "space": _said(space), **_estimate(length, request, done)})
+    show(
+        {
+            **about,
+            "evaluations_changed": evaluated,
+            "space": _said(space),
+            **_estimate(request, study.trial_seconds() or length.seconds, done),
+        }
+    )
     search = _Search(study, config, length, measure_of(space), request, show)
     signal = search.run()
     if signal is not None:
@@ -177,16 +184,16 @@ def _value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def _estimate(length: Length, request: TuneRequest, done: int) -> Values:
+def _estimate(request: TuneRequest, seconds_each: float | None, done: int) -> Values:
     """Seconds of what is left, at most."""
     left = None if request.trials is None else max(0, request.trials - done)
     limits = [] if request.hours is None else [request.hours * 3600]
-    if left is not None and length.seconds is not None:
-        limits.append(-(-left // request.workers) * length.seconds)
+    if left is not None and seconds_each is not None:
+        limits.append(-(-left // request.workers) * seconds_each)
     seconds = min(limits, default=None)
     return {
         "trials": request.trials,
-        "trial_seconds": length.seconds,
+        "trial_seconds": seconds_each,
         "seconds": seconds,
         "finish": None if seconds is None else done_at(seconds),
     }
@@ -225,6 +232,11 @@ class _Search:
         hours = self._request.hours
         return hours is not None and time.monotonic() - self._began >= hours * 3600
 
+    def _room(self) -> bool:
+        """Whether another trial would be done in time; the first may begin in any case."""
+        hours, seconds = self._request.hours, self.study.trial_seconds()
+        return hours is None or seconds is None or time.monotonic() - self._began + seconds <= hours * 3600
+
     def _stop(self) -> None:
         with self._turn:
             self._over = True
@@ -233,7 +245,7 @@ class _Search:
 
     def _work(self) -> None:
         """One worker: trial after trial."""
-        while not self._over and (claimed := self.study.claim(self._request.trials)) is not None:
+        while not self._over and self._room() and (claimed := self.study.claim(self._request.trials)) is not None:
             outcome = self._train(claimed)
             self.study.finish(claimed, outcome, self.measure)
             best = self.study.best()

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import optuna
@@ -74,6 +75,11 @@ class Study:
     def finished(self) -> int:
         """Trials that are over."""
         return sum(trial.state.is_finished() for trial in self.trials())
+
+    def trial_seconds(self) -> float | None:
+        """That a trial took which ran to its end, in the mean."""
+        done = [trial.user_attrs["seconds"] for trial in self.trials() if trial.state == TrialState.COMPLETE]
+        return mean(done) if done else None
 
     def best(self) -> FrozenTrial | None:
         """The one with the least loss, of those that ran to their end."""
