@@ -70,7 +70,7 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once() -> N
     assert not still_trained(Path("search/trials/0001"))
     result, said = search("--trials", "2")
     assert "search goes on: 1 of 2 trials done" in said
-    assert "trial 1 goes on from its snapshot" in said
+    assert "trial 1 goes on from step " in said
     assert [row["trial"] for row in by_number(result)] == [0, 1]
     assert {row["state"] for row in result["trials"]} == {"done"}
     straight_from = ["train", "search/trials/0001/trial.yaml", "--output-dir", "straight", "--headless"]
@@ -139,6 +139,7 @@ def test_a_dry_run_shows_the_space_and_how_long_it_takes() -> None:
         ((), {}, "--trials N, --hours H or both"),
         (("--hours", "-1"), {}, "--hours is -1"),
         (("--trials", "2"), {"training__until": "07:00"}, "set training.max_hours instead"),
+        (("--trials", "2"), {"training__eval_batches": 3}, "measured on different texts"),
         (("--trials", "2", "--workers", "4096"), {"training__threads": 2}, "there are threads for 2"),
     ],
 )

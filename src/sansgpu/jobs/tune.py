@@ -119,6 +119,11 @@ def _shared_out(config: Config, request: TuneRequest) -> Config:
         raise ConfigError(f"--hours is {request.hours:g}; give the time the search may take, as 0.5 or 8.")
     if training.until is not None:
         raise ConfigError("training.until is a time of day, and trials run at several; set training.max_hours instead.")
+    if training.eval_batches is not None:
+        raise ConfigError(
+            "training.eval_batches counts micro-batches, whose size may differ between trials, so that they would be "
+            "measured on different texts; set it to null, and data.validation_split lower where evaluations take long."
+        )
     if request.workers == 1:
         return config
     threads = resolve_threads(training)
@@ -275,8 +280,8 @@ class _Search:
             if self._over:
                 return Outcome("stopped", {}, 0.0)
             self._running.append(run)
-        about = {"trial": claimed.number, "parameters": claimed.values, "resumed": claimed.resumed}
-        self._say({"event": "trial_begin", **about})
+        about = {"event": "trial_begin", "trial": claimed.number, "parameters": claimed.values}
+        self._say({**about, "resumed": claimed.resumed, "step": run.step()})
         steps = 0
 
         def heard(event: Values) -> None:

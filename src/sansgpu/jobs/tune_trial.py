@@ -15,6 +15,7 @@ from sansgpu.config import Config, change_config, save_config
 from sansgpu.jobs.folders import anywhere
 from sansgpu.machine.children import ending_with_us
 from sansgpu.machine.memory import effective_batch
+from sansgpu.train.checkpoint import snapshots
 from sansgpu.watch.jsonl import read_events
 
 SAVING_SECONDS = 600  # that a trial has to save, once it was asked to end
@@ -98,6 +99,10 @@ class TrialRun:
         self._process: subprocess.Popen[str] | None = None
         self._end = threading.Lock()
         self._asked: str | None = None
+
+    def step(self) -> int:
+        """Of its newest snapshot; 0 without one."""
+        return max((snapshot.step for snapshot in snapshots(self.folder / "snapshots")), default=0)
 
     def evaluations(self) -> list[Event]:
         """Those of the run so far, by its own record."""

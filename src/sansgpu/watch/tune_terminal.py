@@ -99,7 +99,8 @@ class TuneTerminal:
     def _trial_begin(self, event: Result) -> None:
         self._running[event["trial"]] = "starting"
         if event["resumed"]:
-            self._say(f"trial {event['trial']} goes on from its snapshot: {parameters(event['parameters'])}")
+            how = f"goes on from step {event['step']}" if event["step"] else "begins again"
+            self._say(f"trial {event['trial']} {how}: {parameters(event['parameters'])}")
         self._redraw()
 
     def _trial_step(self, event: Result) -> None:
