@@ -14,6 +14,8 @@ from sansgpu.watch.tune_terminal import NAMES, sentences, state, value
 
 Result = dict[str, Any]
 
+SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # both can be seen on light and on dark
+
 
 def write_tune_report(result: Result, study: Any, folder: Path) -> None:
     """Write report.html of a search and its optuna.Study. Raises OSError."""
@@ -36,7 +38,11 @@ def _text(result: Result) -> str:
         f"{len(counted)} trials ({states}) in {duration(result['seconds'])} of training, as of "
         f"{datetime.now():%Y-%m-%d %H:%M}.\n",
         *(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in sentences(result)),
-        *(["Its values, also in best.yaml:\n", *(f"- `{key}`: {best[key]}" for key in best), ""] if best else []),
+        *(
+            ["Its values, also in best.yaml:\n", *(f"- `{key}`: {value(best[key])}" for key in best), ""]
+            if best
+            else []
+        ),
     ]
     keys = list(dict.fromkeys(key for row in result["trials"] for key in row["parameters"]))
     head = ["trial", "state", NAMES[result["measure"]], *(key.rpartition(".")[2] for key in keys), "time", ""]
@@ -53,14 +59,18 @@ def _figures(result: Result, study: Any) -> list[tuple[str, Any]]:
     """Optuna's plots. With one trial done there is nothing to compare."""
     from optuna import visualization
 
-    measure = NAMES[result["measure"]]
-    found = [(f"The {measure} of every trial, and the best so far", visualization.plot_optimization_history(study))]
-    if any(row["state"] != "failed" for row in result["trials"]):
-        caption = f"The {measure} of every trial on its way, over the percentage of it that was done"
-        found.append((caption, visualization.plot_intermediate_values(study)))
+    name = NAMES[result["measure"]]
+    colours = {"colorscale": SCALE, "reversescale": False}
+    history = visualization.plot_optimization_history(study, target_name=name)
+    way = visualization.plot_intermediate_values(study)
+    way.update_xaxes(title="per cent of the trial").update_yaxes(title=name)
+    found = [
+        (f"The {name} of every trial that ran to its end, and the best so far", history),
+        (f"The {name} of every trial on its way", way),
+    ]
     if sum(row["state"] == "done" and bool(row["parameters"]) for row in result["trials"]) > 1:
-        found.append((f"The {measure} by each value alone", visualization.plot_slice(study)))
-        found.append(("All values of each trial", visualization.plot_parallel_coordinate(study)))
+        by_value = visualization.plot_slice(study, target_name=name).update_traces(marker=colours)
+        found.append((f"The {name} by each value alone", by_value.update_layout(width=None)))
     if result["importance"]:
         caption = "How much of the difference between trials each explains"
         found.append((caption, visualization.plot_param_importances(study)))
