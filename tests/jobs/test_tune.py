@@ -4,7 +4,6 @@ import csv
 import itertools
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -259,10 +258,11 @@ def test_an_interrupt_is_saved_and_workers_may_join() -> None:
 
 @pytest.mark.long
 def test_trials_that_fail_are_told_and_a_hopeless_search_ends() -> None:
-    written({"n_heads": [2, 3]})  # 3 does not divide the width
-    result, said = search("--trials", "3")
-    assert "failed" in said
-    assert any("not divisible" in (row["why"] or "") for row in result["trials"])
+    written({"d_model": [36, 32], "n_heads": [8, 2]})  # each will do alone, but 8 does not divide 36
+    result, said = search("--trials", "2")
+    assert "trial   1  failed" in said
+    assert [row["state"] for row in by_number(result)] == ["done", "failed"]
+    assert "not divisible" in by_number(result)[1]["why"]
     Path("search").rename("other")
     written({"learning_rate": {"log": [1e28, 1e30]}})
     code, _, error = finish(
@@ -287,6 +287,9 @@ def test_a_trial_that_promises_little_is_pruned_and_leaves_no_weights() -> None:
 
 @pytest.mark.long
 def test_hours_end_a_search_whose_trial_goes_on_later() -> None:
-    result, _ = search("--hours", "0.006", training__max_steps=300)
-    assert {row["state"] for row in result["trials"]} <= {"done", "unfinished", "pruned"}
-    assert subprocess.run(["ls", "search/best.yaml"], check=True)
+    code, _, error = finish(arguments("--hours", "0.001", training__max_steps=300), Path("cache").absolute())
+    assert code == 1
+    assert "no trial was trained to its end: the time was over" in error
+    result, said = search("--trials", "1", training__max_steps=300)
+    assert "trial 0 " in said
+    assert [row["state"] for row in result["trials"]] == ["done"]

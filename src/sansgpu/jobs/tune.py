@@ -79,7 +79,7 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
         warn(note)
     name = request.config_file.stem if request.config_file else "default"
     folder = request.output_dir or RUNS / f"tune-{name}"
-    config = _shared_out(config, request)
+    asked, config = config, _shared_out(config, request)
     space = load_space(request.space_file, config)
     if request.dry_run:
         length = _kept(folder, config, space) or _planned(config, progress, warn)
@@ -106,7 +106,7 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
     if signal is not None:
         return Interrupted(signal, folder)
     result = result_of(study, config, name, search.measure)
-    write_files(result, study, lambda values: chosen_config(config, values, length))
+    write_files(result, study, lambda values: chosen_config(asked, values, length))
     return result
 
 

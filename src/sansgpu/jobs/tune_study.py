@@ -83,8 +83,7 @@ class Study:
 
     def best(self) -> FrozenTrial | None:
         """The one with the least loss, of those that ran to their end."""
-        done = [trial for trial in self.trials() if trial.state == TrialState.COMPLETE]
-        return min(done, key=lambda trial: (trial.value, trial.number), default=None)
+        return _best(self.trials())
 
     def run_folder(self, number: int) -> Path:
         """Of a trial."""
@@ -168,11 +167,17 @@ class Study:
             claimed.lock.release()
 
     def _tidy(self) -> None:
-        best = self.best()
-        for trial in self.trials():
+        trials = self.trials()  # of one moment: another worker may finish a better one
+        best = _best(trials)
+        for trial in trials:
             if trial.state.is_finished() and (best is None or trial.number != best.number):
                 for name in ("snapshots", "final"):
                     shutil.rmtree(self.run_folder(trial.number) / name, ignore_errors=True)
+
+
+def _best(trials: list[FrozenTrial]) -> FrozenTrial | None:
+    done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    return min(done, key=lambda trial: (trial.value, trial.number), default=None)
 
 
 def pruners() -> dict[str, optuna.pruners.BasePruner]:
