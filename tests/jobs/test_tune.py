@@ -1,7 +1,6 @@
 """A search: its space, its trials as real processes, what it survives, and what it leaves."""
 
 import csv
-import itertools
 import json
 import signal
 import time
@@ -60,7 +59,7 @@ def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
-def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once() -> None:
+def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys: pytest.CaptureFixture[str]) -> None:
     process = start(arguments("--trials", "2"), Path("cache").absolute())
     assert kill_when(process, lambda: begun(1)) == -signal.SIGKILL
     deadline = time.monotonic() + 5  # the trial's process is killed by the kernel with its parent
@@ -95,6 +94,14 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once() -> N
     assert "<script src" not in page
     assert f"{best['loss']:.4f}" in page
 
+    before = Path("search/study.db").read_bytes()
+    assert cli(arguments("--trials", "3", training__weight_decay=0.3)) == 2
+    assert "another configuration: training.weight_decay is 0.1 there and 0.3 here" in capsys.readouterr().err
+    written({**SPACE, "weight_decay": [0.0, 0.1]})
+    assert cli(arguments("--trials", "3")) == 2
+    assert "another space: training.weight_decay" in capsys.readouterr().err
+    assert Path("search/study.db").read_bytes() == before
+
 
 def still_trained(folder: Path) -> bool:
     try:
@@ -104,27 +111,12 @@ def still_trained(folder: Path) -> bool:
         return True
 
 
-def test_a_search_of_another_configuration_or_space_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    config, _ = load_config(None, settings_of(arguments()))
-    space = load_space(Path("space.yaml"), config)
-    from sansgpu.jobs.tune import _keep
-    from sansgpu.jobs.tune_trial import Length
-
+def test_a_folder_with_other_files_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     Path("search").mkdir()
-    _keep(Path("search"), config, space, Length(16, 100, 8, 1.0))
-    assert cli(arguments("--trials", "2", training__weight_decay=0.3)) == 2
-    assert "another configuration: training.weight_decay is 0.1 there and 0.3 here" in capsys.readouterr().err
-    written({**SPACE, "weight_decay": [0.0, 0.1]})
-    assert cli(arguments("--trials", "2")) == 2
-    assert "another space: training.weight_decay" in capsys.readouterr().err
-    Path("search/tune.json").rename("search/other.json")
+    Path("search/notes.txt").write_text("mine")
     assert cli(arguments("--trials", "2")) == 2
     assert "holds other files and no search" in capsys.readouterr().err
-    assert [path.name for path in Path("search").glob("[!.]*")] == ["other.json"]
-
-
-def settings_of(command: list[str]) -> list[str]:
-    return [value for option, value in itertools.pairwise(command) if option == "--set"]
+    assert [path.name for path in Path("search").iterdir()] == ["notes.txt"]
 
 
 def test_a_dry_run_shows_the_space_and_how_long_it_takes() -> None:

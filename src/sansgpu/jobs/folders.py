@@ -16,6 +16,7 @@ from sansgpu.train.checkpoint import snapshots
 
 RUNS = Path("runs")
 BUILT_IN = ("python-stdlib", "bpe", "char")  # no names of files
+LOCAL = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
 
 
 def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
@@ -99,8 +100,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def anywhere(config: Config) -> Config:
-    """Local data by its absolute path, so that the file runs from any folder."""
-    names = {key: getattr(config.data, key) for key in ("dataset_name", "validation_name", "tokenizer")}
-    paths = {key: Path(name).expanduser() for key, name in names.items() if name and name not in BUILT_IN}
-    local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
-    return config.model_copy(update={"data": config.data.model_copy(update=local)})
+    """Local data and models by their absolute paths, so that the file runs from any folder."""
+    for section, keys in LOCAL.items():
+        values = getattr(config, section)
+        paths = {
+            key: Path(name).expanduser() for key in keys if (name := getattr(values, key)) and name not in BUILT_IN
+        }
+        local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
+        config = config.model_copy(update={section: values.model_copy(update=local)})
+    return config

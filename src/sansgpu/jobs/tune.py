@@ -81,8 +81,9 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
     folder = request.output_dir or RUNS / f"tune-{name}"
     asked, config = config, _shared_out(config, request)
     space = load_space(request.space_file, config)
+    kept = _kept(folder, config, space)  # before anything is written there
     if request.dry_run:
-        length = _kept(folder, config, space) or _planned(config, progress, warn)
+        length = kept or _planned(config, progress, warn)
         return {"space": _said(space), **_estimate(request, length.seconds, 0)}
     require_writable(folder)
     with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
