@@ -90,7 +90,8 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
         length = _kept(folder, config, space) or _planned(config, progress, warn)
         _keep(folder, config, space, length)
         study = Study(folder, space, request.pruner, config.training.seed, length)
-        study.begin({key: _value(config, key) for key in space})
+        default = {key: _value(config, key) for key in space}
+        study.begin(default)
     done = study.finished()
     about = {"event": "tune", "folder": str(folder), "finished": done, "evaluations": length.evaluations}
     evaluated = config.training.eval_steps != max(1, round(length.steps / length.evaluations))
@@ -106,7 +107,7 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
     signal = search.run()
     if signal is not None:
         return Interrupted(signal, folder)
-    result = result_of(study, config, name, search.measure)
+    result = result_of(study, config, default, name, search.measure)
     write_files(result, study, lambda values: chosen_config(asked, values, length))
     return result
 

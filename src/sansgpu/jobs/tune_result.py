@@ -13,29 +13,29 @@ from sansgpu.jobs.folders import anywhere
 from sansgpu.jobs.tune_study import STATES, Study
 from sansgpu.watch.tune_report import write_tune_report
 
-LEAST_FINISHED = 4  # trials, before it is told what mattered
+LEAST_FINISHED = 6  # trials, before it is told what mattered
 
 Values = dict[str, Any]
 
 
-def result_of(study: Study, config: Config, name: str, measure: str) -> Values:
-    """The result as `tune --json` prints it. Raises SansGPUError where no trial was trained to its end."""
-    rows = [_row(trial, measure) for trial in study.trials() if trial.state != optuna.trial.TrialState.WAITING]
+def result_of(study: Study, config: Config, default: Values, name: str, measure: str) -> Values:
+    """The result as `tune --json` prints it; `default` are the configuration's own values. Raises SansGPUError where no trial was trained to its end."""
+    rows = [_row(trial, default, measure) for trial in study.trials() if trial.state != optuna.trial.TrialState.WAITING]
     best = study.best()
     if best is None:
         why = next((row["why"] for row in rows if row["why"]), "the time was over before one was done.")
         raise SansGPUError(f"no trial was trained to its end: {why}")
     order = {"done": 0, "pruned": 1, "unfinished": 2, "failed": 3}
     rows.sort(key=lambda row: (order[row["state"]], row["loss"] is None, row["loss"] or 0.0, row["trial"]))
-    default = next((row for row in rows if row["trial"] == 0 and row["state"] == "done"), None)
+    as_it_is = next((row for row in rows if row["trial"] == 0 and row["state"] == "done"), None)
     return {
         "name": name,
         "task": config.task,
         "measure": measure,
         "folder": str(study.folder),
         "best": rows[0],
-        "default": default,
-        "gain": None if default is None else 1 - rows[0]["loss"] / default["loss"],
+        "default": as_it_is,
+        "gain": None if as_it_is is None else 1 - rows[0]["loss"] / as_it_is["loss"],
         "importance": _importance(study),
         "seconds": sum(row["seconds"] for row in rows),
         "trials": rows,
@@ -56,7 +56,7 @@ def write_files(result: Values, study: Study, chosen: Callable[[Values], Config]
         raise SansGPUError(f"{folder} cannot be written: {error.strerror}.") from None
 
 
-def _row(trial: optuna.trial.FrozenTrial, measure: str) -> Values:
+def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> Values:
     measured = trial.user_attrs.get("measured", {})
     return {
         "trial": trial.number,
@@ -64,7 +64,7 @@ def _row(trial: optuna.trial.FrozenTrial, measure: str) -> Values:
         "loss": measured.get(measure),
         "bits_per_byte": measured.get("bits_per_byte"),
         "step": measured.get("step"),
-        "parameters": {} if "as_it_is" in trial.user_attrs else trial.params,
+        "parameters": default if "as_it_is" in trial.user_attrs else trial.params,
         "seconds": trial.user_attrs.get("seconds", 0.0),
         "why": trial.user_attrs.get("why"),
     }

@@ -48,7 +48,7 @@ def _text(result: Result) -> str:
     head = ["trial", "state", NAMES[result["measure"]], *(key.rpartition(".")[2] for key in keys), "time", ""]
     lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in result["trials"]:
-        chosen = [value(row["parameters"][key]) if key in row["parameters"] else "as it is" for key in keys]
+        chosen = [value(row["parameters"][key]) if key in row["parameters"] else "" for key in keys]
         loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
         cells = [str(row["trial"]), state(row), loss, *chosen, duration(row["seconds"]), row["why"] or ""]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

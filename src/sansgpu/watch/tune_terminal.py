@@ -26,7 +26,9 @@ def value(chosen: object) -> str:
 
 def state(row: Result) -> str:
     """How a trial ended, and where it was left."""
-    return f"pruned at step {row['step']}" if row["state"] == "pruned" else str(row["state"])
+    if row["state"] == "pruned":
+        return f"pruned at {row['step']}"
+    return "as it is" if row["trial"] == 0 and row["state"] == "done" else str(row["state"])
 
 
 def parameters(chosen: Result) -> str:
@@ -134,17 +136,17 @@ def print_tune(console: Console, result: Result) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("trial", "", NAMES[result["measure"]], *(["bits per byte"] if bits else [])):
         table.add_column(name, justify="left" if not name else "right")
-    for name in (*(key.rpartition(".")[2].replace("_", " ") for key in keys), "time"):  # so that titles are wrapped
-        table.add_column(name, justify="right")
+    for name in (*(key.rpartition(".")[2].replace("_", " ") for key in keys), "minutes"):  # so that titles are wrapped
+        table.add_column(name, justify="right", overflow="fold")
     for row in result["trials"]:
         figures = [row["loss"], *([row["bits_per_byte"]] if bits else [])]
-        chosen = [value(row["parameters"][key]) if key in row["parameters"] else "as it is" for key in keys]
+        chosen = [value(row["parameters"][key]) if key in row["parameters"] else "" for key in keys]
         table.add_row(
             str(row["trial"]),
             state(row),
             *("" if figure is None else f"{figure:.4f}" for figure in figures),
             *chosen,
-            duration(row["seconds"]),
+            f"{row['seconds'] / 60:.1f}",
             style="bold" if row is result["best"] else {"failed": "red", "done": None}.get(row["state"], "dim"),
         )
     console.print(table)
@@ -170,5 +172,5 @@ def sentences(result: Result) -> list[str]:
         )
     if result["importance"]:
         shares = [f"{key.rpartition('.')[2]} {share:.0%}" for key, share in result["importance"].items()]
-        said.append(f"of the difference between trials these explain: {', '.join(shares)}")
+        said.append(f"a hint at what mattered, by the share of the differences that it explains: {', '.join(shares)}")
     return said
