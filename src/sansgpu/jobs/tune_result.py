@@ -19,7 +19,10 @@ Values = dict[str, Any]
 
 
 def result_of(study: Study, config: Config, default: Values, name: str, measure: str) -> Values:
-    """The result as `tune --json` prints it; `default` are the configuration's own values. Raises SansGPUError where no trial was trained to its end."""
+    """The result as `tune --json` prints it; `default` are the configuration's own values.
+
+    Raises SansGPUError where no trial was trained to its end.
+    """
     rows = [_row(trial, default, measure) for trial in study.trials() if trial.state != optuna.trial.TrialState.WAITING]
     best = study.best()
     if best is None:

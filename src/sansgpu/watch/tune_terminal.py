@@ -50,6 +50,8 @@ def _length(about: Result) -> str:
     text = f"{trials:,} trial{'s' if trials > 1 else ''}" if trials else "trials"
     if each is not None:
         text += f" of about {duration(each)}"
+    if whole == 0:
+        return text + ", all of them done"
     if whole is None:
         return text + "; the model is too large to be timed here"
     finish = clock(datetime.fromisoformat(about["finish"]))
@@ -135,9 +137,9 @@ def print_tune(console: Console, result: Result) -> None:
     keys = list(dict.fromkeys(key for row in result["trials"] for key in row["parameters"]))
     table = Table(box=None, pad_edge=False)
     for name in ("trial", "", NAMES[result["measure"]], *(["bits per byte"] if bits else [])):
-        table.add_column(name, justify="left" if not name else "right")
+        table.add_column(name, justify="left" if not name else "right", no_wrap=not name)
     for name in (*(key.rpartition(".")[2].replace("_", " ") for key in keys), "minutes"):  # so that titles are wrapped
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     for row in result["trials"]:
         figures = [row["loss"], *([row["bits_per_byte"]] if bits else [])]
         chosen = [value(row["parameters"][key]) if key in row["parameters"] else "" for key in keys]
