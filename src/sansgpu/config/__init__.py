@@ -18,6 +18,7 @@ from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.seeds import fold_seed
+from sansgpu.config.space import Parameter, Space, load_space, measure_of, spread
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [
@@ -36,14 +37,19 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "ModelConfig",
+    "Parameter",
     "RunPaths",
     "SansGPUError",
+    "Space",
     "TrainingConfig",
     "acting_values",
     "as_config",
     "change_config",
     "fold_seed",
     "load_config",
+    "load_space",
+    "measure_of",
     "problems",
     "save_config",
+    "spread",
 ]

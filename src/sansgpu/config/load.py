@@ -54,7 +54,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tupl
     if path and str(path) in PRESETS and not path.exists():
         path = Path(__file__).parent / "presets" / f"{path}.yaml"
     asked = {override.partition("=")[0].strip() for override in overrides}
-    values = _read(path) if path else {} if "task" in asked else copy.deepcopy(BUILT_IN)
+    values = read_values(path) if path else {} if "task" in asked else copy.deepcopy(BUILT_IN)
     if values and path is None and asked & LIMITS:
         del values["training"]["max_steps"]  # a length of ours, and one is asked for
     for override in overrides:
@@ -99,7 +99,8 @@ def acting_values(config: Config) -> Values:
     return {**top, **values}
 
 
-def _read(path: Path) -> Values:
+def read_values(path: Path) -> Values:
+    """The keys and values of a file. Raises ConfigError where it cannot be read, or holds something else."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a .yaml, .toml or .json file.")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import tempfile
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 
 from sansgpu.config import (
-    BUILT_IN_NAMES,
     RAGGED,
     Config,
     ConfigError,
@@ -25,6 +23,7 @@ from sansgpu.config import (
     save_config,
 )
 from sansgpu.data.shards import Progress
+from sansgpu.jobs.folders import anywhere
 from sansgpu.jobs.measure import Request, Result, measure_apart
 from sansgpu.jobs.plan import roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare
@@ -312,7 +311,7 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
     folder = request.output_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(_anywhere(optimized), folder / "optimized.yaml")
+        save_config(anywhere(optimized), folder / "optimized.yaml")
         start = folder / "start.sh"
         run = f"runs/{result['name']}-optimized"
         start.write_text(
@@ -327,14 +326,6 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
     result["files"] = [str(folder / name) for name in ("report.md", "report.html", "optimized.yaml", "start.sh")]
-
-
-def _anywhere(config: Config) -> Config:
-    """Local data by its absolute path, so that the file runs from any folder."""
-    names = {key: getattr(config.data, key) for key in ("dataset_name", "validation_name", "tokenizer")}
-    paths = {key: Path(name).expanduser() for key, name in names.items() if name and name not in BUILT_IN_NAMES}
-    local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
-    return config.model_copy(update={"data": config.data.model_copy(update=local)})
 
 
 def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]) -> Result:

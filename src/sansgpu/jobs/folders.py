@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from sansgpu.config import Config, ConfigError, RunPaths, SansGPUError, load_config
+from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
 from sansgpu.train.checkpoint import snapshots
 
 RUNS = Path("runs")
+LOCAL = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
 
 
 def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
@@ -35,12 +37,12 @@ def open_output(asked: Path | None, config_file: Path | None, resume: str | None
         asked = Path(resume).absolute().parent.parent
     if asked is None:
         name = config_file.stem if config_file else "default"
-        taken = [p for p in _numbered(name) if _holds_run(p)]
-        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if not _holds_run(p))
-    elif not resume and not dry_run and _holds_run(asked):
+        taken = [p for p in _numbered(name) if holds_run(p)]
+        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if not holds_run(p))
+    elif not resume and not dry_run and holds_run(asked):
         raise ConfigError(f"{asked} holds a run already; go on with it by --resume, or choose another --output-dir.")
     if not dry_run:
-        _require_writable(asked)
+        require_writable(asked)
     return asked
 
 
@@ -51,11 +53,13 @@ def _numbered(name: str, endless: bool = False) -> list[Path]:
     return found if endless else found[:-1]
 
 
-def _holds_run(folder: Path) -> bool:
+def holds_run(folder: Path) -> bool:
+    """Whether something was trained into it."""
     return bool(snapshots(folder / "snapshots")) or (folder / "final").exists()
 
 
-def _require_writable(folder: Path) -> None:
+def require_writable(folder: Path) -> None:
+    """Make it. Raises ConfigError where nothing can be written there."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,3 +96,17 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise SansGPUError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def anywhere(config: Config) -> Config:
+    """Local data and models by their absolute paths, so that the file runs from any folder."""
+    for section, keys in LOCAL.items():
+        values = getattr(config, section)
+        paths = {
+            key: Path(name).expanduser()
+            for key in keys
+            if (name := getattr(values, key)) and name not in BUILT_IN_NAMES
+        }
+        local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
+        config = config.model_copy(update={section: values.model_copy(update=local)})
+    return config

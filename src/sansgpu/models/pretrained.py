@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -107,8 +108,8 @@ def _from_config(model: ModelConfig, head: Head, layers: int | None = None) -> P
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """The config of a model with so many blocks."""
     text = config.get_text_config()
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    if types := getattr(text, "layer_types", None):
+        text.layer_types = list(islice(cycle(types), layers))  # models that are timed may have more than the whole one
     text.num_hidden_layers = layers
     return config
 

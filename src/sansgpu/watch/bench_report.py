@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def write_report(result: Result, folder: Path) -> None:
     text = pages.get_template("bench.md").render(r=result)
     (folder / "report.md").write_text(text.strip() + "\n", encoding="utf-8")
     html = pages.get_template("bench.html").render(
-        title=f"{result['name']}: measured", body=_as_html(text), figures=_figures(result)
+        title=f"{result['name']}: measured", body=as_html(text), figures=_figures(result)
     )
     (folder / "report.html").write_text(html, encoding="utf-8")
 
@@ -38,14 +39,15 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def _as_html(text: str) -> Markup:
+def as_html(text: str) -> Markup:
+    """Markdown as a part of a page."""
     from markdown_it import MarkdownIt
 
     return Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(text))
 
 
 def _figures(result: Result) -> list[tuple[str, Markup]]:
-    """Plots, the library in the first of them, so that the page needs no network."""
+    """Plots of what was measured."""
     from plotly import graph_objects as go
 
     step = result["step_seconds"]["median"]
@@ -74,7 +76,14 @@ def _figures(result: Result) -> list[tuple[str, Markup]]:
             ("What if: speed over the configuration as it is", go.Figure(go.Bar(y=names, x=speeds, orientation="h")))
         )
         found[-1][1].update_yaxes(autorange="reversed")
-    clear = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "font_color": "#888", "height": 320}
+    return inlined(found)
+
+
+def inlined(found: Sequence[tuple[str, Any]], height: int = 320) -> list[tuple[str, Markup]]:
+    """Captions and plots as parts of a page, in colours that do on light and dark, the library in the first of
+    them, so that the page needs no network.
+    """
+    clear = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "font_color": "#888", "height": height}
     pages = []
     for number, (caption, figure) in enumerate(found):
         figure.update_layout(margin={"l": 40, "r": 10, "t": 10, "b": 40}, **clear)

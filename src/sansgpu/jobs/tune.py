@@ -1,0 +1,318 @@
+"""`sansgpu tune`: search for the values with which a configuration learns best."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from sansgpu.config import (
+    Config,
+    ConfigError,
+    SansGPUError,
+    Space,
+    acting_values,
+    change_config,
+    load_config,
+    load_space,
+    measure_of,
+)
+from sansgpu.data.shards import Progress
+from sansgpu.jobs.folders import RUNS, holds_run, require_writable
+from sansgpu.jobs.forecast import forecast_of, length_of
+from sansgpu.jobs.plan import plan_prepared
+from sansgpu.jobs.prepare import Warn, prepare
+from sansgpu.jobs.tune_result import result_of, write_files
+from sansgpu.jobs.tune_study import LOCK_SECONDS, Claimed, Study, require_same
+from sansgpu.jobs.tune_trial import Length, Outcome, TrialRun, chosen_config, trial_config
+from sansgpu.machine.probe import resolve_threads
+from sansgpu.train.forecast import done_at
+from sansgpu.train.interrupt import Interrupt
+
+FEW_EVALUATIONS, EVALUATIONS = 5, 8  # of a trial: too few to prune by, and how many it has then
+SAME_FAILURES = 3  # at the start of a search, which would all be like this
+LOOK_SECONDS = 0.2  # between looks for a signal
+
+Values = dict[str, Any]
+Show = Callable[[Values], None]  # what happens: a `tune` event with `space` and estimate, then trials
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """What the command line asked for."""
+
+    config_file: Path | None
+    overrides: tuple[str, ...]
+    space_file: Path | None
+    trials: int | None
+    hours: float | None
+    workers: int
+    pruner: str
+    output_dir: Path | None
+    dry_run: bool
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A signal ended the search, which can be gone on with."""
+
+    signal: int
+    folder: Path
+
+
+def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Values | Interrupted:
+    """Search, or go on with a search, and write best.yaml, trials.csv and report.html.
+
+    With `dry_run` return the space and the estimate. Raises ConfigError before any work is done, and SansGPUError where
+    no trial can be trained.
+    """
+    config, notes = load_config(request.config_file, request.overrides)
+    for note in notes:
+        warn(note)
+    name = request.config_file.stem if request.config_file else "default"
+    folder = request.output_dir or RUNS / f"tune-{name}"
+    asked, config = config, _shared_out(config, request)
+    space = load_space(request.space_file, config)
+    kept = _kept(folder, config, space)  # before anything is written there
+    if request.dry_run:
+        length = kept or _planned(config, progress, warn)
+        return {"space": _said(space), **_estimate(request, length.seconds, 0)}
+    require_writable(folder)
+    with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
+        length = _kept(folder, config, space) or _planned(config, progress, warn)
+        _keep(folder, config, space, length)
+        study = Study(folder, space, request.pruner, config.training.seed, length)
+        default = {key: _value(config, key) for key in space}
+        study.begin(default)
+    done = study.finished()
+    about = {"event": "tune", "folder": str(folder), "finished": done, "evaluations": length.evaluations}
+    evaluated = config.training.eval_steps != max(1, round(length.steps / length.evaluations))
+    show(
+        {
+            **about,
+            "evaluations_changed": evaluated,
+            "space": _said(space),
+            **_estimate(request, study.trial_seconds() or length.seconds, done),
+        }
+    )
+    search = _Search(study, config, length, measure_of(space), request, show)
+    signal = search.run()
+    if signal is not None:
+        return Interrupted(signal, folder)
+    result = result_of(study, config, default, name, search.measure)
+    write_files(result, study, lambda values: chosen_config(asked, values, length))
+    return result
+
+
+def _shared_out(config: Config, request: TuneRequest) -> Config:
+    """With the threads of a worker. Raises ConfigError where the request or the configuration is no search."""
+    training = config.training
+    if request.trials is None and request.hours is None:
+        raise ConfigError("a search needs an end; give --trials N, --hours H or both.")
+    if request.hours is not None and request.hours <= 0:
+        raise ConfigError(f"--hours is {request.hours:g}; give the time the search may take, as 0.5 or 8.")
+    if training.until is not None:
+        raise ConfigError("training.until is a time of day, and trials run at several; set training.max_hours instead.")
+    if training.eval_batches is not None:
+        raise ConfigError(
+            "training.eval_batches counts micro-batches, whose size may differ between trials, so that they would be "
+            "measured on different texts; set it to null, and data.validation_split lower where evaluations take long."
+        )
+    if request.workers == 1:
+        return config
+    threads = resolve_threads(training)
+    if request.workers > threads:
+        raise ConfigError(f"--workers is {request.workers}, and there are threads for {threads}; start fewer.")
+    return change_config(config, (f"training.threads={threads // request.workers}",))
+
+
+def _planned(config: Config, progress: Progress, warn: Warn) -> Length:
+    """How long the run is, and how long it takes by a timing. Raises ConfigError where it does not fit into memory."""
+    prepared = prepare(config, None, progress, warn, timed="always")
+    plan = plan_prepared(prepared)
+    steps = plan["total_steps"]
+    if steps is None:
+        raise ConfigError("the model is too large to be timed here, so max_hours says no length; set max_steps.")
+    most, every = config.training.max_steps, config.training.eval_steps
+    # One less than the plan's, which is rounded: as a limit it must not ask for another step.
+    tokens = None if most is None else max(1, plan["total_tokens"] * most // steps - 1)
+    evaluations = round(steps / every) if every and steps / every >= FEW_EVALUATIONS else EVALUATIONS
+    length = Length(steps, tokens, min(evaluations, steps), None)
+    if prepared.timing is None:
+        return length
+    training = trial_config(config, {}, length).training
+    changed = {key: getattr(training, key) for key in ("eval_steps", "save_steps", "sample_tokens")}
+    own = prepared.config.training.model_copy(update=changed)
+    trial = replace(prepared, config=prepared.config.model_copy(update={"training": own}))
+    return replace(length, seconds=length_of(trial, forecast_of(trial))[1])
+
+
+def _kept(folder: Path, config: Config, space: Space) -> Length | None:
+    """The length of the search in `folder`, if any. Raises ConfigError where there is another, or other files."""
+    file = folder / "tune.json"
+    if file.is_file():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        require_same(folder, kept, _asked(config, space))
+        return Length(**kept["length"])
+    if holds_run(folder) or (folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir())):
+        raise ConfigError(f"{folder} holds other files and no search; choose another --output-dir.")
+    return None
+
+
+def _keep(folder: Path, config: Config, space: Space, length: Length) -> None:
+    partial = folder / ".tune.json.partial"
+    try:
+        kept = {**_asked(config, space), "length": length.to_json()}
+        partial.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        partial.replace(folder / "tune.json")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+
+
+def _asked(config: Config, space: Space) -> Values:
+    """What makes a search another one."""
+    return {"configuration": acting_values(config), "space": {key: p.to_json() for key, p in space.items()}}
+
+
+def _said(space: Space) -> dict[str, str]:
+    return {key: str(parameter) for key, parameter in space.items()}
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _estimate(request: TuneRequest, seconds_each: float | None, done: int) -> Values:
+    """Seconds of what is left, at most."""
+    left = None if request.trials is None else max(0, request.trials - done)
+    limits = [] if request.hours is None else [request.hours * 3600]
+    if left is not None and seconds_each is not None:
+        limits.append(-(-left // request.workers) * seconds_each)
+    seconds = min(limits, default=None)
+    return {
+        "trials": request.trials,
+        "trial_seconds": seconds_each,
+        "seconds": seconds,
+        "finish": None if seconds is None else done_at(seconds),
+    }
+
+
+class _Search:
+    """Workers that train trials until the budget is spent, a signal comes, or nothing can be trained."""
+
+    def __init__(
+        self, study: Study, config: Config, length: Length, measure: str, request: TuneRequest, show: Show
+    ) -> None:
+        self.study, self.measure = study, measure
+        self._config, self._length, self._request, self._show = config, length, request, show
+        self._began = time.monotonic()
+        self._turn = threading.Lock()  # of those who say something, and of the list of runs
+        self._running: list[TrialRun] = []
+        self._over = False
+
+    def run(self) -> int | None:
+        """Returns the signal that ended it. Raises SansGPUError where all trials fail alike."""
+        with Interrupt() as interrupt, ThreadPoolExecutor(self._request.workers) as pool:
+            pending: Sequence[Future[None]] = [pool.submit(self._work) for _ in range(self._request.workers)]
+            try:
+                while pending:
+                    done, rest = wait(pending, LOOK_SECONDS, FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    pending = list(rest)
+                    if interrupt.signal is not None or self._late():
+                        self._stop()
+            finally:
+                self._stop()  # if one worker failed, the others end
+            return interrupt.signal
+
+    def _late(self) -> bool:
+        hours = self._request.hours
+        return hours is not None and time.monotonic() - self._began >= hours * 3600
+
+    def _room(self) -> bool:
+        """Whether another trial would be done in time; the first may begin in any case."""
+        hours, seconds = self._request.hours, self.study.trial_seconds()
+        return hours is None or seconds is None or time.monotonic() - self._began + seconds <= hours * 3600
+
+    def _stop(self) -> None:
+        with self._turn:
+            self._over = True
+            for run in self._running:
+                run.stop("stopped")
+
+    def _work(self) -> None:
+        """One worker: trial after trial."""
+        while not self._over and self._room() and (claimed := self.study.claim(self._request.trials)) is not None:
+            outcome = self._train(claimed)
+            self.study.finish(claimed, outcome, self.measure)
+            best = self.study.best()
+            self._say(
+                {
+                    "event": "trial_end",
+                    "trial": claimed.number,
+                    "state": outcome.state,
+                    "loss": outcome.measured.get(self.measure),
+                    "parameters": claimed.values,
+                    "seconds": outcome.seconds,
+                    "why": outcome.why,
+                    "best": None if best is None else {"trial": best.number, "loss": best.value},
+                    "finished": self.study.finished(),
+                }
+            )
+            if outcome.state == "failed":
+                self._require_hope()
+
+    def _train(self, claimed: Claimed) -> Outcome:
+        try:
+            config = trial_config(self._config, claimed.values, self._length)
+        except ConfigError as error:
+            return Outcome("failed", {}, 0.0, str(error).removeprefix("the configuration: "))
+        run = TrialRun(self.study.run_folder(claimed.number), config)
+        with self._turn:
+            if self._over:
+                return Outcome("stopped", {}, 0.0)
+            self._running.append(run)
+        about = {"event": "trial_begin", "trial": claimed.number, "parameters": claimed.values}
+        self._say({**about, "resumed": claimed.resumed, "step": run.step()})
+        steps = 0
+
+        def heard(event: Values) -> None:
+            nonlocal steps
+            steps = event.get("total_steps") or steps
+            if event["event"] == "eval":
+                self._judge(claimed, run, event, steps)
+            elif event["event"] == "step":
+                self._say({**event, "event": "trial_step", "trial": claimed.number})
+
+        try:
+            return run.train(claimed.resumed, heard)
+        finally:
+            with self._turn:
+                self._running.remove(run)
+
+    def _judge(self, claimed: Claimed, run: TrialRun, event: Values, steps: int) -> None:
+        """Report an evaluation, and end a trial that promises too little."""
+        if self.study.report(claimed, event["step"] / max(1, steps), event[self.measure]):
+            run.stop("pruned")
+
+    def _require_hope(self) -> None:
+        """Raises SansGPUError where the first trials have all failed the same way."""
+        first = self.study.trials()[:SAME_FAILURES]
+        whys = [trial.user_attrs.get("why") for trial in first]
+        alike = {re.sub(r"-?(\d[\d.,e+-]*|nan|inf)", "#", why) for why in whys if why}
+        if len(first) == SAME_FAILURES and all(whys) and len(alike) == 1:
+            raise SansGPUError(f"the first {SAME_FAILURES} trials have all failed: {whys[-1]}")
+
+    def _say(self, event: Values) -> None:
+        with self._turn:
+            self._show(event)

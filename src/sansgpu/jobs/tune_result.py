@@ -1,0 +1,93 @@
+"""What a search found: its trials side by side, and the files that hold them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from typing import Any
+
+import optuna
+
+from sansgpu.config import Config, SansGPUError, save_config
+from sansgpu.jobs.folders import anywhere
+from sansgpu.jobs.tune_study import STATES, Study
+from sansgpu.watch.tune_report import write_tune_report
+
+LEAST_FINISHED = 6  # trials, before it is told what mattered
+
+Values = dict[str, Any]
+
+
+def result_of(study: Study, config: Config, default: Values, name: str, measure: str) -> Values:
+    """The result as `tune --json` prints it; `default` are the configuration's own values.
+
+    Raises SansGPUError where no trial was trained to its end.
+    """
+    rows = [_row(trial, default, measure) for trial in study.trials() if trial.state != optuna.trial.TrialState.WAITING]
+    best = study.best()
+    if best is None:
+        why = next((row["why"] for row in rows if row["why"]), "the time was over before one was done.")
+        raise SansGPUError(f"no trial was trained to its end: {why}")
+    order = {"done": 0, "pruned": 1, "unfinished": 2, "failed": 3}
+    rows.sort(key=lambda row: (order[row["state"]], row["loss"] is None, row["loss"] or 0.0, row["trial"]))
+    as_it_is = next((row for row in rows if row["trial"] == 0 and row["state"] == "done"), None)
+    return {
+        "name": name,
+        "task": config.task,
+        "measure": measure,
+        "folder": str(study.folder),
+        "best": rows[0],
+        "default": as_it_is,
+        "gain": None if as_it_is is None else 1 - rows[0]["loss"] / as_it_is["loss"],
+        "importance": _importance(study),
+        "seconds": sum(row["seconds"] for row in rows),
+        "trials": rows,
+        "files": [str(study.folder / name) for name in ("best.yaml", "trials.csv", "report.html")],
+    }
+
+
+def write_files(result: Values, study: Study, chosen: Callable[[Values], Config]) -> None:
+    """best.yaml, trials.csv and report.html. Raises SansGPUError where the disk refuses."""
+    folder = study.folder
+    try:
+        partial = folder / ".best.yaml.partial"
+        save_config(anywhere(chosen(result["best"]["parameters"])), partial)
+        partial.replace(folder / "best.yaml")
+        _write_csv(result, study)
+        write_tune_report(result, study.optuna, folder)
+    except OSError as error:
+        raise SansGPUError(f"{folder} cannot be written: {error.strerror}.") from None
+
+
+def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> Values:
+    measured = trial.user_attrs.get("measured", {})
+    return {
+        "trial": trial.number,
+        "state": STATES.get(trial.state, "unfinished"),
+        "loss": measured.get(measure),
+        "bits_per_byte": measured.get("bits_per_byte"),
+        "step": measured.get("step"),
+        "parameters": default if "as_it_is" in trial.user_attrs else trial.params,
+        "seconds": trial.user_attrs.get("seconds", 0.0),
+        "why": trial.user_attrs.get("why"),
+    }
+
+
+def _importance(study: Study) -> dict[str, float]:
+    """How much of the difference between good and other trials each key explains, where enough were finished."""
+    done = [trial for trial in study.trials() if trial.state == optuna.trial.TrialState.COMPLETE]
+    if len(done) < LEAST_FINISHED:
+        return {}
+    return dict(optuna.importance.get_param_importances(study.optuna))
+
+
+def _write_csv(result: Values, study: Study) -> None:
+    keys = list(dict.fromkeys(key for row in result["trials"] for key in row["parameters"]))
+    columns = ("trial", "state", "loss", "bits_per_byte", "step", "seconds", "why")
+    partial = study.folder / ".trials.csv.partial"
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*columns, *keys])
+        for row in result["trials"]:
+            writer.writerow([*(row[name] for name in columns), *(row["parameters"].get(key) for key in keys)])
+    partial.replace(study.folder / "trials.csv")

@@ -1,0 +1,173 @@
+"""One trial of a search: its configuration, and the process that trains it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import Config, change_config, save_config
+from sansgpu.jobs.folders import anywhere
+from sansgpu.machine.children import ending_with_us
+from sansgpu.machine.memory import effective_batch
+from sansgpu.train.checkpoint import snapshots
+from sansgpu.watch.jsonl import read_events
+
+SAVING_SECONDS = 600  # that a trial has to save, once it was asked to end
+
+Values = dict[str, Any]
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Length:
+    """What all trials have in common: `steps` of the configuration as it is, or as many tokens."""
+
+    steps: int
+    tokens: int | None  # of those steps, where the configuration counts steps
+    evaluations: int  # of a trial, at equal shares of it
+    seconds: float | None  # that a trial takes, as planned
+
+    def to_json(self) -> Values:
+        """As it is kept beside the study."""
+        return dict(vars(self))
+
+
+def chosen_config(config: Config, values: Values, length: Length) -> Config:
+    """`config` with `values`. A batch of another size gets as many tokens, and the warm-up its share of the steps.
+
+    Raises ConfigError where values do not fit together.
+    """
+    changed = change_config(config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+    batch, before = _step_tokens(changed), _step_tokens(config)
+    if batch == before:
+        return changed
+    settings = []
+    if length.tokens is not None:
+        settings += [f"training.max_tokens={length.tokens}", "training.max_steps=null"]
+    if "training.warmup_steps" not in values:
+        settings.append(f"training.warmup_steps={round(config.training.warmup_steps * before / batch)}")
+    return change_config(changed, settings)
+
+
+def trial_config(config: Config, values: Values, length: Length) -> Config:
+    """The configuration of a trial's run: evaluated at the same shares of it as all others, with few snapshots."""
+    chosen = chosen_config(config, values, length)
+    steps = length.steps * _step_tokens(config) / _step_tokens(chosen)
+    if config.training.num_epochs and chosen.training.num_epochs:
+        steps *= chosen.training.num_epochs / config.training.num_epochs
+    settings = (
+        f"training.eval_steps={max(1, round(steps / length.evaluations))}",
+        "training.save_steps=0",  # an evaluation that is the best so far is saved all the same
+        "training.keep_last=1",
+        "training.report_to=none",
+        "training.logging_dir=null",
+        "training.checkpoint_dir=null",
+        "training.sample_tokens=0",
+    )
+    return change_config(chosen, settings)
+
+
+def _step_tokens(config: Config) -> int:
+    return effective_batch(config.training) * config.window
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial's run ended: `state` is done, pruned, failed, or stopped, which can be gone on with."""
+
+    state: str
+    measured: Values  # the last evaluation
+    seconds: float
+    why: str | None = None
+
+
+class TrialRun:
+    """A trial's run in a process of its own, which does not outlive this one."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        """Raises OSError where the folder cannot be written."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "trial.yaml"
+        save_config(anywhere(config), self._file)
+        self._process: subprocess.Popen[str] | None = None
+        self._end = threading.Lock()
+        self._asked: str | None = None
+
+    def step(self) -> int:
+        """Of its newest snapshot; 0 without one."""
+        return max((snapshot.step for snapshot in snapshots(self.folder / "snapshots")), default=0)
+
+    def evaluations(self) -> list[Event]:
+        """Those of the run so far, by its own record."""
+        return [event for event in read_events(self.folder / "metrics.jsonl") if event["event"] == "eval"]
+
+    def train(self, resumed: bool, heard: Callable[[Event], None]) -> Outcome:
+        """Train, or go on with, until the run ends; every event is handed to `heard`."""
+        command = [sys.executable, "-m", "sansgpu", "train", str(self._file), "--headless"]
+        command += ["--output-dir", str(self.folder), *(["--resume", "latest"] if resumed else [])]
+        with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
+            # A session of its own, as a terminal's Ctrl-C is for us: we ask the run once, and a second wish would end
+            # it unsaved.
+            process = subprocess.Popen(
+                ending_with_us(command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+            with self._end:
+                self._process = process
+                if self._asked:
+                    process.terminate()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    heard(json.loads(line))
+                process.wait()
+            finally:
+                self._make_sure(process)
+        return self._outcome(process.returncode)
+
+    def stop(self, state: str) -> None:
+        """Ask the run to save and end as `state`, pruned or stopped."""
+        with self._end:
+            if self._asked is None:
+                self._asked = state
+                if self._process is not None:
+                    self._process.terminate()
+
+    def _make_sure(self, process: subprocess.Popen[str]) -> None:
+        """However listening ended, the run does."""
+        if process.poll() is None:
+            self.stop("stopped")
+            try:
+                process.wait(SAVING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _outcome(self, code: int) -> Outcome:
+        evaluations, events = self.evaluations(), read_events(self.folder / "metrics.jsonl")
+        measured = evaluations[-1] if evaluations else {}
+        seconds = max((event.get("elapsed_seconds", 0.0) for event in events), default=0.0)
+        if code == 0 and measured:
+            return Outcome("done", measured, seconds)
+        if self._asked is not None:
+            return Outcome(self._asked, measured, seconds)
+        return Outcome("failed", measured, seconds, self._why(code))
+
+    def _why(self, code: int) -> str:
+        """The sentence with which the run ended."""
+        if code == -9:
+            return "it was killed, most likely as memory ran out."
+        said = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        own = [line.removeprefix("sansgpu: ") for line in said if line.startswith("sansgpu: ")]
+        return own[-1] if own else (said or [f"its process ended with code {code}."])[-1]

@@ -1,0 +1,79 @@
+"""report.html of a search: one page that opens anywhere."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+
+from sansgpu.watch.bench_report import as_html, inlined
+from sansgpu.watch.terminal import duration
+from sansgpu.watch.tune_terminal import NAMES, sentences, state, value
+
+Result = dict[str, Any]
+
+SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # both can be seen on light and on dark
+
+
+def write_tune_report(result: Result, study: Any, folder: Path) -> None:
+    """Write report.html of a search and its optuna.Study. Raises OSError."""
+    pages = Environment(loader=PackageLoader("sansgpu.watch"), autoescape=select_autoescape(["html"]))
+    html = pages.get_template("bench.html").render(
+        title=f"{result['name']}: a search", body=as_html(_text(result)), figures=inlined(_figures(result, study), 400)
+    )
+    partial = folder / ".report.html.partial"
+    partial.write_text(html, encoding="utf-8")
+    partial.replace(folder / "report.html")
+
+
+def _text(result: Result) -> str:
+    """What stands above the plots, as Markdown."""
+    counted = [row["state"] for row in result["trials"]]
+    states = ", ".join(f"{counted.count(state)} {state}" for state in dict.fromkeys(counted))
+    best = result["best"]["parameters"]
+    lines = [
+        f"# {result['name']}: a search\n",
+        f"{len(counted)} trials ({states}) in {duration(result['seconds'])} of training, as of "
+        f"{datetime.now():%Y-%m-%d %H:%M}.\n",
+        *(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in sentences(result)),
+        *(
+            ["Its values, also in best.yaml:\n", *(f"- `{key}`: {value(best[key])}" for key in best), ""]
+            if best
+            else []
+        ),
+    ]
+    keys = list(dict.fromkeys(key for row in result["trials"] for key in row["parameters"]))
+    head = ["trial", "state", NAMES[result["measure"]], *(key.rpartition(".")[2] for key in keys), "time", ""]
+    lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in result["trials"]:
+        chosen = [value(row["parameters"][key]) if key in row["parameters"] else "" for key in keys]
+        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
+        cells = [str(row["trial"]), state(row), loss, *chosen, duration(row["seconds"]), row["why"] or ""]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _figures(result: Result, study: Any) -> list[tuple[str, Any]]:
+    """Optuna's plots. With one trial done there is nothing to compare."""
+    from optuna import visualization
+
+    name = NAMES[result["measure"]]
+    colours = {"colorscale": SCALE, "reversescale": False}
+    history = visualization.plot_optimization_history(study, target_name=name)
+    way = visualization.plot_intermediate_values(study)
+    way.update_xaxes(title="per cent of the trial").update_yaxes(title=name)
+    found = [
+        (f"The {name} of every trial that ran to its end, and the best so far", history),
+        (f"The {name} of every trial on its way", way),
+    ]
+    if sum(row["state"] == "done" and bool(row["parameters"]) for row in result["trials"]) > 1:
+        by_value = visualization.plot_slice(study, target_name=name).update_traces(marker=colours)
+        found.append((f"The {name} by each value alone", by_value.update_layout(width=None)))
+    if result["importance"]:
+        caption = "How much of the difference between trials each explains"
+        found.append((caption, visualization.plot_param_importances(study)))
+    for _, figure in found:
+        figure.update_layout(title=None)
+    return found

@@ -1,0 +1,286 @@
+"""A search: its space, its trials as real processes, what it survives, and what it leaves."""
+
+import csv
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sansgpu.cli import run as cli
+from sansgpu.config import ConfigError, Parameter, load_config, load_space, measure_of, spread
+from sansgpu.jobs.folders import held_run
+from sansgpu.watch.jsonl import read_events
+from tests.processes import finish, kill_when, settings, start, write_corpus
+
+SPACE = {"learning_rate": {"log": ["1e-3", 1e-1]}, "gradient_accumulation_steps": [1, 2, 4]}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    write_corpus(tmp_path / "corpus.jsonl")
+    written(SPACE)
+
+
+def written(space: object) -> Path:
+    file = Path("space.yaml")
+    file.write_text(yaml.safe_dump(space, sort_keys=False))
+    return file
+
+
+def arguments(*more: str, **changes: object) -> list[str]:
+    """`tune` of the tiny configuration, in the folder `search`."""
+    chosen = {"data__dataset_name": "corpus.jsonl", "training__max_steps": 16, "training__sample_tokens": 4, **changes}
+    return ["tune", "--space", "space.yaml", "--output-dir", "search", *settings(**chosen), *more]
+
+
+def search(*more: str, **changes: object) -> tuple[dict[str, Any], str]:
+    """The result of a search, and what was said."""
+    code, out, error = finish(arguments("--json", *more, **changes), Path("cache").absolute())
+    assert code == 0, error
+    assert len(out.splitlines()) == 1
+    return json.loads(out), error
+
+
+def begun(trial: int, ready: str = "snapshots/step-*") -> bool:
+    return any(Path(f"search/trials/{trial:04d}").glob(ready))
+
+
+def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Trials without their times."""
+    rows = sorted(result["trials"], key=lambda row: row["trial"])
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys: pytest.CaptureFixture[str]) -> None:
+    process = start(arguments("--trials", "2"), Path("cache").absolute())
+    assert kill_when(process, lambda: begun(1)) == -signal.SIGKILL
+    deadline = time.monotonic() + 5  # the trial's process is killed by the kernel with its parent
+    while time.monotonic() < deadline and still_trained(Path("search/trials/0001")):
+        time.sleep(0.01)
+    assert not still_trained(Path("search/trials/0001"))
+    result, said = search("--trials", "2")
+    assert "search goes on: 1 of 2 trials done" in said
+    assert "trial 1 goes on from step " in said
+    assert [row["trial"] for row in by_number(result)] == [0, 1]
+    assert {row["state"] for row in result["trials"]} == {"done"}
+    straight_from = ["train", "search/trials/0001/trial.yaml", "--output-dir", "straight", "--headless"]
+    assert finish(straight_from, Path("cache").absolute())[0] == 0
+    whole = [event["loss"] for event in read_events(Path("straight/metrics.jsonl")) if event["event"] == "eval"]
+    assert by_number(result)[1]["loss"] == whole[-1]
+
+    best, default = result["best"], result["default"]
+    assert default["trial"] == 0
+    assert default["parameters"] == {"training.learning_rate": 0.004, "training.gradient_accumulation_steps": 2}
+    assert best["loss"] == min(row["loss"] for row in result["trials"])
+    assert result["gain"] == pytest.approx(1 - best["loss"] / default["loss"])
+    config, _ = load_config(Path("search/best.yaml"))
+    assert config.training.learning_rate == best["parameters"]["training.learning_rate"]
+    assert config.training.eval_steps == 3  # the configuration's own, not the trials'
+    assert config.training.sample_tokens == 4
+    assert Path(config.data.dataset_name).is_absolute()
+    assert [path.parent.name for path in Path("search/trials").glob("*/final")] == [f"{best['trial']:04d}"]
+    with Path("search/trials.csv").open() as file:
+        assert [float(row["loss"]) for row in csv.DictReader(file)] == [row["loss"] for row in result["trials"]]
+    page = Path("search/report.html").read_text()
+    assert "Plotly.newPlot" in page
+    assert "<script src" not in page
+    assert f"{best['loss']:.4f}" in page
+
+    before = Path("search/study.db").read_bytes()
+    assert cli(arguments("--trials", "3", training__weight_decay=0.3)) == 2
+    assert "another configuration: training.weight_decay is 0.1 there and 0.3 here" in capsys.readouterr().err
+    written({**SPACE, "weight_decay": [0.0, 0.1]})
+    assert cli(arguments("--trials", "3")) == 2
+    assert "another space: training.weight_decay" in capsys.readouterr().err
+    assert Path("search/study.db").read_bytes() == before
+
+
+def still_trained(folder: Path) -> bool:
+    try:
+        with held_run(folder):
+            return False
+    except ConfigError:
+        return True
+
+
+def test_a_folder_with_other_files_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("search").mkdir()
+    Path("search/notes.txt").write_text("mine")
+    assert cli(arguments("--trials", "2")) == 2
+    assert "holds other files and no search" in capsys.readouterr().err
+    assert [path.name for path in Path("search").iterdir()] == ["notes.txt"]
+
+
+def test_a_dry_run_shows_the_space_and_how_long_it_takes() -> None:
+    assert cli(arguments("--trials", "4", "--dry-run", "--json")) == 0
+    assert not Path("search").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "changes", "words"),
+    [
+        ((), {}, "--trials N, --hours H or both"),
+        (("--hours", "-1"), {}, "--hours is -1"),
+        (("--trials", "2"), {"training__until": "07:00"}, "set training.max_hours instead"),
+        (("--trials", "2"), {"training__eval_batches": 3}, "measured on different texts"),
+        (("--trials", "2", "--workers", "4096"), {"training__threads": 2}, "there are threads for 2"),
+    ],
+)
+def test_what_is_no_search_is_refused(
+    more: tuple[str, ...], changes: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(arguments(*more, **changes)) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ({}, "is empty"),
+        ({"learning_rat": [1, 2]}, "did you mean training.learning_rate?"),
+        ({"training.learnin_rate": [1, 2]}, "did you mean training.learning_rate?"),
+        ({"vocab_size": [300, 400]}, "may be model.vocab_size or data.vocab_size"),
+        ({"lora_rank": [4, 8]}, "does nothing in task pretrain"),
+        ({"max_steps": [4, 8]}, "the same length"),
+        ({"eval_steps": [4, 8]}, "sets it for every trial"),
+        ({"validation_split": [0.1, 0.2]}, "losses would not compare"),
+        ({"learning_rate": {"log": [0, 1]}}, "begin above 0"),
+        ({"learning_rate": {"log": [1, 0.5]}}, "the lower one first"),
+        ({"learning_rate": {"float": [0.1]}}, "the lower one first"),
+        ({"learning_rate": {"float": [-1, 1]}}, "greater than 0"),
+        ({"dropout": {"float": [0, 1.5]}}, "less than 1"),
+        ({"learning_rate": {"logg": [1, 2]}}, "write a list of choices"),
+        ({"learning_rate": {"float": [1, 2], "stepp": 1}}, "stepp is not known"),
+        ({"learning_rate": 3}, "write a list of choices"),
+        ({"learning_rate": [0.1]}, "at least two"),
+        ({"learning_rate": [0.1, 0.1]}, "twice"),
+        ({"learning_rate": [0.1, "much"]}, "valid number"),
+        ({"learning_rate": {"float": [1, 2], "step": 5}}, "within its range"),
+        ({"learning_rate": {"float": [1, 2], "step": 0.5, "log": True}}, "leave out the one or the other"),
+        ({"d_ff": {"float": [10, 20]}}, "{int: [low, high]}"),
+        ({"d_ff": {"int": [10, 20.5]}}, "give whole numbers"),
+        ({"activation": ["swiglu", "gelo"]}, "model.activation"),
+        ({"learning_rate": [1, 2], "training.learning_rate": [1, 2]}, "given twice"),
+    ],
+)
+def test_a_space_that_cannot_be_searched_is_refused_in_one_sentence(space: object, words: str) -> None:
+    config, _ = load_config(None)
+    with pytest.raises(ConfigError, match=r"^space\.yaml(: | is empty)") as refused:
+        load_space(written(space), config)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_space_is_read_as_it_is_meant() -> None:
+    config, _ = load_config(None)
+    asked = {
+        "learning_rate": {"log": ["5e-4", "2e-3"]},
+        "d_ff": {"int": [64, 256], "step": 64},
+        "compile": [True, False],
+        "data.vocab_size": {"int": [300, 3000], "log": True},
+    }
+    space = load_space(written(asked), config)
+    assert space["training.learning_rate"] == Parameter("training.learning_rate", (), 5e-4, 2e-3, log=True)
+    assert space["model.d_ff"] == Parameter("model.d_ff", (), 64, 256, whole=True, step=64)
+    assert space["training.compile"].choices == ("on", "off")
+    assert measure_of(space) == "bits_per_byte"
+    assert space["model.d_ff"].contains(128)
+    assert not space["model.d_ff"].contains(100)
+
+
+@pytest.mark.parametrize("task", ["pretrain", "graph", "sft", "qa"])
+def test_every_kind_of_task_has_a_usual_space_with_the_configuration_in_it(task: str) -> None:
+    tuned = ("model.name_or_path=there", "data.dataset_name=rows.jsonl") if task in ("sft", "qa") else ()
+    config, _ = load_config(None, (f"task={task}", *tuned, *(("model.adapter=lora",) if task == "sft" else ())))
+    space = load_space(None, config)
+    assert "training.learning_rate" in space
+    assert ("model.lora_rank" in space) == (task == "sft")
+    for key, parameter in space.items():
+        section, _, name = key.partition(".")
+        assert parameter.contains(getattr(getattr(config, section), name)), key
+
+
+@given(st.integers(0, 1000))
+def test_points_that_fill_a_space_lie_in_it(number: int) -> None:
+    space = {
+        "a": Parameter("a", (), 1e-5, 3.0, log=True),
+        "b": Parameter("b", (), 1, 9, whole=True, step=4),
+        "c": Parameter("c", ("x", None, True)),
+        "d": Parameter("d", (), 0.1, 0.7, step=0.2),
+    }
+    for key, value in spread(space, number).items():
+        assert space[key].contains(value), (key, value)
+
+
+@pytest.mark.long
+def test_a_search_is_the_same_however_often_it_is_killed() -> None:
+    whole, _ = search("--trials", "7")
+    Path("search").rename("whole")
+    for trial in (0, 2, 6):
+        kill_when(start(arguments("--trials", "7"), Path("cache").absolute()), lambda number=trial: begun(number))
+    killed, _ = search("--trials", "7")
+    assert by_number(killed) == by_number(whole)
+
+
+@pytest.mark.long
+def test_an_interrupt_is_saved_and_workers_may_join() -> None:
+    cache = Path("cache").absolute()
+    process = start(arguments("--trials", "6"), cache)
+    assert kill_when(process, lambda: begun(1), signal.SIGTERM) == 143
+    assert not still_trained(Path("search/trials/0001"))
+    joined = [start(arguments("--trials", "6", "--json", training__threads=1), cache) for _ in range(2)]
+    for worker in joined:
+        out, error = worker.communicate(timeout=240)
+        assert worker.returncode == 0, error
+    assert [row["trial"] for row in by_number(json.loads(out))] == [0, 1, 2, 3, 4, 5]
+    more, _ = search("--trials", "8", "--workers", "2", training__threads=2)
+    assert len(more["trials"]) == 8
+    threads = [json.loads(p.read_text())["threads"] for p in Path("search/trials").glob("000[67]/environment.json")]
+    assert threads == [1, 1]
+
+
+@pytest.mark.long
+def test_trials_that_fail_are_told_and_a_hopeless_search_ends() -> None:
+    written({"d_model": [36, 32], "n_heads": [8, 2]})  # each will do alone, but 8 does not divide 36
+    result, said = search("--trials", "2")
+    assert "trial   1  failed" in said
+    assert [row["state"] for row in by_number(result)] == ["done", "failed"]
+    assert "not divisible" in by_number(result)[1]["why"]
+    Path("search").rename("other")
+    written({"learning_rate": {"log": [1e28, 1e30]}})
+    code, _, error = finish(
+        arguments("--trials", "9", training__learning_rate=1e29, training__max_grad_norm=0), Path("cache").absolute()
+    )
+    assert code == 1
+    assert "the first 3 trials have all failed: step" in error
+
+
+@pytest.mark.long
+def test_a_trial_that_promises_little_is_pruned_and_leaves_no_weights() -> None:
+    written({"learning_rate": [1e-7, 0.004]})  # of which the first four trials have the second, first, second, first
+    result, _ = search("--trials", "4", training__max_steps=24)
+    pruned = [row for row in result["trials"] if row["state"] == "pruned"]
+    assert [row["trial"] for row in pruned] == [3]
+    for row in pruned:
+        folder = Path(f"search/trials/{row['trial']:04d}")
+        assert row["step"] < 24
+        assert not (folder / "snapshots").exists()
+        assert (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.long
+def test_hours_end_a_search_whose_trial_goes_on_later() -> None:
+    code, _, error = finish(arguments("--hours", "0.001", training__max_steps=300), Path("cache").absolute())
+    assert code == 1
+    assert "no trial was trained to its end: the time was over" in error
+    result, said = search("--trials", "1", training__max_steps=300)
+    assert "trial 0 " in said
+    assert [row["state"] for row in result["trials"]] == ["done"]
