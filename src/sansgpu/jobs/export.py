@@ -11,7 +11,7 @@ from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.jobs.graph_model import is_graph, load_graph
 from sansgpu.jobs.loading import is_fine_tuning, load_model
-from sansgpu.models.gguf_file import TYPES, About, write_gguf
+from sansgpu.models.gguf_file import TYPES, About, starts_as_gguf, write_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.models.huggingface import export_model
@@ -19,7 +19,6 @@ from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
 from sansgpu.tasks.graph import how_learned
 
 KNOWN = ("config.json", "adapter_config.json")
-_GGUF_MAGIC = b"GGUF"
 _Parts = tuple[dict[str, Any], Weights, TokenizerParts]  # config.json, weights by Hugging Face's names, tokenizer
 
 
@@ -73,7 +72,7 @@ def export_gguf(run: Path, snapshot: str, output: Path | None, kind: str, warn: 
         raise ConfigError(f"--type is {kind}, but known are {', '.join(TYPES)}.")
     config, _ = open_run(run)
     path = output or run / f"{run.resolve().name}-{kind}.gguf"
-    if path.exists() and not _is_replaceable(path):
+    if path.exists() and not (path.is_file() and starts_as_gguf(path)):
         raise ConfigError(f"{path} exists and is no GGUF file; choose another --output.")
     if config.kind == PRETRAIN:
         step, parts = _pretrained_parts(run, snapshot, warn)
@@ -85,13 +84,6 @@ def export_gguf(run: Path, snapshot: str, output: Path | None, kind: str, warn: 
     if apart:
         warn(f"{len(apart)} matrices have rows of no multiple of 32 and are f16, beginning with {apart[0]}")
     return path
-
-
-def _is_replaceable(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
 
 
 def _about(run: Path, config: Config, step: int) -> About:

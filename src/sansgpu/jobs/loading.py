@@ -12,7 +12,7 @@ from sansgpu.config import FINE_TUNING, GRAPH, MASKED, PRETRAIN, Config, ConfigE
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer, parsed_tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.models import TransformerLM
-from sansgpu.models.gguf_file import GGUFFile, is_gguf
+from sansgpu.models.gguf_file import is_gguf, open_gguf
 from sansgpu.models.graph_folder import fills_gaps, is_graph_folder
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, load_decoder, load_gguf_decoder
 from sansgpu.train.checkpoint import Snapshot, find_snapshot
@@ -117,7 +117,7 @@ def load_model(target: str, snapshot_name: str, warn: Callable[[str], None]) -> 
 
 
 def _load_gguf(path: Path) -> LoadedModel:
-    file = GGUFFile(path)
+    file = open_gguf(path)
     parts, decoder = file.tokenizer, load_gguf_decoder(file)
     model = decoder if decoder is not None else HuggingFaceLM(str(path))
     return LoadedModel(model.eval(), parsed_tokenizer(parts.json, parts.token(parts.eos_id), path))

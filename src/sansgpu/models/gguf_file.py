@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,19 @@ from gguf import GGMLQuantizationType as Encoding
 from gguf import Keys, LlamaFileType
 
 from sansgpu.config import ConfigError
+from sansgpu.models.gguf_settings import (
+    ACTIVATIONS,
+    KNOWN,
+    ROPE_FACTORS,
+    completed,
+    read_settings,
+    require_expressible,
+    rope_factors,
+    write_settings,
+    xielu_weights,
+)
 from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
-from sansgpu.models.layouts import TRANSPOSED, Weights, module_names, rope_of
+from sansgpu.models.layouts import TRANSPOSED, Weights, module_names
 from sansgpu.models.whole_folder import written_whole_file
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
@@ -27,42 +39,6 @@ TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # of matrices; vector
     "f16": (Encoding.F16, LlamaFileType.MOSTLY_F16),
     "bf16": (Encoding.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (Encoding.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-}
-# model_type of config.json, which llama.cpp has for its architecture's name too: the activations it computes.
-_ACTIVATIONS = {
-    "gpt2": ("gelu_new", "gelu_pytorch_tanh"),
-    "llama": ("silu",),
-    "qwen2": ("silu",),
-    "qwen3": ("silu",),
-    "apertus": ("relu2", "xielu"),
-}
-_KNOWN = ", ".join(_ACTIVATIONS)
-# Sizes: config.json's key, then GGUF's.
-_CLASSIC = {
-    "n_embd": Keys.LLM.EMBEDDING_LENGTH,
-    "n_layer": Keys.LLM.BLOCK_COUNT,
-    "n_head": Keys.Attention.HEAD_COUNT,
-    "n_inner": Keys.LLM.FEED_FORWARD_LENGTH,
-    "n_positions": Keys.LLM.CONTEXT_LENGTH,
-    "layer_norm_epsilon": Keys.Attention.LAYERNORM_EPS,
-}
-_MODERN = {
-    "hidden_size": Keys.LLM.EMBEDDING_LENGTH,
-    "num_hidden_layers": Keys.LLM.BLOCK_COUNT,
-    "num_attention_heads": Keys.Attention.HEAD_COUNT,
-    "num_key_value_heads": Keys.Attention.HEAD_COUNT_KV,
-    "head_dim": Keys.Attention.KEY_LENGTH,
-    "intermediate_size": Keys.LLM.FEED_FORWARD_LENGTH,
-    "max_position_embeddings": Keys.LLM.CONTEXT_LENGTH,
-    "rms_norm_eps": Keys.Attention.LAYERNORM_RMS_EPS,
-}
-# xIELU (arXiv 2411.13010) of each layer: Hugging Face's parameter, GGUF's key, and the value that makes it ReLU
-# squared: softplus(alpha_p) is 1, softplus(alpha_n) is 0.
-_XIELU = {
-    "alpha_p": (Keys.xIELU.ALPHA_P, float(np.log(np.e - 1))),
-    "alpha_n": (Keys.xIELU.ALPHA_N, -200.0),
-    "beta": (Keys.xIELU.BETA, 0.0),
-    "eps": (Keys.xIELU.EPS, -1e-6),
 }
 _EMBEDDING, _HEAD, _POSITIONS = "token_embd.weight", "output.weight", "position_embd.weight"
 
@@ -83,6 +59,12 @@ def is_gguf(target: str) -> bool:
     return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
 
 
+def starts_as_gguf(path: Path) -> bool:
+    """Whether a file's first bytes are those of the format."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def write_gguf(
     path: Path, settings: Mapping[str, Any], weights: Weights, tokenizer: TokenizerParts, kind: GGUFType, about: About
 ) -> list[str]:
@@ -90,20 +72,23 @@ def write_gguf(
 
     Raises ConfigError where llama.cpp would not compute the same.
     """
-    settings = _completed(settings)
-    _require_expressible(settings)
+    settings = completed(settings)
+    require_expressible(settings)
     architecture = settings["model_type"]
     tensors = _renamed(settings, weights)
+    count = sum(tensor.numel() for tensor in tensors.values())
     if architecture == "apertus" and _HEAD not in tensors:  # which llama.cpp wants there, tied or not
         tensors[_HEAD] = tensors[_EMBEDDING]
+    if (factors := rope_factors(settings)) is not None:
+        tensors[ROPE_FACTORS] = factors
     rows = tensors[_EMBEDDING].shape[0]
     encodings = {name: _encoding(name, tensor, kind) for name, tensor in tensors.items()}
 
     def write(partial: Path) -> None:
         writer = gguf.GGUFWriter(partial, architecture)
         try:
-            _describe(writer, about, kind, tensors)
-            _write_settings(writer, settings, weights)
+            _describe(writer, about, kind, count)
+            write_settings(writer, settings, weights)
             writer.add_vocab_size(rows)
             write_tokenizer(writer, tokenizer, rows)
             for name, tensor in tensors.items():
@@ -123,23 +108,30 @@ def write_gguf(
     return [n for n, encoding in encodings.items() if encoding not in (wanted, Encoding.F32)]
 
 
+def open_gguf(path: Path) -> GGUFFile:
+    """The model in a file. Raises ConfigError where it is none, is torn, or is of an architecture not known here."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give a GGUF file.")
+    if not starts_as_gguf(path):
+        raise ConfigError(f"{path} is no GGUF file; give a run, a Hugging Face model, or a GGUF file.")
+    status = path.stat()
+    return _opened(path, status.st_mtime_ns, status.st_size)
+
+
 class GGUFFile:
-    """A model in a GGUF file, by Hugging Face's names. Raises ConfigError where it is none, or of another kind."""
+    """A model in a GGUF file, by Hugging Face's names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
-            raise ConfigError(f"{path} does not exist; give a GGUF file.")
         try:
             reader = gguf.GGUFReader(path)
             self._metadata = {name: field.contents() for name, field in reader.fields.items()}
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        except Exception as error:  # whatever a file that is no such, or is torn, makes it raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(f"{path} is no whole GGUF file: {reason}.") from None
+        except Exception:  # whatever an index or a shape that the file has no bytes for makes it raise
+            raise ConfigError(f"{path} is a GGUF file that is torn; copy or export it anew.") from None
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
-        if self._architecture not in _ACTIVATIONS:
-            raise ConfigError(f"{path} holds a model of architecture {self._architecture}; known are {_KNOWN}.")
+        if self._architecture not in ACTIVATIONS:
+            raise ConfigError(f"{path} holds a model of architecture {self._architecture}; known are {KNOWN}.")
         try:
             self.settings = self._settings()
         except (KeyError, TypeError, ZeroDivisionError) as error:
@@ -158,11 +150,11 @@ class GGUFFile:
         names = {theirs: ours for ours, theirs in _names(self.settings).items()}
         found: Weights = {}
         for name, tensor in self._tensors.items():
+            if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
+                continue  # which the settings tell
             module, _, kind = name.rpartition(".")
             if module not in names:
                 raise ConfigError(f"{self.path}: the weight {name} has no place in {self._architecture}.")
-            if name == _HEAD and self.settings["tie_word_embeddings"]:
-                continue
             try:
                 values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
             except NotImplementedError:
@@ -171,82 +163,27 @@ class GGUFFile:
             theirs = f"{names[module]}.{kind}"
             found[theirs] = _from_file(theirs, torch.from_numpy(values), self.settings)
         if self.settings.get("hidden_act") == "xielu":
-            found |= {
-                f"model.layers.{layer}.mlp.act_fn.{parameter}": torch.tensor([value] if "alpha" in parameter else value)
-                for parameter, (key, _) in _XIELU.items()
-                for layer, value in enumerate(self._metadata[key])
-            }
+            found |= xielu_weights(self._metadata)
         return found
 
     def _settings(self) -> dict[str, Any]:
-        metadata, sizes = self._metadata, _sizes(self._architecture)
         embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
-        tied = head is None or (head.tensor_type == embedding.tensor_type and np.array_equal(head.data, embedding.data))
-        named = {ours: metadata.get(key.format(arch=self._architecture)) for ours, key in sizes.items()}
-        settings = {
-            "model_type": self._architecture,
-            "vocab_size": int(embedding.shape[-1]),
-            "tie_word_embeddings": tied,
-            "bos_token_id": metadata.get(Keys.Tokenizer.BOS_ID),
-            "eos_token_id": metadata.get(Keys.Tokenizer.EOS_ID),
-            "pad_token_id": metadata.get(Keys.Tokenizer.PAD_ID),
-            "dtype": "float32",
-            **{ours: _shortest(value) for ours, value in named.items() if value is not None},
-        }
-        if self._architecture == "gpt2":
-            return _completed({**settings, "activation_function": "gelu_new"})
-        theta = _shortest(metadata.get(Keys.Rope.FREQ_BASE.format(arch=self._architecture), 10_000.0))
-        settings |= {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-        return _completed({**settings, "hidden_act": self._activation()})
-
-    def _activation(self) -> str:
-        if self._architecture != "apertus":
-            return "silu"
-        squared = all(
-            np.float32(value) == np.float32(wanted) for key, wanted in _XIELU.values() for value in self._metadata[key]
-        )
-        return "relu2" if squared else "xielu"
+        tied = head is None or (self._architecture == "apertus" and np.array_equal(head.data, embedding.data))
+        known = read_settings(self._architecture, self._metadata)
+        return {**known, "vocab_size": int(embedding.shape[-1]), "tie_word_embeddings": tied}
 
 
-def _sizes(architecture: str) -> dict[str, str]:
-    return _CLASSIC if architecture == "gpt2" else _MODERN
+@lru_cache(maxsize=1)
+def _opened(path: Path, changed: int, size: int) -> GGUFFile:
+    """The file as it was last, for all who ask: gguf takes seconds over a vocabulary of a hundred thousand tokens."""
+    return GGUFFile(path)
 
 
-def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with the sizes that config.json may leave out."""
-    done = {key: value for key, value in settings.items() if value is not None}
-    if done["model_type"] == "gpt2":
-        return {"n_inner": 4 * done["n_embd"], **done}
-    if done["model_type"] not in _ACTIVATIONS:
-        return done
-    heads = done["num_attention_heads"]
-    return {"head_dim": done["hidden_size"] // heads, "num_key_value_heads": heads, **done}
-
-
-def _require_expressible(settings: Mapping[str, Any]) -> None:
-    architecture = settings["model_type"]
-    if architecture not in _ACTIVATIONS:
-        raise ConfigError(f"--format gguf knows {_KNOWN}, but this model is of architecture {architecture}.")
-    activation = settings.get("activation_function" if architecture == "gpt2" else "hidden_act")
-    if activation not in _ACTIVATIONS[architecture]:
-        computed = " or ".join(_ACTIVATIONS[architecture])
-        raise ConfigError(
-            f"llama.cpp computes {computed} in {architecture}, but this model has {activation}; use --format hf."
-        )
-    options = ("use_sliding_window", "attention_bias", "mlp_bias", "scale_attn_by_inverse_layer_idx")
-    odd = [key for key in options if settings.get(key)]
-    odd += ["scale_attn_weights"] if not settings.get("scale_attn_weights", True) else []
-    odd += ["rope_parameters"] if rope_of(settings).get("rope_type", "default") != "default" else []
-    if odd:
-        raise ConfigError(f"GGUF has no place for {odd[0]} {settings.get(odd[0])} in {architecture}; use --format hf.")
-
-
-def _describe(writer: gguf.GGUFWriter, about: About, kind: GGUFType, tensors: Weights) -> None:
-    count = sum(tensor.numel() for tensor in tensors.values())
+def _describe(writer: gguf.GGUFWriter, about: About, kind: GGUFType, parameters: int) -> None:
     writer.add_type("model")
     writer.add_name(about.name)
     writer.add_description(about.description)
-    writer.add_size_label(gguf.size_label(count, count, 0, 0))
+    writer.add_size_label(gguf.size_label(parameters, parameters, 0, 0))
     writer.add_dataset_count(1)
     writer.add_dataset_name(0, about.dataset)
     if about.base_model is not None:
@@ -254,23 +191,6 @@ def _describe(writer: gguf.GGUFWriter, about: About, kind: GGUFType, tensors: We
         writer.add_base_model_name(0, about.base_model)
     writer.add_file_type(TYPES[kind][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-
-
-def _write_settings(writer: gguf.GGUFWriter, settings: Mapping[str, Any], weights: Weights) -> None:
-    architecture = settings["model_type"]
-    for ours, key in _sizes(architecture).items():
-        value, name = settings[ours], key.format(arch=architecture)
-        writer.add_float32(name, value) if isinstance(value, float) else writer.add_uint32(name, value)
-    if architecture == "gpt2":
-        return
-    writer.add_value_length(settings["head_dim"])
-    writer.add_rope_dimension_count(settings["head_dim"])
-    writer.add_rope_freq_base(rope_of(settings).get("rope_theta", 10_000.0))
-    if architecture == "apertus":
-        for parameter, (key, squared) in _XIELU.items():
-            names = (f"model.layers.{n}.mlp.act_fn.{parameter}" for n in range(settings["num_hidden_layers"]))
-            learned = settings["hidden_act"] == "xielu"
-            writer.add_array(key, [float(weights[name]) if learned else squared for name in names])
 
 
 def _names(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -330,8 +250,3 @@ def _encoded(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:
     if encoding == Encoding.F16 and not np.all(np.abs(values) <= np.finfo(np.float16).max):
         raise ConfigError(f"{name} has values that f16 cannot hold; choose --type bf16.")
     return np.asarray(gguf.quants.quantize(values, encoding))
-
-
-def _shortest(value: Any) -> Any:
-    """A number that was stored in fp32 as it was written: 1e-06 for 9.999999974752427e-07."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value

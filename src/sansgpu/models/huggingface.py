@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy
 from sansgpu.models.decoder import TransformerLM
-from sansgpu.models.gguf_file import GGUFFile
+from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.text import TextCodec
 from sansgpu.models.whole_folder import written_whole
@@ -71,8 +71,8 @@ def decoder_config(source: Path) -> ModelConfig | None:
 
     Raises ConfigError if it is no model.
     """
-    if source.is_file():
-        return _shape(GGUFFile(source).settings, source)
+    if is_gguf(str(source)):
+        return _shape(open_gguf(source).settings, source)
     try:
         settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8

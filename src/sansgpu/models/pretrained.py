@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from tokenizers import Tokenizer as Backend
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -23,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from sansgpu.config import ConfigError, ModelConfig, fold_seed
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
-from sansgpu.models.gguf_file import GGUFFile, is_gguf
+from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.whole_folder import written_whole
 
@@ -85,15 +86,18 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedMode
     or weights are missing.
     """
     name: str | None = None
+    loader: Any = _AUTO[head]
     if (file := _gguf_file(model)) is None:
         name, options = _source(model)
     elif head == "causal":
-        options = {"config": _config_of(file), "state_dict": file.weights()}
+        config = _config_of(file)
+        loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic classes take no weights from memory
+        options = {"config": config, "state_dict": file.weights()}
     else:
         raise ConfigError(f"{model.name_or_path} holds a causal model, not {_WHAT[head]}.")
     dtype = torch.float32 if model.adapter == "none" else "auto"
     with _one_sentence(f"{model.name_or_path} cannot be loaded as {_WHAT[head]}"), _seeded(seed, "head"):
-        loaded, info = _AUTO[head].from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
+        loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
     missing = sorted(key for key in info["missing_keys"] if head == "causal" or _is_inside(loaded, key))
     if missing or info["mismatched_keys"]:
         what = missing[0] if missing else str(sorted(info["mismatched_keys"])[0])
@@ -233,10 +237,11 @@ def save_pretrained(
 
 def _gguf_file(model: ModelConfig) -> GGUFFile | None:
     name = str(model.name_or_path)
-    return GGUFFile(Path(name).expanduser()) if is_gguf(name) else None
+    return open_gguf(Path(name).expanduser()) if is_gguf(name) else None
 
 
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
+    _quieten()
     config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
     return config
 
@@ -252,13 +257,17 @@ def _tokenizer_of(file: GGUFFile) -> Any:
     )
 
 
+def _quieten() -> None:
+    quiet_hub()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """(name, what from_pretrained is to be told). Raises ConfigError where a path does not exist."""
     name = str(model.name_or_path)
     path = Path(name).expanduser()
-    quiet_hub()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    _quieten()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise ConfigError(f"model.name_or_path {name} does not exist; give a folder, or a model's name on the hub.")
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
