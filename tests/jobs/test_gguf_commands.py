@@ -122,6 +122,10 @@ def test_a_file_is_gone_on_from(home: Path, tmp_path: Path, capsys: Captured) ->
 def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Captured, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("keep me")
     plain, as_gguf = home / "plain", ("--format", "gguf")
+    for task in ("qa", "graph"):
+        (tmp_path / task).mkdir()
+        given = f"task: {task}\nmodel: {{name_or_path: base}}\ndata: {{dataset_name: rows.jsonl}}\n"
+        (tmp_path / task / "config.yaml").write_text(given)
     for arguments, sentence in [
         ((plain, "--type", "f16"), "--type is for --format gguf"),
         ((plain, *as_gguf, "--type", "q4_k"), "--type is q4_k, but known are f32, f16, bf16, q8_0"),
@@ -133,6 +137,8 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         ((plain / "final", *as_gguf), "is no run"),
         ((home / "relu", *as_gguf), "this model has relu; use --format hf"),
         ((home / "gemma", *as_gguf), "is of architecture gemma"),
+        ((tmp_path / "qa", *as_gguf), "is of task qa; --format gguf takes decoders"),
+        ((tmp_path / "graph", *as_gguf), "is of task graph; --format gguf takes decoders"),
     ]:
         assert sentence in refused(capsys, "export", *arguments)
     assert (tmp_path / "notes.txt").read_text() == "keep me"

@@ -268,8 +268,8 @@ def rewritten(source: Path, path: Path, leave_out: str = "", architecture: str =
     for tensor in reader.tensors:
         if tensor.name != leave_out:
             writer.add_tensor(tensor.name, tensor.data)
-    for name, tensor in more.items():
-        writer.add_tensor(name, tensor)
+    for name, value in more.items():
+        writer.add_string(name, value) if isinstance(value, str) else writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -285,7 +285,7 @@ def rewritten(source: Path, path: Path, leave_out: str = "", architecture: str =
         ({"leave_out": "token_embd.weight"}, "make no model"),
         ({"leave_out": "qwen3.block_count"}, "make no model .'qwen3.block_count' is missing"),
         ({"leave_out": "qwen3.attention.head_count"}, "make no model"),
-        ({"leave_out": "tokenizer.huggingface.json"}, "has no tokenizer.json"),
+        ({"qwen3.rope.scaling.type": "yarn"}, "stretched by yarn"),
         ({"odd.weight": torch.ones(3).numpy()}, "odd.weight has no place in qwen3"),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) if isinstance(changes, dict) else "",
@@ -298,6 +298,27 @@ def test_a_file_that_makes_no_model_is_refused(
         load_model(str(path), "latest", pytest.fail)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["dbrx", "gpt-2", "smollm"])
+def test_a_tokenizer_that_others_wrote_is_made_from_its_tokens(name: str, tmp_path: Path) -> None:
+    tokenizer = {"dbrx": TOKENIZER, "gpt-2": split(use_regex=True), "smollm": split(r"\p{N}", use_regex=True)}[name]
+    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
+    made = load_model(str(path), "latest", pytest.fail).tokenizer
+    for text in (*TEXT[:1], "naïve 世界 1234 I'LL <|endoftext|>\n\n  x"):
+        assert made.encode(text) == tokenizer.encode(text)
+        assert made.decode(made.encode(text)) == text
+    assert made.end_id == tokenizer.end_id
+    theirs = load_tokenizer_of(ModelConfig(name_or_path=str(path)))
+    assert theirs("naïve").input_ids == [tokenizer.end_id, *tokenizer.encode("naïve")]
+
+
+def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", CharTokenizer.train(TEXT))
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json, and a tokenizer that is not known here"):
+        load_model(str(path), "latest", pytest.fail)
 
 
 def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:

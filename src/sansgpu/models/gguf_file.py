@@ -134,6 +134,8 @@ class GGUFFile:
             raise ConfigError(f"{path} holds a model of architecture {self._architecture}; known are {KNOWN}.")
         try:
             self.settings = self._settings()
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
         except (KeyError, TypeError, ZeroDivisionError) as error:
             raise ConfigError(f"{path}: its metadata make no model ({error} is missing or odd).") from None
 
@@ -144,6 +146,8 @@ class GGUFFile:
             return read_tokenizer(self._metadata)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
+        except Exception as error:  # `tokenizers` raises bare Exception for merges that make no token
+            raise ConfigError(f"{self.path}: its tokens make no tokenizer ({error}).") from None
 
     def weights(self) -> Weights:
         """Weights in fp32, by Hugging Face's names. Raises ConfigError where one has no place, or cannot be read."""

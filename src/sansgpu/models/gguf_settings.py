@@ -124,6 +124,9 @@ def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, A
     }
     if architecture == "gpt2":
         return completed({**settings, "activation_function": "gelu_new"})
+    scaling = metadata.get(Keys.Rope.SCALING_TYPE.format(arch=architecture), "none")
+    if scaling != "none":
+        raise ConfigError(f"its rotary positions are stretched by {scaling}, which is not known here.")
     theta = _shortest(metadata.get(Keys.Rope.FREQ_BASE.format(arch=architecture), _ROPE_THETA))
     plain = {"rope_type": "default", "rope_theta": theta}
     rope = json.loads(metadata[_ROPE_KEY]) if _ROPE_KEY in metadata else plain

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gguf import GGUFWriter, Keys, TokenType
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
 
@@ -28,6 +30,7 @@ _PRE = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGIT, _GPT2), False): "smollm",
 }
+_ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"  # of SentencePiece; a token of llama.cpp's `llama` tokenizer has it for a space
 
@@ -94,13 +97,34 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
-    """The inverse. Raises ConfigError where the file has no tokenizer.json."""
-    whole = metadata.get(Keys.Tokenizer.HF_JSON)
-    if not isinstance(whole, str):
-        raise ConfigError("it has no tokenizer.json (tokenizer.huggingface.json); export it with sansgpu.")
+    """The inverse. Raises ConfigError where the file has no tokenizer that is known."""
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
-    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, False))
+    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) == "llama-bpe"))
+    whole = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuilt(metadata, bos if begins else None)
     return TokenizerParts(whole, bos, eos, pad, begins, metadata.get(Keys.Tokenizer.CHAT_TEMPLATE))
+
+
+def _rebuilt(metadata: Mapping[str, Any], bos: int | None) -> str:
+    """The tokenizer.json of a file that others made, from tokens and merges; texts begin with `bos`."""
+    pre = metadata.get(Keys.Tokenizer.PRE)
+    found = next((key for key, name in _PRE.items() if name == pre), None)
+    if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or found is None:
+        raise ConfigError(f"it has no tokenizer.json, and a tokenizer that is not known here ({pre}).")
+    patterns, ignore_merges = found
+    names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([*steps, as_bytes]), decoders.ByteLevel()
+    added = {kind: [n for n, t in zip(names, types, strict=True) if t == kind] for kind in _ADDED}
+    backend.add_special_tokens(added[TokenType.CONTROL])
+    backend.add_tokens([AddedToken(name, normalized=False) for name in added[TokenType.USER_DEFINED]])
+    if bos is not None:
+        first = names[bos]
+        backend.post_processor = processors.TemplateProcessing(f"{first} $A", None, [(first, bos)])
+    return str(backend.to_str())
 
 
 def _is_of_characters(model: Mapping[str, Any], added: Mapping[int, Any], normalizer: Any) -> bool:
