@@ -73,7 +73,7 @@ def test_what_cannot_be_trained_is_refused_before_any_work(
         (["dance"], "dance"),
         (["eval", "./nowhere"], "does not exist"),
         (["generate", "cache-less"], "neither a run"),
-        (["export", "cache-less", "--format", "onnx"], "only hf is known"),
+        (["export", "cache-less", "--format", "onnx"], "only hf and gguf are known"),
         (["snapshots", "list", "cache-less"], "is no run"),
         (["tokenizer", "train", "corpus.jsonl", "--output", "t", "--vocab-size", "9"], "too small"),
     ],

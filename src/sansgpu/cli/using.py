@@ -13,7 +13,7 @@ from sansgpu.cli.options import JsonOption, RunArgument, SnapshotOption, app, pr
 
 @app.command("eval")
 def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a Hugging Face model.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, a Hugging Face model, or a GGUF file.")],
     data: Annotated[str | None, typer.Option(help="A source as data.dataset_name; by default the run's own.")] = None,
     snapshot: SnapshotOption = "latest",
     window: Annotated[int | None, typer.Option(min=2, help="Tokens a window, with --data.")] = None,
@@ -59,7 +59,7 @@ def evaluate(
 
 @app.command()
 def generate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or a Hugging Face model.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, a Hugging Face model, or a GGUF file.")],
     prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
@@ -84,7 +84,9 @@ def generate(
 
 @app.command()
 def chat(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of task sft, or a Hugging Face chat model.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run of task sft, or a chat model: Hugging Face's, or a GGUF file.")
+    ],
     prompt: Annotated[str | None, typer.Option(help="Say this, print the answer, and end.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512,
@@ -155,19 +157,37 @@ def predict(
 @app.command()
 def export(
     run: RunArgument,
-    form: Annotated[str, typer.Option("--format", metavar="hf", help="hf: a Hugging Face folder.")] = "hf",
+    form: Annotated[
+        str, typer.Option("--format", metavar="hf|gguf", help="hf: a Hugging Face folder; gguf: a file for llama.cpp.")
+    ] = "hf",
+    kind: Annotated[
+        str | None,
+        typer.Option("--type", metavar="f32|f16|bf16|q8_0", help="With gguf: numbers of matrices; by default f16."),
+    ] = None,
     snapshot: SnapshotOption = "latest",
-    output: Annotated[Path | None, typer.Option(help="Where to write; by default RUN/export.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write; by default RUN/export, or RUN/NAME-TYPE.gguf.")
+    ] = None,
     merge: Annotated[
-        bool | None, typer.Option("--merge/--no-merge", help="Make an adapter part of the model, or write it alone.")
+        bool | None,
+        typer.Option("--merge/--no-merge", help="With hf: make an adapter part of the model, or write it alone."),
     ] = None,
 ) -> None:
     """Write a snapshot as a model that others load.
 
-    Example: sansgpu export runs/default --snapshot best --output my-model
+    Example: sansgpu export runs/default --format gguf --type q8_0 --snapshot best
     """
-    if form != "hf":
-        raise typer.BadParameter(f"--format is {form}, but only hf is known")
-    from sansgpu.jobs.export import export_run
+    if form not in ("hf", "gguf"):
+        raise typer.BadParameter(f"--format is {form}, but only hf and gguf are known")
+    if form == "hf" and kind is not None:
+        raise typer.BadParameter("--type is for --format gguf; leave it out")
+    if form == "gguf" and merge is not None:
+        raise typer.BadParameter("--merge and --no-merge are for --format hf; gguf always holds the whole model")
+    if form == "gguf":
+        from sansgpu.jobs.export import export_gguf
 
-    print(export_run(run, snapshot, output, merge, warn))
+        print(export_gguf(run, snapshot, output, kind or "f16", warn))
+    else:
+        from sansgpu.jobs.export import export_run
+
+        print(export_run(run, snapshot, output, merge, warn))

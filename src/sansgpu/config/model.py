@@ -74,7 +74,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, slower")
     name_or_path: str | None = Field(
         None,
-        description="the model to go on from: a Hugging Face folder, or a name on the hub",
+        description="the model to go on from: a Hugging Face folder, a GGUF file, or a name on the hub",
     )
     revision: str | None = Field(None, description="branch, tag or commit of a model on the hub")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")

@@ -140,6 +140,16 @@ class CharTokenizer(Tokenizer):
         return cls(backend)
 
 
+def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokenizer:
+    """A tokenizer.json that was read from `source`. Raises ConfigError where it is none, or has no end of text."""
+    try:
+        return Tokenizer(Backend.from_str(text), end_of_text)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
+        raise ConfigError(f"{source} is no tokenizer: {str(error).splitlines()[0]}.") from None
+
+
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """A tokenizer.json, a folder with one, or the tokenizer of a Hugging Face model.
 
@@ -151,11 +161,10 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         settings = file.parent / "tokenizer_config.json"
         try:
             end = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
-            return Tokenizer(Backend.from_file(str(file)), end.get("content") if isinstance(end, dict) else end)
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
+            text = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{file} is no tokenizer: {str(error).splitlines()[0]}.") from None
+        return parsed_tokenizer(text, end.get("content") if isinstance(end, dict) else end, file)
     if path.is_absolute() or path.suffix == ".json" or str(name).startswith((".", "~")):
         raise ConfigError(f"{name} does not exist; data.tokenizer is bpe, char, a tokenizer.json or a model's name.")
     import transformers  # a second of imports that a local tokenizer never needs

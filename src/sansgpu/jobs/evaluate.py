@@ -66,7 +66,7 @@ def _without_window(window: int | None) -> None:
 
 def _own_validation(loaded: LoadedModel, progress: Progress) -> LanguageModelling:
     if loaded.config is None:
-        raise ConfigError("a Hugging Face model has no validation part of its own; name the text with --data.")
+        raise ConfigError("only a run has a validation part of its own; name the text with --data.")
     config = loaded.config
     _, corpus = Pretrain.prepare(config, cache_dir(config.data.cache_dir), progress)
     return LanguageModelling(loaded.model, corpus.tokenizer, corpus.validation)

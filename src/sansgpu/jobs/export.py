@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from sansgpu.config import ConfigError
+from sansgpu.config import PRETRAIN, Config, ConfigError
+from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.jobs.graph_model import is_graph, load_graph
 from sansgpu.jobs.loading import is_fine_tuning, load_model
+from sansgpu.models.gguf_file import TYPES, About, starts_as_gguf, write_gguf
+from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.models.huggingface import export_model
+from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
 from sansgpu.tasks.graph import how_learned
 
 KNOWN = ("config.json", "adapter_config.json")
+_Parts = tuple[dict[str, Any], Weights, TokenizerParts]  # config.json, weights by Hugging Face's names, tokenizer
 
 
 def export_run(run: Path, snapshot: str, output: Path | None, merge: bool | None, warn: Callable[[str], None]) -> Path:
@@ -55,3 +61,62 @@ def _export_fine_tuned(run: Path, snapshot: str, folder: Path, merge: bool | Non
     if merge is not None and loaded.config.model.adapter == "none":
         raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
     loaded.objective.export_to(loaded.tokenizer, folder, merge)
+
+
+def export_gguf(run: Path, snapshot: str, output: Path | None, kind: str, warn: Callable[[str], None]) -> Path:
+    """Write a run's snapshot as a GGUF file with matrices of type `kind`; by default RUN/NAME-KIND.gguf.
+
+    Returns the file. Raises ConfigError where llama.cpp has no such model.
+    """
+    if kind not in TYPES:
+        raise ConfigError(f"--type is {kind}, but known are {', '.join(TYPES)}.")
+    config, _ = open_run(run)
+    path = output or run / f"{run.resolve().name}-{kind}.gguf"
+    if path.exists() and not (path.is_file() and starts_as_gguf(path)):
+        raise ConfigError(f"{path} exists and is no GGUF file; choose another --output.")
+    if config.kind == PRETRAIN:
+        step, parts = _pretrained_parts(run, snapshot, warn)
+    elif config.kind == "sft":
+        step, parts = _fine_tuned_parts(run, snapshot, warn)
+    else:
+        raise ConfigError(f"{run} is of task {config.task}; --format gguf takes decoders, of task pretrain or sft.")
+    apart = write_gguf(path, *parts, kind, _about(run, config, step))
+    if apart:
+        warn(f"{len(apart)} matrices have rows of no multiple of 32 and are f16, beginning with {apart[0]}")
+    return path
+
+
+def _about(run: Path, config: Config, step: int) -> About:
+    """Names without the folders that they lie in on this machine."""
+    base = config.model.name_or_path
+    return About(
+        name=run.resolve().name,
+        description=f"Step {step} of a run of task {config.task}, trained with sansgpu.",
+        dataset=Path(config.data.dataset_name).name,
+        base_model=Path(base).name if base else None,
+    )
+
+
+def _pretrained_parts(run: Path, snapshot: str, warn: Callable[[str], None]) -> tuple[int, _Parts]:
+    loaded = load_model(str(run), snapshot, warn)
+    assert loaded.snapshot is not None
+    shape, tokenizer = loaded.decoder.config, loaded.tokenizer
+    weights = to_hugging_face(shape, loaded.decoder.state_dict())
+    settings = hugging_face_config(shape, tokenizer.end_id)
+    return loaded.snapshot.step, (settings, weights, _parts_of(tokenizer))
+
+
+def _parts_of(tokenizer: Tokenizer) -> TokenizerParts:
+    """A tokenizer of ours: a document begins, as it ends, with the end of text."""
+    end = tokenizer.end_id
+    return TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)
+
+
+def _fine_tuned_parts(run: Path, snapshot: str, warn: Callable[[str], None]) -> tuple[int, _Parts]:
+    from sansgpu.jobs.fine_tuned import load_fine_tuned  # imports transformers
+    from sansgpu.models.pretrained import tokenizer_parts
+
+    loaded = load_fine_tuned(str(run), "causal", snapshot, warn)
+    assert loaded.snapshot is not None
+    model = loaded.objective.whole_model()
+    return loaded.snapshot.step, (model.config.to_dict(), model.state_dict(), tokenizer_parts(loaded.tokenizer))

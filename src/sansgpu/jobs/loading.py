@@ -1,4 +1,4 @@
-"""A trained model, wherever it lies: a run, a Hugging Face folder, or a name on the hub."""
+"""A trained model, wherever it lies: a run, a Hugging Face folder, a GGUF file, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from torch import nn
 
 from sansgpu.config import FINE_TUNING, GRAPH, MASKED, PRETRAIN, Config, ConfigError
-from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
+from sansgpu.data.tokenizer import Tokenizer, load_tokenizer, parsed_tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.models import TransformerLM
+from sansgpu.models.gguf_file import is_gguf, open_gguf
 from sansgpu.models.graph_folder import fills_gaps, is_graph_folder
-from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, load_decoder
+from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, load_decoder, load_gguf_decoder
 from sansgpu.train.checkpoint import Snapshot, find_snapshot
 
 UNBOUNDED_CONTEXT = 1024  # the window of models that name no longest context
@@ -78,10 +79,13 @@ def is_filling(target: str) -> bool:
 
 
 def is_ours(target: str) -> bool:
-    """Whether this is a run of a decoder of ours, or a folder in one of its layouts. Raises ConfigError where it fills
-    gaps.
+    """Whether this is a run of a decoder of ours, or a folder or GGUF file in one of its layouts.
+
+    Raises ConfigError where it fills gaps.
     """
     folder = Path(target).expanduser()
+    if is_gguf(target):
+        return decoder_config(folder) is not None
     if (folder / "config.yaml").is_file():
         if (kind := open_run(folder)[0].kind) in (GRAPH, MASKED):
             raise ConfigError(f"{target} is a run of task graph, which writes no text; use sansgpu eval.")
@@ -92,8 +96,10 @@ def is_ours(target: str) -> bool:
 
 
 def load_model(target: str, snapshot_name: str, warn: Callable[[str], None]) -> LoadedModel:
-    """The model of a run, of a Hugging Face folder or of a name on the hub, in fp32 and evaluation mode."""
+    """The model of a run, a Hugging Face folder, a GGUF file or a name on the hub, in fp32 and evaluation mode."""
     folder = Path(target).expanduser()
+    if is_gguf(target):
+        return _load_gguf(folder)
     if (folder / "config.yaml").is_file():
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
         model: nn.Module = TransformerLM(config.model, seed=None)
@@ -108,3 +114,10 @@ def load_model(target: str, snapshot_name: str, warn: Callable[[str], None]) -> 
     if folder.is_absolute() or target.startswith((".", "runs/")):
         raise ConfigError(f"{target} does not exist; give a run's folder or a Hugging Face model.")
     return LoadedModel(HuggingFaceLM(target).eval(), load_tokenizer(target))
+
+
+def _load_gguf(path: Path) -> LoadedModel:
+    file = open_gguf(path)
+    parts, decoder = file.tokenizer, load_gguf_decoder(file)
+    model = decoder if decoder is not None else HuggingFaceLM(str(path))
+    return LoadedModel(model.eval(), parsed_tokenizer(parts.json, parts.token(parts.eos_id), path))

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy
 from sansgpu.models.decoder import TransformerLM
-from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
+from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
+from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.text import TextCodec
 from sansgpu.models.whole_folder import written_whole
 
@@ -42,30 +43,52 @@ def load_decoder(folder: Path) -> TransformerLM | None:
     config = decoder_config(folder)
     if config is None:
         return None
-    model = TransformerLM(config, seed=None)
     try:
         weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-        model.load_state_dict(from_hugging_face(config, {n: t.float() for n, t in weights.items()}), assign=True)
-    except (SafetensorError, RuntimeError, ConfigError) as error:
+    except SafetensorError as error:
+        raise ConfigError(f"{folder}: the weights do not fit its settings: {error}") from None
+    return _filled(config, {name: tensor.float() for name, tensor in weights.items()}, folder)
+
+
+def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
+    """A GGUF file as our decoder; None where it is another architecture. Raises ConfigError as `load_decoder`."""
+    config = _shape(file.settings, file.path)
+    return _filled(config, file.weights(), file.path) if config is not None else None
+
+
+def _filled(config: ModelConfig, weights: Weights, source: Path) -> TransformerLM:
+    model = TransformerLM(config, seed=None)
+    try:
+        model.load_state_dict(from_hugging_face(config, weights), assign=True)
+    except (RuntimeError, ConfigError) as error:
         reason = " ".join(str(error).split())[:300]  # torch names every weight that is missing
-        raise ConfigError(f"{folder}: the weights do not fit config.json: {reason}") from None
+        raise ConfigError(f"{source}: the weights do not fit its settings: {reason}") from None
     return model
 
 
-def decoder_config(folder: Path) -> ModelConfig | None:
-    """The shape of a folder in one of our layouts; None where it is another. Raises ConfigError if it is no model."""
+def decoder_config(source: Path) -> ModelConfig | None:
+    """The shape of a folder or a GGUF file in one of our layouts; None where it is another.
+
+    Raises ConfigError if it is no model.
+    """
+    if is_gguf(str(source)):
+        return _shape(open_gguf(source).settings, source)
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
-        raise ConfigError(f"{folder} is no Hugging Face model folder: config.json cannot be read ({error}).") from None
+        raise ConfigError(f"{source} is no Hugging Face model folder: config.json cannot be read ({error}).") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{folder}: config.json holds a {type(settings).__name__}, not keys and values.")
+        raise ConfigError(f"{source}: config.json holds a {type(settings).__name__}, not keys and values.")
+    return _shape(settings, source)
+
+
+def _shape(settings: dict[str, Any], source: Path) -> ModelConfig | None:
     try:
         return model_config(settings)
     except KeyError as error:
-        raise ConfigError(f"{folder}: config.json has no {error.args[0]}; save the model anew.") from None
+        raise ConfigError(f"{source}: config.json has no {error.args[0]}; save the model anew.") from None
     except ValidationError as error:
-        raise ConfigError(f"{folder}: config.json makes no model: {'; '.join(problems(error))}.") from None
+        raise ConfigError(f"{source}: config.json makes no model: {'; '.join(problems(error))}.") from None
 
 
 class HuggingFaceLM(torch.nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ _GPT2 = {
     "blocks.{}.feed_forward.down.weight": "transformer.h.{}.mlp.c_proj.weight",
     "blocks.{}.feed_forward.down.bias": "transformer.h.{}.mlp.c_proj.bias",
 }
-_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D keeps (in, out)
+TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D keeps (in, out)
 _MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old files
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _NAMES = {"swiglu": _QWEN3, "relu2": _APERTUS, "gelu": _GPT2, "relu": _GPT2}
@@ -70,7 +70,7 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
         if not config.modern and ".attention." in ours and ".o." not in ours:
             continue
         theirs = _translate(ours, names)
-        renamed[theirs] = (tensor.T if _TRANSPOSED.search(theirs) else tensor).contiguous()
+        renamed[theirs] = (tensor.T if TRANSPOSED.search(theirs) else tensor).contiguous()
     if not config.modern:
         for layer in range(config.n_layers):
             for kind in ("weight", "bias"):
@@ -90,7 +90,7 @@ def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) 
         theirs = name if name.startswith((prefix, "lm_head.")) else prefix + name  # no prefix: saved without the head
         if _MASK.search(theirs) or (theirs == "lm_head.weight" and config.tie_embeddings):
             continue
-        tensor = (value.T if _TRANSPOSED.search(theirs) and not config.modern else value).contiguous()
+        tensor = (value.T if TRANSPOSED.search(theirs) and not config.modern else value).contiguous()
         if ".c_attn." in theirs:
             layer = _LAYER.search(theirs)
             assert layer is not None
@@ -107,6 +107,22 @@ def _translate(name: str, names: Mapping[str, str]) -> str:
     if pattern not in names:
         raise ConfigError(f"the weight {name} has no place in this layout.")
     return names[pattern].format(layer[0] if layer else "")
+
+
+def module_names(model_type: str, layers: int) -> Iterator[str]:
+    """Hugging Face's names of what has weights; Llama and Qwen2 have Qwen3's."""
+    names = {"gpt2": _GPT2, "apertus": _APERTUS}.get(model_type, _QWEN3)
+    patterns = dict.fromkeys(theirs.rpartition(".")[0] for theirs in names.values())
+    if names is _GPT2:
+        patterns["transformer.h.{}.attn.c_attn"] = None
+    for pattern in patterns:
+        yield from (pattern.format(layer) for layer in range(layers)) if "{}" in pattern else (pattern,)
+
+
+def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of rotary positions; rope_type is default where they are not stretched."""
+    rope: Mapping[str, Any] = settings.get("rope_parameters") or settings
+    return {**rope, "rope_type": "scaled"} if settings.get("rope_scaling") else rope
 
 
 def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
@@ -166,8 +182,8 @@ def model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
             return None
         if settings.get("rms_norm_eps", RMS_EPS) != RMS_EPS or settings.get("hidden_act", "silu") != _MODERN[modern][2]:
             return None
-        rope = settings.get("rope_parameters") or settings
-        if settings.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+        rope = rope_of(settings)
+        if rope.get("rope_type", "default") != "default":
             return None
         heads = settings["num_attention_heads"]
         if settings["hidden_size"] != settings.get("head_dim", settings["hidden_size"] // heads) * heads:

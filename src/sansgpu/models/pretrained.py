@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from tokenizers import Tokenizer as Backend
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -16,12 +18,15 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
 from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, fold_seed
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
+from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
+from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.whole_folder import written_whole
 
 Head = Literal["causal", "qa", "masked"]
@@ -41,6 +46,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     """Its config.json. Raises ConfigError where there is none."""
+    if (file := _gguf_file(model)) is not None:
+        return _config_of(file)
     name, options = _source(model)
     with _one_sentence(f"{name} cannot be loaded"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
@@ -49,11 +56,14 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
 
 def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:
     """Its tokenizer, with the chat template of a file where one is given. Raises ConfigError."""
-    name, options = _source(model)
-    with _one_sentence(f"the tokenizer of {name} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if (file := _gguf_file(model)) is not None:
+        tokenizer: Any = _tokenizer_of(file)
+    else:
+        name, options = _source(model)
+        with _one_sentence(f"the tokenizer of {name} cannot be loaded"):
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
+        raise ConfigError(f"{model.name_or_path} has no tokenizer.json; convert it with transformers first.")
     if chat_template is not None:
         ours = chat_template == SIMPLE_TEMPLATE
         path = _SIMPLE if ours else Path(chat_template).expanduser()
@@ -64,20 +74,40 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
     return tokenizer
 
 
+def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
+    """A tokenizer of transformers, to be written elsewhere."""
+    bos, template = tokenizer.bos_token_id, tokenizer.chat_template
+    begins = bos is not None and tokenizer("a").input_ids[:1] == [bos]
+    template = template.get("default") if isinstance(template, dict) else template
+    whole = tokenizer.backend_tokenizer.to_str()
+    return TokenizerParts(whole, bos, tokenizer.eos_token_id, tokenizer.pad_token_id, begins, template)
+
+
 def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
     """The model with its weights: in fp32 to be trained whole, as they are stored under an adapter.
 
     A head for questions or gaps that it has not yet is drawn from `seed`. Raises ConfigError where it cannot be loaded,
     or weights are missing.
     """
-    name, options = _source(model)
+    name: str | None = None
+    loader: Any = _AUTO[head]
+    if (file := _gguf_file(model)) is None:
+        name, options = _source(model)
+    elif head == "causal":
+        config = _config_of(file)
+        loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic classes take no weights from memory
+        options = {"config": config, "state_dict": file.weights()}
+    else:
+        raise ConfigError(f"{model.name_or_path} holds a causal model, not {_WHAT[head]}.")
     dtype = torch.float32 if model.adapter == "none" else "auto"
-    with _one_sentence(f"{name} cannot be loaded as {_WHAT[head]}"), _seeded(seed, "head"):
-        loaded, info = _AUTO[head].from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
+    with _one_sentence(f"{model.name_or_path} cannot be loaded as {_WHAT[head]}"), _seeded(seed, "head"):
+        loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
     missing = sorted(key for key in info["missing_keys"] if head == "causal" or _is_inside(loaded, key))
     if missing or info["mismatched_keys"]:
         what = missing[0] if missing else str(sorted(info["mismatched_keys"])[0])
-        raise ConfigError(f"{name} is not whole: its weights do not fit its config.json, beginning with {what}.")
+        raise ConfigError(
+            f"{model.name_or_path} is not whole: its weights do not fit its config.json, beginning with {what}."
+        )
     return prepared_for_training(loaded, model)
 
 
@@ -163,6 +193,8 @@ def _is_inside(loaded: PreTrainedModel, name: str) -> bool:
 def weights_fingerprint(model: ModelConfig) -> str:
     """Names the weights that a run goes on from, to notice on resume that they changed."""
     folder = Path(str(model.name_or_path)).expanduser()
+    if folder.is_file():
+        return file_sha256(folder)[:16]
     if not folder.is_dir():
         return str(getattr(pretrained_config(model), "_commit_hash", None) or model.revision or "main")
     files = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
@@ -207,13 +239,39 @@ def save_pretrained(
     written_whole(folder, write)
 
 
+def _gguf_file(model: ModelConfig) -> GGUFFile | None:
+    name = str(model.name_or_path)
+    return open_gguf(Path(name).expanduser()) if is_gguf(name) else None
+
+
+def _config_of(file: GGUFFile) -> PreTrainedConfig:
+    _quieten()
+    config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
+    return config
+
+
+def _tokenizer_of(file: GGUFFile) -> Any:
+    parts = file.tokenizer
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Backend.from_str(parts.json),
+        bos_token=parts.token(parts.bos_id),
+        eos_token=parts.token(parts.eos_id),
+        pad_token=parts.token(parts.pad_id),
+        chat_template=parts.chat_template,
+    )
+
+
+def _quieten() -> None:
+    quiet_hub()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """(name, what from_pretrained is to be told). Raises ConfigError where a path does not exist."""
     name = str(model.name_or_path)
     path = Path(name).expanduser()
-    quiet_hub()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    _quieten()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise ConfigError(f"model.name_or_path {name} does not exist; give a folder, or a model's name on the hub.")
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):

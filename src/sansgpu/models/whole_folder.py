@@ -1,7 +1,8 @@
-"""Model folders that are there whole, or not at all."""
+"""Model folders and files that are there whole, or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from sansgpu.config import SansGPUError
+from sansgpu.machine.disk import sync_to_disk
 
 
 def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
@@ -23,3 +25,18 @@ def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise SansGPUError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def written_whole_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a new file, which takes `path`'s place when it is on the disk. Raises SansGPUError."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        sync_to_disk(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise SansGPUError(f"{path} cannot be written: {error.strerror or error}.") from None
+    finally:
+        with contextlib.suppress(OSError):  # nothing is left of it, or its folder is none
+            partial.unlink()

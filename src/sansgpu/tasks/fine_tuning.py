@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from sansgpu.config import Config, ConfigError, fold_seed
 from sansgpu.machine.compilation import expect_shapes
@@ -17,7 +18,7 @@ from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import pretrained_costs as costs
 from sansgpu.models.costs import Products, StepTraffic, StepWork
 from sansgpu.models.patches import blocks_of, use_our_kernels, use_our_layers
-from sansgpu.models.pretrained import Head, load_pretrained, made_up, save_pretrained, with_adapter
+from sansgpu.models.pretrained import Head, load_pretrained, made_up, merged, save_pretrained, with_adapter
 from sansgpu.models.unpadded import UnpaddedModel
 from sansgpu.tasks.ragged_corpus import P, RaggedCorpus
 from sansgpu.tasks.task import Sums
@@ -101,6 +102,10 @@ class FineTuning(ABC):
     def between_blocks(self, look: Callable[[], None]) -> None:
         """Call `look` before every block of a training pass."""
         self._look = look
+
+    def whole_model(self) -> PreTrainedModel:
+        """The model of transformers; an adapter becomes part of it for good."""
+        return self.model if self._adapted is None else merged(self._adapted)
 
     def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
         """Write a Hugging Face folder; an adapter is merged as asked for, or as the configuration says."""

@@ -1,0 +1,256 @@
+"""GGUF, the file format of llama.cpp (github.com/ggml-org/ggml/blob/master/docs/gguf.md): a model in one file.
+
+It holds what a Hugging Face folder does, under other names; both ways go by Hugging Face's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Encoding
+from gguf import Keys, LlamaFileType
+
+from sansgpu.config import ConfigError
+from sansgpu.models.gguf_settings import (
+    ACTIVATIONS,
+    KNOWN,
+    ROPE_FACTORS,
+    completed,
+    read_settings,
+    require_expressible,
+    rope_factors,
+    write_settings,
+    xielu_weights,
+)
+from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
+from sansgpu.models.layouts import TRANSPOSED, Weights, module_names
+from sansgpu.models.whole_folder import written_whole_file
+
+GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
+TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # of matrices; vectors are f32 always
+    "f32": (Encoding.F32, LlamaFileType.ALL_F32),
+    "f16": (Encoding.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (Encoding.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": (Encoding.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+_EMBEDDING, _HEAD, _POSITIONS = "token_embd.weight", "output.weight", "position_embd.weight"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a file says of itself."""
+
+    name: str
+    description: str
+    dataset: str
+    base_model: str | None = None
+
+
+def is_gguf(target: str) -> bool:
+    """Whether a model is given as a file, or by a name that ends as one's."""
+    path = Path(target).expanduser()
+    return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
+
+
+def starts_as_gguf(path: Path) -> bool:
+    """Whether a file's first bytes are those of the format."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def write_gguf(
+    path: Path, settings: Mapping[str, Any], weights: Weights, tokenizer: TokenizerParts, kind: GGUFType, about: About
+) -> list[str]:
+    """Write a model of config.json's `settings`; whole, or not at all. Returns the matrices that q8_0 could not hold.
+
+    Raises ConfigError where llama.cpp would not compute the same.
+    """
+    settings = completed(settings)
+    require_expressible(settings)
+    architecture = settings["model_type"]
+    tensors = _renamed(settings, weights)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    if architecture == "apertus" and _HEAD not in tensors:  # which llama.cpp wants there, tied or not
+        tensors[_HEAD] = tensors[_EMBEDDING]
+    if (factors := rope_factors(settings)) is not None:
+        tensors[ROPE_FACTORS] = factors
+    rows = tensors[_EMBEDDING].shape[0]
+    encodings = {name: _encoding(name, tensor, kind) for name, tensor in tensors.items()}
+
+    def write(partial: Path) -> None:
+        writer = gguf.GGUFWriter(partial, architecture)
+        try:
+            _describe(writer, about, kind, count)
+            write_settings(writer, settings, weights)
+            writer.add_vocab_size(rows)
+            write_tokenizer(writer, tokenizer, rows)
+            for name, tensor in tensors.items():
+                block, size = gguf.GGML_QUANT_SIZES[encodings[name]]
+                nbytes = tensor.numel() // block * size
+                writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, encodings[name])
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, tensor in tensors.items():  # one at a time: a copy of all need not fit
+                writer.write_tensor_data(_encoded(name, tensor, encodings[name]))
+        finally:
+            writer.close()
+
+    written_whole_file(path, write)
+    wanted = TYPES[kind][0]
+    return [n for n, encoding in encodings.items() if encoding not in (wanted, Encoding.F32)]
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The model in a file. Raises ConfigError where it is none, is torn, or is of an architecture not known here."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give a GGUF file.")
+    if not starts_as_gguf(path):
+        raise ConfigError(f"{path} is no GGUF file; give a run, a Hugging Face model, or a GGUF file.")
+    status = path.stat()
+    return _opened(path, status.st_mtime_ns, status.st_size)
+
+
+class GGUFFile:
+    """A model in a GGUF file, by Hugging Face's names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            reader = gguf.GGUFReader(path)
+            self._metadata = {name: field.contents() for name, field in reader.fields.items()}
+            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        except Exception:  # whatever an index or a shape that the file has no bytes for makes it raise
+            raise ConfigError(f"{path} is a GGUF file that is torn; copy or export it anew.") from None
+        self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
+        if self._architecture not in ACTIVATIONS:
+            raise ConfigError(f"{path} holds a model of architecture {self._architecture}; known are {KNOWN}.")
+        try:
+            self.settings = self._settings()
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise ConfigError(f"{path}: its metadata make no model ({error} is missing or odd).") from None
+
+    @property
+    def tokenizer(self) -> TokenizerParts:
+        """Its tokenizer. Raises ConfigError where it has none that can be read."""
+        try:
+            return read_tokenizer(self._metadata)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        except Exception as error:  # `tokenizers` raises bare Exception for merges that make no token
+            raise ConfigError(f"{self.path}: its tokens make no tokenizer ({error}).") from None
+
+    def weights(self) -> Weights:
+        """Weights in fp32, by Hugging Face's names. Raises ConfigError where one has no place, or cannot be read."""
+        names = {theirs: ours for ours, theirs in _names(self.settings).items()}
+        found: Weights = {}
+        for name, tensor in self._tensors.items():
+            if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
+                continue  # which the settings tell
+            module, _, kind = name.rpartition(".")
+            if module not in names:
+                raise ConfigError(f"{self.path}: the weight {name} has no place in {self._architecture}.")
+            try:
+                values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            except NotImplementedError:
+                what = tensor.tensor_type.name
+                raise ConfigError(f"{self.path}: {name} is of type {what}, which cannot be read.") from None
+            theirs = f"{names[module]}.{kind}"
+            found[theirs] = _from_file(theirs, torch.from_numpy(values), self.settings)
+        if self.settings.get("hidden_act") == "xielu":
+            found |= xielu_weights(self._metadata)
+        return found
+
+    def _settings(self) -> dict[str, Any]:
+        embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
+        tied = head is None or (self._architecture == "apertus" and np.array_equal(head.data, embedding.data))
+        known = read_settings(self._architecture, self._metadata)
+        return {**known, "vocab_size": int(embedding.shape[-1]), "tie_word_embeddings": tied}
+
+
+@lru_cache(maxsize=1)
+def _opened(path: Path, changed: int, size: int) -> GGUFFile:
+    """The file as it was last, for all who ask: gguf takes seconds over a vocabulary of a hundred thousand tokens."""
+    return GGUFFile(path)
+
+
+def _describe(writer: gguf.GGUFWriter, about: About, kind: GGUFType, parameters: int) -> None:
+    writer.add_type("model")
+    writer.add_name(about.name)
+    writer.add_description(about.description)
+    writer.add_size_label(gguf.size_label(parameters, parameters, 0, 0))
+    writer.add_dataset_count(1)
+    writer.add_dataset_name(0, about.dataset)
+    if about.base_model is not None:
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, about.base_model)
+    writer.add_file_type(TYPES[kind][1])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _names(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Modules by Hugging Face's names, and llama.cpp's of the same."""
+    architecture, layers = settings["model_type"], settings["n_layer" if "n_layer" in settings else "num_hidden_layers"]
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(arch, layers)
+    return {module: name for module in module_names(architecture, layers) if (name := table.get_name(module))}
+
+
+def _renamed(settings: Mapping[str, Any], weights: Weights) -> Weights:
+    names, tensors = _names(settings), {}
+    for theirs, tensor in weights.items():
+        module, _, kind = theirs.rpartition(".")
+        if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
+            continue
+        if module not in names:
+            raise ConfigError(f"the weight {theirs} has no place in llama.cpp's {settings['model_type']}.")
+        tensors[f"{names[module]}.{kind}"] = _to_file(theirs, tensor.detach(), settings)
+    return tensors
+
+
+def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """A weight as llama.cpp lays it out: (out, in), and Llama's rotary pairs beside each other."""
+    if settings["model_type"] == "gpt2":
+        return tensor.T if TRANSPOSED.search(name) else tensor
+    if (heads := _rotated_heads(name, settings)) is None:
+        return tensor
+    return tensor.reshape(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _from_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """The inverse."""
+    if (heads := _rotated_heads(name, settings)) is None:
+        return _to_file(name, tensor, settings).contiguous()
+    return tensor.reshape(heads, -1, 2, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
+    """Heads of a matrix whose rows llama.cpp rotates in pairs; None of any other."""
+    if settings["model_type"] != "llama":
+        return None
+    if name.endswith("q_proj.weight"):
+        return int(settings["num_attention_heads"])
+    return int(settings["num_key_value_heads"]) if name.endswith("k_proj.weight") else None
+
+
+def _encoding(name: str, tensor: torch.Tensor, kind: GGUFType) -> Encoding:
+    if tensor.ndim < 2 or name == _POSITIONS:  # which llama.cpp adds to others in f32
+        return Encoding.F32
+    wanted = TYPES[kind][0]
+    return wanted if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else Encoding.F16
+
+
+def _encoded(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:
+    values = tensor.float().cpu().contiguous().numpy()
+    if encoding == Encoding.F16 and not np.all(np.abs(values) <= np.finfo(np.float16).max):
+        raise ConfigError(f"{name} has values that f16 cannot hold; choose --type bf16.")
+    return np.asarray(gguf.quants.quantize(values, encoding))

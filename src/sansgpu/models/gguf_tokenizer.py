@@ -1,0 +1,177 @@
+"""Tokenizers in GGUF files: tokens and merges as llama.cpp reads them, and the tokenizer.json as it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import GGUFWriter, Keys, TokenType
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from sansgpu.config import ConfigError
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _GPT4.replace("{1,3}", "")
+_DIGIT = r"\p{N}"
+# How a text is split, and whether a piece that is a token is taken without merges: llama.cpp's name for both. Of the
+# names with GPT-4's split that of DBRX changes nothing else.
+_PRE = {
+    ((_GPT4,), False): "dbrx",
+    ((_GPT4,), True): "llama-bpe",
+    ((_QWEN2,), False): "qwen2",
+    ((_GPT2,), False): "gpt-2",
+    ((_DIGIT, _GPT2), False): "smollm",
+}
+_ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "▁"  # of SentencePiece; a token of llama.cpp's `llama` tokenizer has it for a space
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """A tokenizer.json, and what else is to be known of it; `begins`: a text begins with `bos_id`."""
+
+    json: str
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    begins: bool
+    chat_template: str | None = None
+
+    def token(self, index: int | None) -> str | None:
+        """The text of a token. Raises ConfigError where there is none."""
+        if index is None:
+            return None
+        raw = json.loads(self.json)
+        names = {i: name for name, i in raw["model"]["vocab"].items()}
+        names |= {token["id"]: token["content"] for token in raw["added_tokens"]}
+        if index not in names:
+            raise ConfigError(f"the tokenizer has no token {index}.")
+        return str(names[index])
+
+
+def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:
+    """Add a tokenizer for an embedding of so many rows. Raises ConfigError where llama.cpp cannot compute it."""
+    raw = json.loads(parts.json)
+    model, added = raw["model"], {token["id"]: token for token in raw["added_tokens"]}
+    if _is_of_characters(model, added, raw["normalizer"]):
+        kind, pre, space = "llama", "default", _SPACE
+    else:
+        kind, pre, space = "gpt2", _pre_tokenizer(raw), " "
+    names = {index: name.replace(" ", space) for name, index in model["vocab"].items()}
+    names |= {index: token["content"] for index, token in added.items()}
+
+    def type_of(index: int) -> TokenType:
+        if index in added:
+            return TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
+        if index not in names:
+            return TokenType.UNUSED
+        return TokenType.BYTE if kind == "llama" and _BYTE.fullmatch(names[index]) else TokenType.NORMAL
+
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([names.get(index, f"[PAD{index}]") for index in range(rows)])
+    writer.add_token_types([type_of(index) for index in range(rows)])
+    if kind == "llama":
+        writer.add_token_scores([0.0] * rows)
+        writer.add_add_space_prefix(False)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
+    if parts.bos_id is not None:
+        writer.add_bos_token_id(parts.bos_id)
+    if parts.eos_id is not None:
+        writer.add_eos_token_id(parts.eos_id)
+    if parts.pad_id is not None:
+        writer.add_pad_token_id(parts.pad_id)
+    writer.add_add_bos_token(parts.begins)
+    if parts.chat_template is not None:
+        writer.add_chat_template(parts.chat_template)
+    writer.add_string(Keys.Tokenizer.HF_JSON, parts.json)
+
+
+def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
+    """The inverse. Raises ConfigError where the file has no tokenizer that is known."""
+    bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
+    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) == "llama-bpe"))
+    whole = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuilt(metadata, bos if begins else None)
+    return TokenizerParts(whole, bos, eos, pad, begins, metadata.get(Keys.Tokenizer.CHAT_TEMPLATE))
+
+
+def _rebuilt(metadata: Mapping[str, Any], bos: int | None) -> str:
+    """The tokenizer.json of a file that others made, from tokens and merges; texts begin with `bos`."""
+    pre = metadata.get(Keys.Tokenizer.PRE)
+    found = next((key for key, name in _PRE.items() if name == pre), None)
+    if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or found is None:
+        raise ConfigError(f"it has no tokenizer.json, and a tokenizer that is not known here ({pre}).")
+    patterns, ignore_merges = found
+    names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([*steps, as_bytes]), decoders.ByteLevel()
+    added = {kind: [n for n, t in zip(names, types, strict=True) if t == kind] for kind in _ADDED}
+    backend.add_special_tokens(added[TokenType.CONTROL])
+    backend.add_tokens([AddedToken(name, normalized=False) for name in added[TokenType.USER_DEFINED]])
+    if bos is not None:
+        first = names[bos]
+        backend.post_processor = processors.TemplateProcessing(f"{first} $A", None, [(first, bos)])
+    return str(backend.to_str())
+
+
+def _is_of_characters(model: Mapping[str, Any], added: Mapping[int, Any], normalizer: Any) -> bool:
+    """Whether each character is a token, or else its bytes are: SentencePiece without merges computes that."""
+    plain = [name for name, index in model["vocab"].items() if index not in added]
+    return (
+        model["type"] == "BPE"
+        and not model["merges"]
+        and bool(model.get("byte_fallback"))
+        and normalizer is None
+        and all(len(name) == 1 or _BYTE.fullmatch(name) for name in plain)
+        and _SPACE not in plain
+    )
+
+
+def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
+    model, split = raw["model"], _split(raw["pre_tokenizer"])
+    if model["type"] == "BPE" and split is not None and model["merges"] and _normalizes_little(raw["normalizer"]):
+        affixed = any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
+        name = _PRE.get((split, bool(model.get("ignore_merges"))))
+        if name is not None and not affixed:
+            return name
+    raise ConfigError(
+        "llama.cpp has no tokenizer that splits a text as this one does; --format gguf takes byte-level BPE as GPT-2, "
+        "GPT-4, Llama 3, Qwen and sansgpu split, and characters."
+    )
+
+
+def _normalizes_little(normalizer: Any) -> bool:
+    """Whether it is none, or NFC: most text is that already, and llama.cpp leaves it out for Qwen too."""
+    return normalizer is None or normalizer["type"] == "NFC"
+
+
+def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
+    """The regular expressions that cut a text, if it ends as bytes; None where it is cut otherwise."""
+    if pre_tokenizer is None:
+        return None
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    found = []
+    for step in steps:
+        match step:
+            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+                found.append(pattern)
+            case {"type": "Digits", "individual_digits": True}:
+                found.append(_DIGIT)
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
+                found += [_GPT2] if use_regex else []
+            case _:
+                return None
+    return tuple(found) if steps and steps[-1]["type"] == "ByteLevel" else None

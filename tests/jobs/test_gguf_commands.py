@@ -1,0 +1,157 @@
+"""`sansgpu export --format gguf`, and generate, eval and chat with its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+
+from sansgpu.cli import run as cli
+from sansgpu.train.checkpoint import snapshots
+from tests.processes import settings, write_corpus
+from tests.tasks.folders import chat_rows, model_folder
+
+Captured = pytest.CaptureFixture[str]
+ADAPTED = {
+    "task": "sft", "data.max_length": 96, "training.batch_size": 2, "training.max_steps": 2, "training.warmup_steps": 1,
+    "training.gradient_accumulation_steps": 1, "training.learning_rate": 0.01, "training.precision": "fp32",
+    "training.compile": "off", "training.report_to": "none", "training.threads": 1, "model.adapter": "lora",
+    "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    write_corpus(folder / "corpus.jsonl", documents=120)
+    chat_rows(folder / "chat.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        plain = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=8)
+        relu = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=1, model__activation="relu")
+        tuned = {**ADAPTED, "data.dataset_name": folder / "chat.jsonl"}
+        for name, chosen in {
+            "plain": plain,
+            "relu": relu,
+            "qwen": [*pairs(tuned), "--set", f"model.name_or_path={model_folder('qwen2')}"],
+            "gemma": [*pairs(tuned), "--set", f"model.name_or_path={model_folder('gemma')}"],
+        }.items():
+            assert cli(["train", *chosen, "--output-dir", str(folder / name)]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+
+
+def pairs(values: dict[str, object]) -> list[str]:
+    return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+
+
+def said(capsys: Captured, *arguments: object) -> str:
+    """What a command that works prints on stdout."""
+    capsys.readouterr()
+    assert cli([str(a) for a in arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: Captured, *arguments: object) -> str:
+    """The one line of a command that does not."""
+    capsys.readouterr()
+    assert cli([str(a) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == ""
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+def test_a_run_and_its_file_write_and_measure_the_same(home: Path, capsys: Captured, tmp_path: Path) -> None:
+    file = said(capsys, "export", home / "plain", "--format", "gguf", "--type", "f32").strip()
+    assert file == str(home / "plain/plain-f32.gguf")
+    writing = ("--prompt", "the model", "--max-new-tokens", 40, "--seed", 3)
+    assert said(capsys, "generate", file, *writing) == said(capsys, "generate", home / "plain", *writing)
+    measuring = ("--data", home / "corpus.jsonl", "--window", 32, "--json")
+    of_run, of_file = (json.loads(said(capsys, "eval", target, *measuring)) for target in (home / "plain", file))
+    assert of_file["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
+    assert of_file["bits_per_byte"] == pytest.approx(of_run["bits_per_byte"], rel=1e-6)
+    assert of_file["step"] is None
+    small = said(capsys, "export", home / "plain", "--format", "gguf", "--output", tmp_path / "small.gguf").strip()
+    assert Path(small).stat().st_size < Path(file).stat().st_size
+    by_default = {tensor.tensor_type.name for tensor in gguf.GGUFReader(small).tensors}
+    assert by_default == {"F16", "F32"}
+
+
+def test_any_snapshot_is_exported_and_takes_the_place_of_a_file_before(home: Path, capsys: Captured) -> None:
+    contents = []
+    for snapshot in snapshots(home / "plain/snapshots"):
+        chosen = ("--snapshot", snapshot.step, "--output", home / "any.gguf")
+        contents.append(Path(said(capsys, "export", home / "plain", "--format", "gguf", *chosen).strip()).read_bytes())
+        text = gguf.GGUFReader(home / "any.gguf").fields["general.description"].contents()
+        assert text.startswith(f"Step {snapshot.step} of a run of task pretrain")
+    assert len({*contents}) == len(contents) > 1
+    assert said(capsys, "export", home / "plain", "--format", "gguf", "--output", home / "any.gguf")
+    assert (home / "any.gguf").read_bytes() == contents[-1], "the same run makes the same file"
+
+
+def test_a_fine_tuned_models_file_talks_as_the_run_does(home: Path, capsys: Captured) -> None:
+    file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "f32").strip()
+    talking = ("--prompt", "red house", "--max-new-tokens", 12, "--temperature", 0)
+    answer = said(capsys, "chat", file, *talking)
+    assert answer == said(capsys, "chat", home / "qwen", *talking)
+    assert answer != said(capsys, "chat", model_folder("qwen2"), *talking), "what was learned is in it"
+    assert said(capsys, "generate", file, *talking) == said(capsys, "generate", home / "qwen", *talking)
+    loss = json.loads(said(capsys, "eval", file, "--data", home / "corpus.jsonl", "--json"))["loss"]
+    final = json.loads(said(capsys, "eval", home / "qwen/final", "--data", home / "corpus.jsonl", "--json"))["loss"]
+    assert loss == pytest.approx(final, rel=1e-5)
+    text = gguf.GGUFReader(file).fields
+    assert text["general.base_model.0.name"].contents() == model_folder("qwen2").name
+    assert str(home) not in "".join(str(f.contents()) for n, f in text.items() if n.startswith("general."))
+
+
+def test_a_file_is_gone_on_from(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "q8_0").strip()
+    chosen = {**ADAPTED, "data.dataset_name": home / "chat.jsonl", "model.name_or_path": file}
+    assert cli(["train", *pairs(chosen), "--output-dir", str(tmp_path / "run")]) == 0
+    said(capsys, "chat", tmp_path / "run/final", "--prompt", "red", "--max-new-tokens", 2)
+
+
+def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("keep me")
+    plain, as_gguf = home / "plain", ("--format", "gguf")
+    for task in ("qa", "graph"):
+        (tmp_path / task).mkdir()
+        given = f"task: {task}\nmodel: {{name_or_path: base}}\ndata: {{dataset_name: rows.jsonl}}\n"
+        (tmp_path / task / "config.yaml").write_text(given)
+    for arguments, sentence in [
+        ((plain, "--type", "f16"), "--type is for --format gguf"),
+        ((plain, *as_gguf, "--type", "q4_k"), "--type is q4_k, but known are f32, f16, bf16, q8_0"),
+        ((home / "qwen", *as_gguf, "--merge"), "--merge and --no-merge are for --format hf"),
+        ((plain, "--format", "onnx"), "only hf and gguf are known"),
+        ((plain, *as_gguf, "--output", tmp_path / "notes.txt"), "exists and is no GGUF file"),
+        ((plain, *as_gguf, "--output", tmp_path), "exists and is no GGUF file"),
+        ((plain, *as_gguf, "--snapshot", "9999"), "9999"),
+        ((plain / "final", *as_gguf), "is no run"),
+        ((home / "relu", *as_gguf), "this model has relu; use --format hf"),
+        ((home / "gemma", *as_gguf), "is of architecture gemma"),
+        ((tmp_path / "qa", *as_gguf), "is of task qa; --format gguf takes decoders"),
+        ((tmp_path / "graph", *as_gguf), "is of task graph; --format gguf takes decoders"),
+    ]:
+        assert sentence in refused(capsys, "export", *arguments)
+    assert (tmp_path / "notes.txt").read_text() == "keep me"
+
+
+def test_a_file_that_is_no_model_is_refused_by_every_command(home: Path, capsys: Captured, tmp_path: Path) -> None:
+    file = Path(said(capsys, "export", home / "plain", "--format", "gguf").strip())
+    (tmp_path / "torn.gguf").write_bytes(file.read_bytes()[:-5000])
+    (tmp_path / "notes.txt").write_text("no model")
+    for name, sentence in [("torn.gguf", "is torn"), ("notes.txt", "is no GGUF"), ("none.gguf", "does not exist")]:
+        target = tmp_path / name
+        assert sentence in refused(capsys, "generate", target, "--prompt", "a")
+        assert sentence in refused(capsys, "chat", target, "--prompt", "a")
+        assert sentence in refused(capsys, "eval", target, "--data", home / "corpus.jsonl")
+    assert "no chat template" in refused(capsys, "chat", file, "--prompt", "a")
+    assert "name the text with --data" in refused(capsys, "eval", file)
