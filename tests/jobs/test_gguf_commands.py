@@ -155,3 +155,5 @@ def test_a_file_that_is_no_model_is_refused_by_every_command(home: Path, capsys:
         assert sentence in refused(capsys, "eval", target, "--data", home / "corpus.jsonl")
     assert "no chat template" in refused(capsys, "chat", file, "--prompt", "a")
     assert "name the text with --data" in refused(capsys, "eval", file)
+    for target in (file, home / "plain/final"):
+        assert "has no snapshots" in refused(capsys, "generate", target, "--snapshot", "best")

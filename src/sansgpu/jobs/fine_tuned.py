@@ -11,7 +11,7 @@ import torch
 
 from sansgpu.config import Config, ConfigError
 from sansgpu.jobs.kernels import load_kernels
-from sansgpu.jobs.loading import run_snapshot
+from sansgpu.jobs.loading import require_latest, run_snapshot
 from sansgpu.machine.probe import cache_dir, has_native_bf16, resolve_device, resolve_threads
 from sansgpu.models.pretrained import Head, load_tokenizer_of
 from sansgpu.tasks.fine_tuning import FineTuning
@@ -47,6 +47,7 @@ def load_fine_tuned(target: str, head: Head, snapshot_name: str, warn: Callable[
         if HEADS.get(config.kind) != head:
             raise ConfigError(f"{target} is a run of task {config.task}; this takes one of task {_TASKS[head]}.")
     else:
+        require_latest(target, snapshot_name)
         given = {"task": _TASKS[head], "model": {"name_or_path": target}, "data": {"dataset_name": "-"}}
         config = Config.model_validate(given)
     torch.set_num_threads(resolve_threads(config.training))

@@ -14,7 +14,7 @@ from sansgpu.config import GRAPH, Config, ConfigError, problems
 from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.jobs.kernels import load_kernels
-from sansgpu.jobs.loading import run_snapshot
+from sansgpu.jobs.loading import require_latest, run_snapshot
 from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import is_graph_folder, load_graph_folder
@@ -76,6 +76,7 @@ def load_graph(target: str, snapshot_name: str, warn: Callable[[str], None]) -> 
         _load_whole(model, snapshot)
         codec, precision = GraphCodec.load(open_run(folder)[1].tokenizer), snapshot.state()["environment"]["precision"]
     else:
+        require_latest(target, snapshot_name)
         (model, learned), codec = load_graph_folder(folder), GraphCodec.load(folder)
         config = _config_of(model, learned, folder)
     torch.set_num_threads(resolve_threads(config.training))

@@ -64,6 +64,12 @@ def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[
     return config, snapshot
 
 
+def require_latest(target: str, name: str) -> None:
+    """Raises ConfigError where a snapshot is asked for of what has none."""
+    if name != "latest":
+        raise ConfigError(f"{target} is no run and has no snapshots; leave --snapshot out.")
+
+
 def is_fine_tuning(target: str) -> bool:
     """Whether this is the folder of a fine-tuning run."""
     folder = Path(target).expanduser()
@@ -98,13 +104,14 @@ def is_ours(target: str) -> bool:
 def load_model(target: str, snapshot_name: str, warn: Callable[[str], None]) -> LoadedModel:
     """The model of a run, a Hugging Face folder, a GGUF file or a name on the hub, in fp32 and evaluation mode."""
     folder = Path(target).expanduser()
-    if is_gguf(target):
-        return _load_gguf(folder)
     if (folder / "config.yaml").is_file():
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
         model: nn.Module = TransformerLM(config.model, seed=None)
         model.load_state_dict(snapshot.weights(), assign=True)
         return LoadedModel(model.eval(), load_tokenizer(open_run(folder)[1].tokenizer), config, snapshot)
+    require_latest(target, snapshot_name)
+    if is_gguf(target):
+        return _load_gguf(folder)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
