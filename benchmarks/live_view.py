@@ -9,6 +9,8 @@ pseudo-terminal that somebody reads.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import pty
 import tempfile
@@ -20,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.contest import describe_machine
 from sansgpu.config import load_config
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.watch.callbacks import Callback, Callbacks
@@ -64,10 +67,12 @@ class Clock(Callback):
 
 def main() -> None:
     """Measure, and print the ratio of the blocks' medians, each with the one behind it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="by default the built-in configuration")
     parser.add_argument("--blocks", type=int, default=30)
     parser.add_argument("--columns", type=int, default=160)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
+    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     main_end, other_end = pty.openpty()
     threading.Thread(target=_read, args=(main_end,), daemon=True).start()
@@ -75,7 +80,7 @@ def main() -> None:
         console = Console(file=terminal, width=asked.columns, height=asked.columns // 4, force_terminal=True)
         overrides = ("training.logging_steps=1", "training.max_steps=100000", "training.eval_steps=0",
                      "training.save_steps=0", "training.report_to=none")  # fmt: skip
-        config = load_config(asked.config, overrides)[0]
+        config = load_config(asked.config, (*overrides, *asked.set))[0]
         request = TrainRequest(config=config, output_dir=Path(folder) / "run")
         view = Switched(console, request.controls, request.monitor.latest)
         clock = Clock(view, asked.blocks)
@@ -83,22 +88,34 @@ def main() -> None:
         began = time.monotonic()
         train(request, [quiet, view, Callbacks(clock, request.controls)], quiet)
         view.close()
-    _tell(clock.medians, view.frames, time.monotonic() - began)
+    result = _result(clock.medians, view.frames, time.monotonic() - began)
+    print(f"step without the view {result['without_seconds']:.4f} s, with it {result['with_seconds']:.4f} s")
+    low, high = result["middle_half"]
+    print(f"{result['pairs']} pairs of blocks: speed with over without, median {result['ratio']:.4f}, middle half "
+          f"{low:.4f} to {high:.4f}; {result['pictures']} pictures in {result['seconds']:.0f} s")  # fmt: skip
+    if asked.json:
+        asked.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _read(end: int) -> None:
-    while os.read(end, 65536):
-        pass
+    with contextlib.suppress(OSError):  # the other end is closed
+        while os.read(end, 65536):
+            pass
 
 
-def _tell(medians: dict[bool, list[float]], frames: int, seconds: float) -> None:
+def _result(medians: dict[bool, list[float]], frames: int, seconds: float) -> dict[str, Any]:
     pairs = list(zip(medians[False], medians[True], strict=False))
     ratios = sorted(without / with_ for without, with_ in pairs)
-    results: dict[str, Any] = {"without": median(medians[False]), "with": median(medians[True])}
-    print(f"step without the view {results['without']:.4f} s, with it {results['with']:.4f} s")
-    print(f"{len(ratios)} pairs of blocks: speed with over without, median {median(ratios):.4f}, "
-          f"middle half {ratios[len(ratios) // 4]:.4f} to {ratios[-1 - len(ratios) // 4]:.4f}; "
-          f"{frames} pictures in {seconds:.0f} s")  # fmt: skip
+    return {
+        "without_seconds": median(medians[False]),
+        "with_seconds": median(medians[True]),
+        "pairs": len(ratios),
+        "ratio": median(ratios),
+        "middle_half": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        "pictures": frames,
+        "seconds": seconds,
+        "machine": describe_machine(),
+    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.hosts import refused
 from benchmarks.tiny_model import make_folder
 
-from tests.processes import environment, write_corpus
+from tests.processes import environment, settings, write_corpus
 from tests.tasks.folders import chat_rows, squad
 from tests.tasks.graphs import rows, write_rows
 
@@ -148,3 +148,14 @@ def test_every_part_of_the_method_is_left_out_in_turn(tmp_path: Path) -> None:
     ]
     assert len(found) == 8
     assert all(0 <= row["mlm_acc"] <= 1 for row in found)
+
+
+def test_the_live_view_is_switched_on_and_off_in_one_run(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    small = {"data__dataset_name": corpus, "training__logging_steps": 1, "training__eval_steps": 0}
+    results = benchmark(
+        "live_view", "--blocks", "6", *settings(**small), cache=tmp_path / "cache", result=tmp_path / "live.json"
+    )
+    assert results["pairs"] == 3
+    assert results["pictures"] > 0
+    assert results["ratio"] > 0

@@ -205,14 +205,24 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert shown["run"]["memory_bytes"]["total"] > 0
 
 
-def test_tensorboard_holds_the_same_losses(home: Path, tmp_path: Path) -> None:
-    events = train(home, tmp_path / "r", "--max-steps", "6", training__report_to="tensorboard")
+def test_tensorboard_holds_the_same_numbers(home: Path, tmp_path: Path) -> None:
+    often = {"training__logging_steps": 20, "training__eval_steps": 30, "training__save_steps": 0}
+    events = train(home, tmp_path / "r", "--max-steps", "80", training__report_to="tensorboard", **often)
     board = EventAccumulator(str(tmp_path / "r/tensorboard"))
     board.Reload()
-    for tag, kind in (("train/loss", "step"), ("validation/bits_per_byte", "eval")):
+    for tag, kind, part in (
+        ("train/loss", "step", None),
+        ("validation/bits_per_byte", "eval", None),
+        ("phase_seconds/backward", "step", "phase_seconds"),
+        ("system/memory_available_bytes", "step", "system"),
+    ):
         key = tag.split("/")[1]
-        written = [(scalar.step, scalar.value) for scalar in board.Scalars(tag)]
-        assert written == [(e["step"], pytest.approx(e[key], rel=1e-6)) for e in of(events, kind)]
+        told = [(event["step"], event[part] if part else event) for event in of(events, kind)]
+        wanted = [(step, pytest.approx(values[key], rel=1e-6)) for step, values in told if values]
+        assert wanted, "a second has passed, so the machine was looked at"
+        assert [(scalar.step, scalar.value) for scalar in board.Scalars(tag)] == wanted
+    for event in of(events, "step"):
+        assert sum(event["phase_seconds"].values()) == pytest.approx(event["step_seconds"], rel=0.2)
 
 
 def test_no_board_is_written_where_none_is_wanted(home: Path, tmp_path: Path) -> None:
