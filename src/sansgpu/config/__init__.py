@@ -2,7 +2,15 @@
 
 from sansgpu.config.by_task import FINE_TUNING, GRAPH, MASKED, PRETRAIN, PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, RAGGED
 from sansgpu.config.errors import ConfigError, SansGPUError
-from sansgpu.config.load import PRESETS, acting_values, change_config, load_config, problems, save_config
+from sansgpu.config.load import (
+    PRESETS,
+    acting_values,
+    change_config,
+    default_values,
+    load_config,
+    problems,
+    save_config,
+)
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig
@@ -27,6 +35,7 @@ __all__ = [
     "TrainingConfig",
     "acting_values",
     "change_config",
+    "default_values",
     "fold_seed",
     "load_config",
     "problems",
