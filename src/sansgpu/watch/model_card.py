@@ -194,7 +194,7 @@ def _facts(card: _Model) -> dict[str, str]:
 def _usage(model: _Model) -> tuple[str, str]:
     """Code that loads it (none for our own layout), and a command of ours."""
     if model.ours:
-        return "", "sansgpu eval MODEL"
+        return "", _COMMANDS[model.kind]
     end = {"qa": "QuestionAnswering", MASKED: "MaskedLM", GRAPH: "MaskedLM"}.get(model.kind, "CausalLM")
     name = ("AutoPeftModelFor" if model.adapter else "AutoModelFor") + end
     apart = [f"from peft import {name}", "from transformers import AutoTokenizer"]

@@ -11,6 +11,8 @@ from sansgpu.watch.plots import PALETTE, Plot
 
 DASHES = ("-", "--", ":", "-.")
 WIDTH, HEIGHT, DPI = 3.5, 2.5, 300  # inches of a column of a paper, and dots per inch of a png
+ROW, NAMES = 0.3, 0.15  # inches of a row of bars, and of a line of names below a plot
+MOST_INSIDE = 3  # names, or they hide what is drawn
 _STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.labelsize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
@@ -29,9 +31,8 @@ def write_plots(plots: Sequence[Plot], folder: Path, form: str) -> list[Path]:
     written = []
     for plot in plots:
         with matplotlib.rc_context(_STYLE):
-            rows = len({name for series in plot.series for name in series.y}) if plot.kind == "rows" else 0
-            drawn = Figure((WIDTH, 1.5 + 0.3 * rows if rows else HEIGHT), layout="constrained")
-            _draw(plot, drawn.subplots())
+            drawn = Figure((WIDTH, HEIGHT), layout="constrained")
+            _draw(plot, drawn, drawn.subplots())
             path = folder / f"{plot.name}.{form}"
             partial = path.with_name(path.name + ".partial")
             drawn.savefig(partial, format=form, dpi=DPI, metadata={"Date": None} if form == "svg" else None)
@@ -40,7 +41,7 @@ def write_plots(plots: Sequence[Plot], folder: Path, form: str) -> list[Path]:
     return written
 
 
-def _draw(plot: Plot, axes: Any) -> None:
+def _draw(plot: Plot, drawn: Any, axes: Any) -> None:
     if plot.kind == "lines":
         _lines(plot, axes)
     elif plot.kind == "bars":
@@ -52,9 +53,14 @@ def _draw(plot: Plot, axes: Any) -> None:
     axes.set_ylabel(plot.y)
     handles, names = axes.get_legend_handles_labels()
     named = {name: handle for handle, name in zip(handles, names, strict=True) if name}
-    if len(named) > 1:
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.28), "ncols": 3} if plot.kind == "rows" else {}
-        axes.legend(named.values(), named.keys(), frameon=False, **below)
+    if plot.kind == "rows":
+        drawn.set_figheight(0.9 + ROW * len(axes.get_yticks()))
+    if len(named) > MOST_INSIDE or (len(named) > 1 and plot.kind != "lines"):
+        columns = 3 if plot.kind == "rows" else 2
+        drawn.legend(named.values(), named.keys(), frameon=False, loc="outside lower center", ncols=columns)
+        drawn.set_figheight(drawn.get_figheight() + NAMES * -(-len(named) // columns))
+    elif len(named) > 1:
+        axes.legend(named.values(), named.keys(), frameon=False)
 
 
 def _lines(plot: Plot, axes: Any) -> None:

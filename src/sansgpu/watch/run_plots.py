@@ -67,7 +67,7 @@ class Drawing:
             self._plot("learning_rate", "Learning rate", "learning rate", [("", "step", steps("lr"))]),
             self._plot("gradient_norm", "Gradient norm, before clipping", "norm", [("", "step", steps("grad_norm"))]),
         ]
-        return [*_drawn(found), *_drawn(self._metrics())]
+        return [*_drawn(found), *(plot for plot in _drawn(self._metrics()) if _changes(plot))]
 
     def _metrics(self) -> Iterator[Plot]:
         """The objective's own, in training where it is told there, and of the validation part."""
@@ -229,6 +229,11 @@ def _drawn(plots: Sequence[Plot] | Iterator[Plot]) -> list[Plot]:
         if plot.series and not dull:
             shown.append(plot)
     return shown
+
+
+def _changes(plot: Plot) -> bool:
+    """Whether it says more than the table of evaluations does."""
+    return any(len(set(series.y)) > 1 or len(series.y) == 1 for series in plot.series)
 
 
 def _finite(value: float | None) -> float | None:

@@ -52,18 +52,14 @@ def run_plots(records: Sequence[Record]) -> list[tuple[str, list[Plot]]]:
 def run_report(records: Sequence[Record], held: Sequence[bool]) -> str:
     """The page. `held` says of each run whether a process trains it now."""
     runs = named_apart(records)
-    found = [
-        {**dict(told(numbers(record, now))), "ran on": ran_on(record)}
-        for record, now in zip(records, held, strict=True)
-    ]
+    found = [dict(told(numbers(record, now))) for record, now in zip(records, held, strict=True)]
+    if len(runs) == 1:
+        found[0] |= {"ran on": ran_on(records[0])} | ({"begun": begun} if (begun := _begun(records[0])) else {})
     sections = _sections(drawing := Drawing(runs))
     return page(
         "report.html",
         [plot for _, plots in sections for plot in plots],
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared",
-        subtitle=f"begun {begun.replace('T', ' ')}"
-        if len(runs) == 1 and (begun := records[0].start.get("time"))
-        else "",
         runs=runs,
         axes=drawing.axes,
         tiles={name: found[0][name] for name in _TILES if name in found[0]} if len(runs) == 1 else {},
@@ -167,9 +163,13 @@ def _machine(run: Told) -> dict[str, str]:
         known["memory_bytes"] = gigabytes(size)
     if rate := run.record.start.get("gemm_flops_per_second"):
         known["best rate of products"] = f"{rate / 1e9:,.0f} GFLOP/s"
-    if run.record.start.get("time"):
-        known["begun"] = run.record.start["time"]
+    if begun := _begun(run.record):
+        known["begun"] = begun
     return {key.replace("packages.", "").replace("_bytes", "").replace("_", " "): str(v) for key, v in known.items()}
+
+
+def _begun(record: Record) -> str:
+    return str(record.start.get("time") or "").replace("T", " ").replace("+00:00", " UTC")
 
 
 def _beside(found: Sequence[Mapping[str, str]]) -> Rows:

@@ -1,69 +1,80 @@
 "use strict";
 const root = document.documentElement;
 const coarse = matchMedia("(pointer: coarse)").matches;  // a finger that moves over a plot scrolls the page
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const buttons = ["lasso2d", "select2d", "autoScale2d", "zoomIn2d", "zoomOut2d", "toImage"];
+const options = { responsive: true, displaylogo: false, modeBarButtonsToRemove: buttons, displayModeBar: coarse ? false : "hover" };
 const figures = [...document.querySelectorAll("figure")].map((figure) => ({
   box: figure.querySelector(".plot"),
   plot: JSON.parse(figure.querySelector("script").textContent),
 }));
+const drawn = () => figures.filter(({ box }) => box.data);
 
-// The page's own colours, as they are now.
-function scheme() {
+// A layout in the page's own colours, as they are now.
+function coloured(layout) {
   const probe = document.createElement("i");
   root.append(probe);
-  const colour = (name) => {
+  const [ink, soft, line, card] = ["--ink", "--soft", "--line", "--card"].map((name) => {
     probe.style.color = `var(${name})`;
     return getComputedStyle(probe).color;
-  };
-  const [ink, soft, line, card] = ["--ink", "--soft", "--line", "--card"].map(colour);
+  });
   probe.remove();
-  const axes = {};
-  for (const axis of ["xaxis", "yaxis"]) {
-    axes[`${axis}.gridcolor`] = axes[`${axis}.linecolor`] = line;
-    axes[`${axis}.tickfont.color`] = axes[`${axis}.title.font.color`] = soft;
-  }
+  const clear = "rgba(0,0,0,0)";
+  const axis = (given) => ({
+    ...given, gridcolor: line, linecolor: line, tickfont: { color: soft },
+    title: { ...given.title, font: { color: soft, size: 12 } },
+  });
   return {
-    ...axes, "font.color": ink, "font.family": "system-ui, sans-serif", "font.size": 12, "legend.font.color": ink,
-    "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "modebar.bgcolor": "rgba(0,0,0,0)",
-    "modebar.color": soft, "modebar.activecolor": ink,
-    "hoverlabel.bgcolor": card, "hoverlabel.bordercolor": line, "hoverlabel.font.color": ink,
+    ...layout, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis), paper_bgcolor: clear, plot_bgcolor: clear,
+    font: { color: ink, family: "system-ui, sans-serif", size: 12 },
+    modebar: { bgcolor: clear, color: soft, activecolor: ink },
+    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
   };
 }
 
 function paint() {
-  const colours = scheme();
-  figures.forEach(({ box }) => Plotly.relayout(box, colours));
+  for (const { box } of drawn()) Plotly.react(box, box.data, coloured(box.layout));
 }
-
-const buttons = ["lasso2d", "select2d", "autoScale2d", "zoomIn2d", "zoomOut2d", "toImage"];
-const options = { responsive: true, displaylogo: false, modeBarButtonsToRemove: buttons, displayModeBar: coarse ? false : "hover" };
-figures.forEach(({ box, plot }) => Plotly.newPlot(box, plot.data, { ...plot.layout, dragmode: coarse ? false : "zoom" }, options));
-if (figures.length) paint();
-
-const dark = matchMedia("(prefers-color-scheme: dark)");
-dark.addEventListener("change", () => { if (figures.length) paint(); });
+dark.addEventListener("change", paint);
 document.getElementById("scheme").addEventListener("click", () => {
   const now = root.dataset.scheme ?? (dark.matches ? "dark" : "light");
   root.dataset.scheme = now === "dark" ? "light" : "dark";
-  if (figures.length) paint();
+  paint();
 });
 
 // A run's checkbox shows and hides it in every plot; a role's name stays in the legend while any run has it.
-function showRuns() {
+function showRuns({ box }) {
   const shown = new Set([...document.querySelectorAll("input[name=run]:checked")].map((input) => Number(input.value)));
-  for (const { box } of figures) {
-    const visible = box.data.map((trace) => shown.has(trace.meta.run));
-    const named = new Set();
-    const legend = box.data.map((trace, place) => visible[place] && !named.has(trace.legendgroup) && !!named.add(trace.legendgroup));
-    Plotly.restyle(box, { visible, showlegend: legend });
-  }
+  const visible = box.data.map((trace) => shown.has(trace.meta.run));
+  const named = new Set();
+  const showlegend = box.data.map(
+    ({ legendgroup }, place) => visible[place] && !named.has(legendgroup) && !!named.add(legendgroup),
+  );
+  Plotly.restyle(box, { visible, showlegend });
 }
-document.querySelectorAll("input[name=run]").forEach((input) => input.addEventListener("change", showRuns));
 
-document.querySelectorAll("input[name=axis]").forEach((input) => input.addEventListener("change", () => {
-  for (const { box } of figures) {
-    const places = box.data.flatMap((trace, place) => (trace.meta.along ? [place] : []));
-    if (!places.length) continue;
-    const x = places.map((place) => box.data[place].meta.along[input.value] ?? []);
-    Plotly.update(box, { x }, { "xaxis.title.text": input.value, "xaxis.autorange": true }, places);
+function layAlong({ box }) {
+  const axis = document.querySelector("input[name=axis]:checked").value;
+  const places = box.data.flatMap((trace, place) => (trace.meta.along ? [place] : []));
+  if (!places.length) return;
+  const x = places.map((place) => box.data[place].meta.along[axis] ?? []);
+  Plotly.update(box, { x }, { "xaxis.title.text": axis, "xaxis.autorange": true }, places);
+}
+
+function heed(name, act) {
+  const inputs = [...document.querySelectorAll(`input[name=${name}]`)];
+  inputs.forEach((input) => input.addEventListener("change", () => drawn().forEach(act)));
+  return (figure) => { if (inputs.some((input) => input.checked !== input.defaultChecked)) act(figure); };
+}
+const heeded = [heed("run", showRuns), heed("axis", layAlong)];
+
+// One after the other, so that the page can be read meanwhile.
+(async () => {
+  for (const figure of figures) {
+    const { box, plot } = figure;
+    await Plotly.newPlot(box, plot.data, { ...coloured(plot.layout), dragmode: coarse ? false : "zoom" }, options);
+    heeded.forEach((heeding) => heeding(figure));
+    await new Promise((resume) => setTimeout(resume));
   }
-}));
+  root.dataset.drawn = "all";
+})();
