@@ -13,6 +13,7 @@ from markupsafe import Markup, escape
 from sansgpu.watch.plots import PALETTE, Plot, Series
 
 FULL_HEIGHT, ROW_HEIGHT, AROUND = 300, 40, 60  # pixels
+HOVER_PIXELS = 100  # from a point, within which it is told of
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -60,6 +61,7 @@ def figure(plot: Plot) -> dict[str, Any]:
         "height": FULL_HEIGHT,
         "margin": {"l": 10, "r": 16, "t": 8, "b": 10},
         "hovermode": "closest" if plot.kind == "rows" else "x unified",
+        "hoverdistance": HOVER_PIXELS,
         "showlegend": len(names) > 1 and plot.kind != "rows",  # whose names stand above them
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     }

@@ -2,8 +2,8 @@
 const root = document.documentElement;
 const coarse = matchMedia("(pointer: coarse)").matches;  // a finger that moves over a plot scrolls the page
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const buttons = ["lasso2d", "select2d", "autoScale2d", "zoomIn2d", "zoomOut2d", "toImage"];
-const options = { responsive: true, displaylogo: false, modeBarButtonsToRemove: buttons, displayModeBar: coarse ? false : "hover" };
+const buttons = [["zoom2d", "pan2d", "resetScale2d"]];  // these alone: plotly's own set has one that uploads a chart
+const options = { responsive: true, displaylogo: false, modeBarButtons: buttons, displayModeBar: coarse ? false : "hover" };
 const figures = [...document.querySelectorAll("figure")].map((figure) => ({
   box: figure.querySelector(".plot"),
   plot: JSON.parse(figure.querySelector("script").textContent),
@@ -21,7 +21,7 @@ function coloured(layout) {
   probe.remove();
   const clear = "rgba(0,0,0,0)";
   const axis = (given) => ({
-    ...given, gridcolor: line, linecolor: line, tickfont: { color: soft },
+    ...given, gridcolor: line, linecolor: line, spikecolor: soft, spikethickness: 1, tickfont: { color: soft },
     title: { ...given.title, font: { color: soft, size: 12 } },
   });
   return {
