@@ -19,10 +19,8 @@ Result = dict[str, Any]
 def write_report(result: Result, folder: Path) -> None:
     """Write report.md and report.html. Raises OSError."""
     result = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
-    pages = templates()
-    pages.globals.update(count=count, gigabytes=gigabytes, duration=duration, seconds=seconds)
-    pages.globals["clock"] = lambda moment: clock(datetime.fromisoformat(moment))
-    text = pages.get_template("bench.md").render(r=result)
+    words = {"count": count, "gigabytes": gigabytes, "duration": duration, "seconds": seconds, "clock": _clock}
+    text = templates().get_template("bench.md").render(r=result, **words)
     write_text(folder / "report.md", text.strip() + "\n")
     plots, title = _plots(result), f"{result['name']}: measured"
     write_text(folder / "report.html", page("bench.html", plots, title=title, body=_as_html(text)))
@@ -33,6 +31,10 @@ def seconds(value: float) -> str:
     if value >= 100:
         return duration(value)
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _clock(moment: str) -> str:
+    return clock(datetime.fromisoformat(moment))
 
 
 def _as_html(text: str) -> Markup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,20 @@ HOVER_PIXELS = 100  # from a point, within which it is told of
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
+@cache
 def templates() -> Environment:
     """Our templates; what is filled into a page is escaped."""
-    return Environment(
+    made = Environment(
         loader=PackageLoader("sansgpu.watch"), autoescape=select_autoescape(["html"]), keep_trailing_newline=True
     )
+    made.globals.update(figure=as_json, palette=PALETTE)
+    return made
 
 
 def page(template: str, plots: Sequence[Plot], **values: Any) -> str:
     """A whole page: `template`, which extends page.html, with plotly in it where there is something to draw."""
-    made = templates()
-    made.globals.update(figure=as_json, palette=PALETTE)
     library = Markup(_library()) if plots else ""
-    return made.get_template(template).render(plotly=library, plots=plots, **values)
+    return templates().get_template(template).render(plotly=library, plots=plots, **values)
 
 
 def write_text(path: Path, text: str) -> None:
