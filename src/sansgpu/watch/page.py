@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from sansgpu.watch.plots import PALETTE, Plot, Series
 
 FULL_HEIGHT, ROW_HEIGHT, AROUND = 300, 40, 60  # pixels
-HOVER_PIXELS = 100  # from a point, within which it is told of
+HOVER_PIXELS = 40  # from a point, within which it is told of
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 

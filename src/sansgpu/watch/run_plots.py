@@ -64,7 +64,7 @@ class Drawing:
         loss = [("training", "step", steps("loss")), ("validation", "eval", steps("loss"))]
         found = [
             self._plot("loss", "Loss", "loss (nats per token)", loss, wide=True),
-            self._plot("learning_rate", "Learning rate", "learning rate", [("", "step", steps("lr"))]),
+            self._plot("learning_rate", "Learning rate", "learning rate", [("", "step", steps("lr"))], from_zero=True),
             self._plot("gradient_norm", "Gradient norm, before clipping", "norm", [("", "step", steps("grad_norm"))]),
         ]
         return [*_drawn(found), *(plot for plot in _drawn(self._metrics()) if _changes(plot))]

@@ -20,7 +20,7 @@ from sansgpu.watch.run_plots import Drawing, Told, time_parts
 from sansgpu.watch.tables import gigabytes
 from sansgpu.watch.terminal import duration
 
-MOST_ROWS, MOST_SAMPLES, MOST_WARNINGS = 200, 40, 100
+MOST_ROWS, MOST_SAMPLES, MOST_WARNINGS = 200, 20, 100
 
 Rows = list[tuple[str, list[str]]]  # a name, and one cell a run
 

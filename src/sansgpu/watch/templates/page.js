@@ -21,11 +21,11 @@ function coloured(layout) {
   probe.remove();
   const clear = "rgba(0,0,0,0)";
   const axis = (given) => ({
-    ...given, gridcolor: line, linecolor: line, spikecolor: soft, spikethickness: 1, tickfont: { color: soft },
+    ...given, gridcolor: line, linecolor: line, tickfont: { color: soft },
     title: { ...given.title, font: { color: soft, size: 12 } },
   });
   return {
-    ...layout, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis), paper_bgcolor: clear, plot_bgcolor: clear,
+    ...layout, xaxis: { ...axis(layout.xaxis), spikecolor: soft, spikethickness: 1 }, yaxis: axis(layout.yaxis), paper_bgcolor: card, plot_bgcolor: clear,
     font: { color: ink, family: "system-ui, sans-serif", size: 12 },
     modebar: { bgcolor: clear, color: soft, activecolor: ink },
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
