@@ -15,7 +15,7 @@ from filelock import FileLock
 from plotly import graph_objects
 
 from sansgpu.cli import run as cli
-from sansgpu.config import RunPaths, load_config
+from sansgpu.config import load_config
 from sansgpu.jobs.folders import held_run
 from sansgpu.watch.page import figure
 from sansgpu.watch.paper_plots import write_plots
@@ -298,4 +298,13 @@ def test_figures_say_what_plots_say(home: Path) -> None:
         made = figure(plot)
         assert [trace["y"] for trace in made["data"]] == [list(series.y) for series in plot.series]
         assert made["layout"]["xaxis"]["title"]["text"] == plot.x
-        assert RunPaths(home).report.name == "report.html"
+
+
+def test_the_rows_of_a_plot_are_in_the_order_of_the_runs(home: Path, tmp_path: Path) -> None:
+    """Whatever part of the time only a later run has."""
+    unstarted = changed(home / "a/tiny", lambda e: {**e, "elapsed_seconds": 0.0} if e["event"] == "step" else e)
+    run = written(tmp_path / "at once", unstarted, home / "a/tiny")
+    plot = drawn(run, home / "b/tiny")["time"]
+    assert plot.series[0].run == 1  # start-up
+    assert plot.rows == ["at once", "tiny"]
+    assert figure(plot)["layout"]["yaxis"]["categoryarray"] == plot.rows

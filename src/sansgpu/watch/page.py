@@ -68,9 +68,8 @@ def figure(plot: Plot) -> dict[str, Any]:
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     }
     if plot.kind == "rows":
-        rows = len({name for series in plot.series for name in series.y})
-        y |= {"autorange": "reversed", "type": "category"}
-        layout |= {"barmode": "stack", "height": AROUND + ROW_HEIGHT * rows}
+        y |= {"autorange": "reversed", "type": "category", "categoryorder": "array", "categoryarray": plot.rows}
+        layout |= {"barmode": "stack", "height": AROUND + ROW_HEIGHT * len(plot.rows)}
     elif plot.kind == "bars":
         x["type"] = "category"
     seen: set[str] = set()

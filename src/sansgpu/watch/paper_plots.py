@@ -87,7 +87,7 @@ def _bars(plot: Plot, axes: Any) -> None:
 
 
 def _rows(plot: Plot, axes: Any) -> None:
-    names = list(dict.fromkeys(str(name) for series in plot.series for name in series.y))
+    names = plot.rows
     ends = dict.fromkeys(names, 0.0)
     for series in plot.series:
         for name, value in zip(map(str, series.y), series.x, strict=True):

@@ -48,6 +48,11 @@ class Plot:
     log: bool = False
     wide: bool = False  # for its room on a page
 
+    @property
+    def rows(self) -> list[str]:
+        """Of `rows`, the names from top to bottom, in the order of the runs."""
+        return list(dict.fromkeys(str(name) for s in sorted(self.series, key=lambda s: s.run) for name in s.y))
+
 
 def thinned(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
     """The places of at most `most` values that are drawn: all, or the extremes of many buckets."""

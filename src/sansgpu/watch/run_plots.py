@@ -113,11 +113,12 @@ class Drawing:
     def breakdown(self) -> list[Plot]:
         """Where the time went."""
         parts = [time_parts(run.record) for run in self.runs]
+        names = dict.fromkeys(name for found in sorted(parts, key=len, reverse=True) for name in found)
         long = any(run.record.seconds > LONG for run in self.runs)
         unit, size = ("hours", 3600.0) if long else ("minutes", 60.0)
         series = [
             Series(name, [found[name] / size], [run.label], colour=place, run=number)
-            for place, name in enumerate(dict.fromkeys(name for found in parts for name in found))
+            for place, name in enumerate(names)
             for number, (run, found) in enumerate(zip(self.runs, parts, strict=True))
             if found.get(name)
         ]
