@@ -12,7 +12,7 @@ from sansgpu.cli.options import JsonOption, app, print_json
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of runs.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
     output: Annotated[
         Path | None,
         typer.Option(help="The page's file, or the pictures' folder; by default RUN/report.html and RUN/plots."),
