@@ -1,1 +1,55 @@
 """`sansgpu report` and `runs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sansgpu.cli.options import JsonOption, app, print_json
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The page's file, or the pictures' folder; by default RUN/report.html and RUN/plots."),
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", metavar="html|png|svg", help="html: one page; png, svg: a picture a plot.")
+    ] = "html",
+) -> None:
+    """Write all that is known of a run as one page that needs no network; several runs are compared.
+
+    Example: sansgpu report runs/default runs/lower-lr --output compared.html
+    """
+    from sansgpu.jobs.report import report as job
+
+    for path in job(runs, output, form):
+        print(path)
+
+
+@app.command("runs")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where they lie.")] = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """List the runs below a folder, the one that changed last first.
+
+    Example: sansgpu runs
+    """
+    from sansgpu.jobs.runs import list_runs as job
+
+    rows = job(folder)
+    if as_json:
+        print_json({"runs": rows})
+    elif not rows:
+        print(f"There is no run in {folder}.")
+    else:
+        from rich.console import Console
+
+        from sansgpu.watch.run_list import print_runs
+
+        print_runs(Console(), rows)

@@ -13,7 +13,16 @@ from sansgpu.config.by_task import (
     SIMPLE_TEMPLATE,
 )
 from sansgpu.config.errors import ConfigError, SansGPUError
-from sansgpu.config.load import PRESETS, acting_values, as_config, change_config, load_config, problems, save_config
+from sansgpu.config.load import (
+    PRESETS,
+    acting_values,
+    as_config,
+    change_config,
+    default_values,
+    load_config,
+    problems,
+    save_config,
+)
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig
@@ -45,6 +54,7 @@ __all__ = [
     "acting_values",
     "as_config",
     "change_config",
+    "default_values",
     "fold_seed",
     "load_config",
     "load_space",

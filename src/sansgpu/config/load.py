@@ -13,8 +13,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sansgpu.config.by_task import KINDS, kinds_with
+from sansgpu.config.by_task import KINDS, PRETRAIN, kinds_with, with_defaults
 from sansgpu.config.errors import ConfigError
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.schema import Config
 
 if sys.version_info >= (3, 11):
@@ -97,6 +98,21 @@ def acting_values(config: Config) -> Values:
             values[name] = {k: v for k, v in section.items() if config.kind in kinds_with(f"{name}.{k}")}
     top = {"task": values.pop("task"), "device": values["training"].pop("device")}
     return {**top, **values}
+
+
+def default_values(values: Values) -> Values:
+    """What every key is by default in a run of the kind that `values` (as `acting_values` gives them) are of: by
+    `section.key`, and task and device.
+    """
+    model = values.get("model") or {}
+    chosen = {key: model[key] for key in ("name_or_path", "adapter") if key in model}
+    own = with_defaults(str(values.get("task", PRETRAIN)), {"model": chosen})
+    found: Values = {"task": PRETRAIN}
+    for section, field in Config.model_fields.items():
+        keys = getattr(field.annotation, "model_fields", {})
+        found |= {f"{section}.{k}": (own.get(section) or {}).get(k, inner.default) for k, inner in keys.items()}
+    found |= {f"model.{key}": field.default for key, field in ModelConfig.model_fields.items() if key in chosen}
+    return {**found, "device": found["training.device"]}
 
 
 def read_values(path: Path) -> Values:

@@ -14,6 +14,12 @@ class RunPaths:
     checkpoint_dir: Path | None = None
     logging_dir: Path | None = None
 
+    @classmethod
+    def of(cls, root: Path, checkpoint_dir: str | None, logging_dir: str | None) -> RunPaths:
+        """As a run's `training` section places snapshots and logs."""
+        snapshots, logs = (Path(folder).expanduser() if folder else None for folder in (checkpoint_dir, logging_dir))
+        return cls(root, snapshots, logs)
+
     @property
     def config(self) -> Path:
         """The resolved configuration."""
@@ -48,3 +54,13 @@ class RunPaths:
     def tokenizer(self) -> Path:
         """Folder of the tokenizer the run was trained with."""
         return self.root / "tokenizer"
+
+    @property
+    def report(self) -> Path:
+        """One page of all that happened."""
+        return self.root / "report.html"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that trains the run."""
+        return self.root / ".lock"

@@ -11,6 +11,7 @@ from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.jobs.graph_model import is_graph, load_graph
 from sansgpu.jobs.loading import is_fine_tuning, load_model
+from sansgpu.jobs.report import leave_card
 from sansgpu.models.gguf_file import TYPES, About, starts_as_gguf, write_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.graph_folder import export_graph_model
@@ -42,6 +43,7 @@ def export_run(run: Path, snapshot: str, output: Path | None, merge: bool | None
     if loaded.snapshot is None:
         raise ConfigError(f"{run} is a Hugging Face folder already; export takes a run.")
     export_model(loaded.decoder, loaded.tokenizer, folder)
+    leave_card(run, folder, loaded.snapshot.step, warn)
     return folder
 
 
@@ -52,6 +54,7 @@ def _export_graph(run: Path, snapshot: str, folder: Path, merge: bool | None, wa
     if merge is not None:
         raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
     export_graph_model(encoder.objective.model, encoder.codec, folder, how_learned(encoder.config))
+    leave_card(run, folder, encoder.snapshot.step, warn)
 
 
 def _export_fine_tuned(run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None]) -> None:
@@ -61,6 +64,8 @@ def _export_fine_tuned(run: Path, snapshot: str, folder: Path, merge: bool | Non
     if merge is not None and loaded.config.model.adapter == "none":
         raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
     loaded.objective.export_to(loaded.tokenizer, folder, merge)
+    if loaded.snapshot is not None:
+        leave_card(run, folder, loaded.snapshot.step, warn)
 
 
 def export_gguf(run: Path, snapshot: str, output: Path | None, kind: str, warn: Callable[[str], None]) -> Path:

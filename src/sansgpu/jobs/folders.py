@@ -12,20 +12,18 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
+from sansgpu.jobs.runs import RUNS
 from sansgpu.train.checkpoint import snapshots
 
-RUNS = Path("runs")
 LOCAL = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
+LOOKING = 0.5  # seconds that one who looks whether a run is held may hold it
 
 
 def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
     """The files of the run in `folder`."""
-    training = config.training if config else None
-    return RunPaths(
-        folder,
-        Path(training.checkpoint_dir).expanduser() if training and training.checkpoint_dir else None,
-        Path(training.logging_dir).expanduser() if training and training.logging_dir else None,
-    )
+    if config is None:
+        return RunPaths(folder)
+    return RunPaths.of(folder, config.training.checkpoint_dir, config.training.logging_dir)
 
 
 def open_output(asked: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
@@ -76,7 +74,7 @@ def held_run(folder: Path) -> Iterator[None]:
     Raises ConfigError where one does already.
     """
     try:
-        with FileLock(folder / ".lock", timeout=0):
+        with FileLock(RunPaths(folder).lock, timeout=LOOKING):
             yield
     except Timeout:
         raise ConfigError(f"{folder} is being trained by another process; wait for it, or stop it first.") from None

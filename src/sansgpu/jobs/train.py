@@ -15,6 +15,7 @@ from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import Shortage
 from sansgpu.jobs.folders import held_run, open_output, run_paths, write_json
 from sansgpu.jobs.prepare import Prepared, prepare
+from sansgpu.jobs.report import leave_behind
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.group import Group, telling
 from sansgpu.machine.joining import join, require_backend
@@ -202,7 +203,9 @@ def _run(
     request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local])
     try:
         trainer.sinks.emit({**start, **facts, **({"resumed_from": snapshot.folder.name} if snapshot else {})})
-        return trainer.train()
+        end = trainer.train()
+        leave_behind(paths, trainer.sinks.warn)
+        return end
     finally:
         request.monitor.stop()
         trainer.sinks.close()

@@ -26,10 +26,11 @@ from sansgpu.config import (
     measure_of,
 )
 from sansgpu.data.shards import Progress
-from sansgpu.jobs.folders import RUNS, holds_run, require_writable
+from sansgpu.jobs.folders import holds_run, require_writable
 from sansgpu.jobs.forecast import forecast_of, length_of
 from sansgpu.jobs.plan import plan_prepared
 from sansgpu.jobs.prepare import Warn, prepare
+from sansgpu.jobs.runs import RUNS
 from sansgpu.jobs.tune_result import result_of, write_files
 from sansgpu.jobs.tune_study import LOCK_SECONDS, Claimed, Study, require_same
 from sansgpu.jobs.tune_trial import Length, Outcome, TrialRun, chosen_config, trial_config

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -30,11 +31,28 @@ class Record:
             config = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
             known = paths.environment.is_file()
             environment = json.loads(paths.environment.read_text(encoding="utf-8")) if known else {}
+            events = read_events(paths.metrics)
         except FileNotFoundError:
             raise ConfigError(f"{paths.root} is no run: it has no config.yaml.") from None
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{paths.root} cannot be read: {' '.join(str(error).split())}.") from None
-        return cls(paths, config, environment, read_events(paths.metrics))
+        if not all(isinstance(part, dict) for part in (config, environment, *events)):
+            raise ConfigError(
+                f"{paths.root} cannot be read: one of its files holds something else than keys and values."
+            )
+        return cls(paths, config, environment, [event for event in events if "event" in event])
+
+    @classmethod
+    def open(cls, folder: Path) -> Record:
+        """The run in a folder, its snapshots wherever they lie. Raises ConfigError as `read` does."""
+        record = cls.read(RunPaths(folder))
+        training = record.section("training")
+        return replace(record, paths=RunPaths.of(folder, training.get("checkpoint_dir"), training.get("logging_dir")))
+
+    def section(self, name: str) -> dict[str, Any]:
+        """model, training or data of the configuration."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
 
     @property
     def name(self) -> str:
@@ -68,8 +86,8 @@ class Record:
     @property
     def ending(self) -> str | None:
         """done, interrupted or out_of_time; None where the run goes on, or was killed."""
-        last = self.events[-1] if self.events else {}
-        return str(last["reason"]) if last.get("event") == "end" else None
+        ends = self.of("end")  # a run that goes on cuts it off
+        return str(ends[-1]["reason"]) if ends else None
 
     @property
     def step(self) -> int:
@@ -92,8 +110,7 @@ class Record:
         """That the processors used in the steps told of; None where the machine does not say."""
         counted, before = 0.0, 0.0
         for event in self.steps:
-            watts, elapsed = (event.get("system") or {}).get("watts"), event["elapsed_seconds"]
-            if watts is None:
-                return None
-            counted, before = counted + watts * (elapsed - before), elapsed
+            watts, elapsed = (event.get("system") or {}).get("watts"), event.get("elapsed_seconds")
+            if watts is not None and elapsed is not None:  # one that does not say is taken for the next
+                counted, before = counted + watts * (elapsed - before), elapsed
         return counted or None

@@ -6,26 +6,23 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
-
-from sansgpu.watch.bench_report import as_html, inlined
+from sansgpu.watch.bench_report import as_html
+from sansgpu.watch.page import Drawn, page, write_text
 from sansgpu.watch.terminal import duration
 from sansgpu.watch.tune_terminal import NAMES, sentences, state, value
 
 Result = dict[str, Any]
 
+HEIGHT = 380  # pixels of a plot
 SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # both can be seen on light and on dark
 
 
 def write_tune_report(result: Result, study: Any, folder: Path) -> None:
     """Write report.html of a search and its optuna.Study. Raises OSError."""
-    pages = Environment(loader=PackageLoader("sansgpu.watch"), autoescape=select_autoescape(["html"]))
-    html = pages.get_template("bench.html").render(
-        title=f"{result['name']}: a search", body=as_html(_text(result)), figures=inlined(_figures(result, study), 400)
+    page_of = page(
+        "bench.html", _figures(result, study), title=f"{result['name']}: a search", body=as_html(_text(result))
     )
-    partial = folder / ".report.html.partial"
-    partial.write_text(html, encoding="utf-8")
-    partial.replace(folder / "report.html")
+    write_text(folder / "report.html", page_of)
 
 
 def _text(result: Result) -> str:
@@ -55,7 +52,7 @@ def _text(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _figures(result: Result, study: Any) -> list[tuple[str, Any]]:
+def _figures(result: Result, study: Any) -> list[Drawn]:
     """Optuna's plots. With one trial done there is nothing to compare."""
     from optuna import visualization
 
@@ -74,6 +71,9 @@ def _figures(result: Result, study: Any) -> list[tuple[str, Any]]:
     if result["importance"]:
         caption = "How much of the difference between trials each explains"
         found.append((caption, visualization.plot_param_importances(study)))
-    for _, figure in found:
-        figure.update_layout(title=None)
-    return found
+    drawn = []
+    for number, (caption, figure) in enumerate(found):
+        figure.update_layout(title=None, template=None, height=HEIGHT, margin={"l": 10, "r": 16, "t": 8, "b": 10})
+        figure.update_xaxes(automargin=True).update_yaxes(automargin=True)
+        drawn.append(Drawn(f"search-{number}", caption, figure.to_json()))
+    return drawn

@@ -1,0 +1,68 @@
+"""`sansgpu report`: a page of runs, or their plots as pictures; and what a run leaves of it at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sansgpu.config import ConfigError, RunPaths, SansGPUError
+from sansgpu.jobs.runs import is_held
+from sansgpu.watch.model_card import model_card
+from sansgpu.watch.page import write_text
+from sansgpu.watch.paper_plots import write_plots
+from sansgpu.watch.record import Record
+from sansgpu.watch.run_report import default_file, run_plots, run_report
+
+FORMS = ("html", "png", "svg")
+
+
+def report(runs: Sequence[Path], output: Path | None, form: str) -> list[Path]:
+    """Write html (one page), png or svg (a picture a plot); returns what was written.
+
+    Raises ConfigError where a folder holds no run, and SansGPUError where nothing can be written.
+    """
+    if form not in FORMS:
+        raise ConfigError(f"--format is {form}, but known are {', '.join(FORMS)}.")
+    records = [Record.open(folder) for folder in dict.fromkeys(runs)]
+    target = output or default_file(records, form)
+    try:
+        if form != "html":
+            drawn = [plot for _, plots in run_plots(records) for plot in plots]
+            if not drawn:
+                raise ConfigError(f"{' '.join(map(str, runs))}: there is no step yet to draw; train first.")
+            return write_plots(drawn, target, form)
+        target = target / "report.html" if target.is_dir() else target
+        write_text(target, run_report(records, [is_held(record.paths) for record in records]))
+    except OSError as error:
+        raise SansGPUError(f"{target} cannot be written: {error.strerror}; choose another --output.") from None
+    return [target]
+
+
+def leave_behind(paths: RunPaths, warn: Callable[[str], None]) -> None:
+    """At the end of a run: its report.html, and a model card beside the model. What fails is warned of."""
+    with _warned(f"the report of {paths.root}", warn):
+        record = Record.read(paths)
+        write_text(paths.report, run_report([record], [False]))
+        if record.ending != "interrupted":
+            _write_card(record, paths.final)
+
+
+def leave_card(run: Path, folder: Path, step: int, warn: Callable[[str], None]) -> None:
+    """The model card of a run's snapshot, in the folder that it was exported to. What fails is warned of."""
+    with _warned(f"the model card of {folder}", warn):
+        _write_card(Record.open(run), folder, step)
+
+
+def _write_card(record: Record, folder: Path, step: int | None = None) -> None:
+    adapter = (folder / "adapter_config.json").is_file()
+    write_text(folder / "README.md", model_card(record, step, adapter))
+
+
+@contextmanager
+def _warned(what: str, warn: Callable[[str], None]) -> Iterator[None]:
+    """The model is there, whatever is wrong with what is said of it."""
+    try:
+        yield
+    except Exception as error:
+        warn(f"{what} could not be written: {' '.join(str(error).split()).rstrip('.')}.")

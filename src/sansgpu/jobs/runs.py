@@ -1,0 +1,79 @@
+"""`sansgpu runs`: what was trained below a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from sansgpu.config import ConfigError, RunPaths
+from sansgpu.watch.record import Record
+from sansgpu.watch.results import changed, numbers, size_bytes
+
+Row = dict[str, Any]
+RUNS = Path("runs")  # where they lie unless another place is asked for
+
+
+def list_runs(folder: Path) -> list[Row]:
+    """A row of numbers for every run below `folder`, the one that changed last first.
+
+    One that cannot be read has state `broken` and a `problem`. Raises ConfigError where there is no such folder.
+    """
+    if folder == RUNS and not folder.exists():
+        return []
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; train something first, or give the folder that your runs lie in.")
+    rows = [_row(found, folder) for found in run_folders(folder)]
+    return sorted(rows, key=lambda row: (row["changed"] or "", row["path"]), reverse=True)
+
+
+def run_folders(folder: Path) -> Iterator[Path]:
+    """Folders that look like runs: `folder` itself, or those below it, none of which lie in another run."""
+    paths = RunPaths(folder)
+    if any(path.exists() for path in (paths.metrics, paths.environment, paths.snapshots)):
+        yield folder
+        return
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for path in inside:
+        if not path.name.startswith("."):
+            yield from run_folders(path)
+
+
+def is_held(paths: RunPaths) -> bool:
+    """Whether a process trains the run now."""
+    if not paths.lock.exists():
+        return False
+    try:
+        with FileLock(paths.lock, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # of another user: nobody here can train it
+        return False
+
+
+def _row(found: Path, folder: Path) -> Row:
+    row: Row = {**dict.fromkeys(KEYS), "name": found.absolute().name, "path": str(found), "state": "broken"}
+    if found != folder:
+        row["name"] = str(found.relative_to(folder))
+    try:
+        row["size_bytes"] = size_bytes(found)
+        record = Record.open(found)
+        row |= {**numbers(record, is_held(record.paths)), "name": row["name"]}
+        moment = changed(record)
+        row["changed"] = moment.isoformat(timespec="seconds") if moment else None
+    except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
+        row["problem"] = " ".join(str(error).split())
+    return row
+
+
+KEYS = (
+    "name", "path", "task", "state", "step", "total_steps", "loss", "validation_loss", "best_loss", "best_step",
+    "bits_per_byte", "tokens", "tokens_per_second", "mfu", "seconds", "peak_memory_bytes", "joules", "parameters",
+    "trained_parameters", "size_bytes", "changed", "problem",
+)  # fmt: skip
