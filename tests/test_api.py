@@ -56,7 +56,7 @@ def test_a_run_from_python_is_that_of_the_command(tmp_path: Path, overrides: lis
     told = [(kind, event["step"]) for kind in ("step", "eval", "snapshot") for event in run.events(kind)]
     assert sorted(seen.told) == sorted([*told, ("done", 12)])
     assert len(run.events("step")) == 6
-    assert "state done, step 12 of 12, loss" in repr(run)
+    assert "state done, steps 12 of 12, training loss" in repr(run)
     assert "<td>12 of 12</td>" in run._repr_html_()
     assert run.generate("the", max_new_tokens=5, seed=1) == run.generate("the", max_new_tokens=5, seed=1)
 

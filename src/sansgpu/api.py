@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from sansgpu.config import Config, ConfigError, as_config
-from sansgpu.jobs.folders import run_paths
 from sansgpu.jobs.generate import generate_text
+from sansgpu.jobs.runs import is_held
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.world import find_world
@@ -21,9 +21,13 @@ from sansgpu.watch.callbacks import Callback, Callbacks
 from sansgpu.watch.events import Event, Sink
 from sansgpu.watch.notebook import Notebook
 from sansgpu.watch.record import Record
+from sansgpu.watch.results import numbers, told
 from sansgpu.watch.terminal import PreparationBar, Terminal, Warnings
 
 __all__ = ["Callback", "Config", "ConfigError", "Run", "fit"]
+
+
+_IN_A_LINE = ("state", "steps", "training loss, last", "validation loss, best")
 
 
 class Run:
@@ -32,12 +36,12 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there is no run."""
         self.folder = Path(folder)
-        self.record  # noqa: B018  it is there, and whole
+        Record.open(self.folder)
 
     @property
     def record(self) -> Record:
         """All that it has told so far, read anew."""
-        return Record.read(run_paths(self.folder))
+        return Record.open(self.folder)
 
     def events(self, kind: str) -> list[Event]:
         """Events of a kind: start, step, eval, snapshot, warning or end. `pandas.DataFrame(run.events("step"))`."""
@@ -52,24 +56,21 @@ class Run:
 
     def __repr__(self) -> str:
         """One line."""
-        return f"Run({str(self.folder)!r}: {', '.join(f'{name} {value}' for name, value in self._facts())})"
+        facts = self._facts()
+        said = (f"{name} {facts[name]}" for name in _IN_A_LINE if name in facts)
+        return f"Run({str(self.folder)!r}: {', '.join(said)})"
 
     def _repr_html_(self) -> str:
         """A small table."""
         rows = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in self._facts()
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in self._facts().items()
         )
         return f"<b>{html.escape(str(self.folder))}</b><table>{rows}</table>"
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def _facts(self) -> dict[str, str]:
         record = self.record
-        total = f" of {record.total_steps:,}" if record.total_steps else ""
-        facts = [("state", record.ending or "not ended"), ("step", f"{record.step:,}{total}")]
-        if record.steps:
-            facts.append(("loss", f"{record.steps[-1]['loss']:.4f}"))
-        if (best := record.best) is not None:
-            facts.append(("best validation loss", f"{best['loss']:.4f} at step {best['step']:,}"))
-        return facts
+        return dict(told(numbers(record, is_held(record.paths))))
 
 
 def fit(

@@ -240,4 +240,4 @@ def test_wishes_on_rank_0_are_heeded_by_all(home: Path) -> None:
     assert [event["step"] for event in events if event["event"] == "eval"] == [2]
     assert [event["step"] for event in events if event["event"] == "snapshot"] == [2, 6]
     assert [(event["step"], event["reason"]) for event in events if event["event"] == "end"] == [(6, "interrupted")]
-    assert "state interrupted, step 6 of 50" in out
+    assert "state interrupted, steps 6 of 50" in out

@@ -7,7 +7,7 @@ from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from sansgpu.config import TrainingConfig
-from sansgpu.watch.events import Event
+from sansgpu.watch.events import NEAR_LIMIT, Event
 
 # Assumptions all, chosen so that runs that go well hear nothing.
 FEWEST = 20  # step events before anything is said of the loss
@@ -20,7 +20,6 @@ ENDING = 0.8  # of the run, from where on a flat loss is how runs end
 SPIKE = 10.0  # times the usual gradient norm
 SPIKE_WINDOW = 50  # step events that make the usual
 OVERFITTED = 1.01  # times the best validation loss, twice
-NEAR_LIMIT = 0.08  # of memory that is left
 STARVED = 0.1  # of a step's time
 BUSY_PERCENT = 25.0  # of a core
 WITHHELD_PERCENT = 5.0

@@ -17,6 +17,8 @@ MEASURED_KEYS = (
 # Warnings with these causes are of the machine's state: of two equal runs one may hear them and the other not.
 MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat")
 
+NEAR_LIMIT = 0.08  # of memory that is left, below which people are to hear of it
+
 
 def now() -> str:
     """The time of day as an event's `time`: ISO 8601, UTC."""

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.watch.events import Event
+from sansgpu.watch.events import NEAR_LIMIT, Event
 from sansgpu.watch.terminal import clock, duration, printable
 
 KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
@@ -172,7 +172,7 @@ def _machine(system: dict[str, Any]) -> list[Cell]:
     others = system["other_percent"]
     beside = f", others {others:.0f} %" if others >= 10 else ""
     limit, left = system["memory_limit_bytes"], system["memory_available_bytes"]
-    near = left < 0.08 * limit
+    near = left < NEAR_LIMIT * limit
     used = f"{system['rss_bytes'] / 1e9:.1f} GB, {left / 1e9:.1f} of {limit / 1e9:.0f} left"
     heat, clock_rate, watts = system["temperature_celsius"], system["frequency_hz"], system["watts"]
     physical = [

@@ -9,7 +9,15 @@ from typing import Any
 
 import yaml
 
-from sansgpu.config import FINE_TUNING, GRAPH, MASKED, PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, ModelConfig
+from sansgpu.config import (
+    FINE_TUNING,
+    GRAPH,
+    MASKED,
+    PYTHON_STDLIB,
+    PYTHON_STDLIB_CHAT,
+    PYTHON_STDLIB_GRAPH,
+    ModelConfig,
+)
 from sansgpu.config.by_task import kind_of
 from sansgpu.watch.events import Event
 from sansgpu.watch.page import templates
@@ -30,6 +38,7 @@ from sansgpu.watch.terminal import duration
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILE = re.compile(r"\.(txt|md|py|jsonl?|csv|parquet|yaml)(\.gz)?$")
 _OWN = {PYTHON_STDLIB: "The source of Python's standard library",
+        PYTHON_STDLIB_CHAT: "Questions and answers made of the docstrings of Python's standard library",
         PYTHON_STDLIB_GRAPH: "The source of Python's standard library and the triples in it"}  # fmt: skip
 _LAYOUTS = {"swiglu": "Qwen3", "relu2": "Apertus", "gelu": "GPT-2", "relu": "GPT-2"}
 _WHAT = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
-
 from sansgpu.watch.events import Event
+from sansgpu.watch.page import templates
 from sansgpu.watch.terminal import duration
 
 SECONDS = 1.0  # between two pictures
@@ -19,9 +18,7 @@ class Notebook:
     def __init__(self) -> None:
         from IPython.display import HTML, display
 
-        pages = Environment(loader=PackageLoader("sansgpu.watch"), autoescape=select_autoescape(["html"]))
-        pages.globals["duration"] = duration
-        self._page, self._html = pages.get_template("notebook.html"), HTML
+        self._page, self._html = templates().get_template("notebook.html"), HTML
         self._known: dict[str, Any] = {"evaluations": [], "warnings": [], "step": {}, "end": {}, "start": {}}
         self._shown = 0.0
         self._handle = display(HTML("sansgpu begins"), display_id=True)
@@ -35,7 +32,7 @@ class Notebook:
             known["evaluations" if kind == "eval" else "warnings"].append(event)
         if kind != "step" or time.monotonic() - self._shown >= SECONDS:
             self._shown = time.monotonic()
-            self._handle.update(self._html(self._page.render(**known)))
+            self._handle.update(self._html(self._page.render(**known, duration=duration)))
 
     def close(self) -> None:
         """Nothing is held."""
