@@ -11,6 +11,7 @@ import sansgpu
 from sansgpu.config import ConfigError
 from sansgpu.watch.controls import Controls
 from tests.processes import TINY, digests, finish, record, settings, write_corpus
+from tests.scale.steered import Steers
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +60,6 @@ def test_a_run_from_python_is_that_of_the_command(tmp_path: Path, overrides: lis
     assert "state done, steps 12 of 12, training loss" in repr(run)
     assert "<td>12 of 12</td>" in run._repr_html_()
     assert run.generate("the", max_new_tokens=5, seed=1) == run.generate("the", max_new_tokens=5, seed=1)
-
-
-class Steers(sansgpu.Callback):
-    """Asks for all there is to ask for."""
-
-    def on_step(self, event: dict[str, Any], run: Controls) -> None:
-        if event["step"] == 2:
-            run.save()
-            run.evaluate()
-        if event["step"] == 6:
-            run.stop()
 
 
 def test_a_callback_saves_evaluates_and_ends_a_run_that_goes_on_later(tmp_path: Path, overrides: list[str]) -> None:
