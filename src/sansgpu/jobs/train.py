@@ -39,7 +39,6 @@ class TrainRequest:
     """What the command line asked for besides the configuration."""
 
     config_file: Path | None = None
-    config: Config | None = None  # in place of a file
     overrides: tuple[str, ...] = ()
     output_dir: Path | None = None
     resume: str | None = None
@@ -50,6 +49,7 @@ class TrainRequest:
     started: float = field(default_factory=time.monotonic)  # what its time is counted from
     controls: Controls = field(default_factory=Controls)
     monitor: Monitor = field(default_factory=Monitor)
+    config: Config | None = None  # in place of a file
 
 
 @dataclass(frozen=True)
