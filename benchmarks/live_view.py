@@ -31,34 +31,34 @@ from sansgpu.watch.events import Event
 from sansgpu.watch.live import LiveView
 from sansgpu.watch.terminal import PreparationBar
 
-STEPS = 12  # a block's; the first is not counted, as it has a part of the block before
-
 
 class Switched(LiveView):
     """Draws while `on`."""
 
     on = True
     frames = 0
+    cpu_seconds = 0.0  # of its thread
 
     def _draw(self) -> None:
         if self.on:
             self.frames += 1
             super()._draw()
+            self.cpu_seconds = time.thread_time()
 
 
 class Clock(Callback):
     """Notes every step's seconds, and switches the view after each block."""
 
-    def __init__(self, view: Switched, blocks: int) -> None:
-        self._view, self._blocks = view, blocks
+    def __init__(self, view: Switched, blocks: int, steps: int) -> None:
+        self._view, self._blocks, self._steps = view, blocks, steps
         self._block: list[float] = []
         self.medians: dict[bool, list[float]] = {True: [], False: []}
 
     def on_step(self, event: Event, run: Controls) -> None:
         """One more step."""
         self._block.append(event["step_seconds"])
-        if len(self._block) == STEPS:
-            if event["step"] > 2 * STEPS:  # the first two warm up
+        if len(self._block) == self._steps:
+            if event["step"] > 2 * self._steps:  # the first two warm up
                 self.medians[self._view.on].append(median(self._block[1:]))
             self._block, self._view.on = [], not self._view.on
             if sum(map(len, self.medians.values())) >= self._blocks:
@@ -70,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="by default the built-in configuration")
     parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=12, help="a block's; its first is not counted")
     parser.add_argument("--columns", type=int, default=160)
     parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
     parser.add_argument("--json", type=Path)
@@ -83,16 +84,17 @@ def main() -> None:
         config = load_config(asked.config, (*overrides, *asked.set))[0]
         request = TrainRequest(config=config, output_dir=Path(folder) / "run")
         view = Switched(console, request.controls, request.monitor.latest)
-        clock = Clock(view, asked.blocks)
+        clock = Clock(view, asked.blocks, asked.steps)
         quiet = PreparationBar(Console(stderr=True))
         began = time.monotonic()
         train(request, [quiet, view, Callbacks(clock, request.controls)], quiet)
         view.close()
-    result = _result(clock.medians, view.frames, time.monotonic() - began)
+    result = _result(clock.medians, view, time.monotonic() - began)
     print(f"step without the view {result['without_seconds']:.4f} s, with it {result['with_seconds']:.4f} s")
     low, high = result["middle_half"]
     print(f"{result['pairs']} pairs of blocks: speed with over without, median {result['ratio']:.4f}, middle half "
-          f"{low:.4f} to {high:.4f}; {result['pictures']} pictures in {result['seconds']:.0f} s")  # fmt: skip
+          f"{low:.4f} to {high:.4f}; {result['pictures']} pictures in {result['seconds']:.0f} s, "
+          f"{result['core_share']:.2%} of a core")  # fmt: skip
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -103,7 +105,7 @@ def _read(end: int) -> None:
             pass
 
 
-def _result(medians: dict[bool, list[float]], frames: int, seconds: float) -> dict[str, Any]:
+def _result(medians: dict[bool, list[float]], view: Switched, seconds: float) -> dict[str, Any]:
     pairs = list(zip(medians[False], medians[True], strict=False))
     ratios = sorted(without / with_ for without, with_ in pairs)
     return {
@@ -112,7 +114,8 @@ def _result(medians: dict[bool, list[float]], frames: int, seconds: float) -> di
         "pairs": len(ratios),
         "ratio": median(ratios),
         "middle_half": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
-        "pictures": frames,
+        "pictures": view.frames,
+        "core_share": 2 * view.cpu_seconds / seconds,  # it is on for half of the time
         "seconds": seconds,
         "machine": describe_machine(),
     }

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -137,7 +138,7 @@ class LiveView:
             began, spent = time.monotonic(), time.thread_time()
             self._draw()
             costs.append(time.thread_time() - spent)
-            pause = min(LONGEST_PAUSE, max(1 / REDRAWS_PER_SECOND, min(costs) / SHARE))
+            pause = min(LONGEST_PAUSE, max(1 / REDRAWS_PER_SECOND, median(costs) / SHARE))
             self._listen(began + 1 / REDRAWS_PER_SECOND, began + pause)
 
     def _listen(self, earliest: float, latest: float) -> None:

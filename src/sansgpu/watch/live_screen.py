@@ -12,9 +12,10 @@ from typing import Any
 
 import plotille
 from rich.ansi import AnsiDecoder
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -67,11 +68,8 @@ def screen(shown: Shown, width: int, height: int) -> RenderableType:
     rows = height - 3
     below, rows = _below(shown, width, rows, least=LEAST_CURVE + 2 + (0 if wide else figures.rows))
     if wide:
-        middle = Table.grid(expand=True)
-        middle.add_column(ratio=1)
-        middle.add_column(width=46)
         more = _Figures([*_course(shown), *_machine(shown.system), *_details(shown)], columns=1)
-        middle.add_row(_curve(shown, width - 46, rows), more.panel(rows))
+        middle = _Beside(_curve(shown, width - 46, rows), more.panel(rows), 46)
         return Group(*top, middle, *below, *bottom)
     parts: list[RenderableType] = []
     if rows - figures.rows >= LEAST_CURVE + 2:
@@ -119,6 +117,21 @@ def _footer(shown: Shown, width: int) -> Text:
     if not shown.keys:
         line.append("Ctrl-C saves and ends", "dim")
     return line
+
+
+class _Beside:
+    """Two things of the same height next to each other; a table would measure each before it is drawn."""
+
+    def __init__(self, left: RenderableType, right: RenderableType, right_width: int) -> None:
+        self._left, self._right, self._right_width = left, right, right_width
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = options.max_width - self._right_width, self._right_width
+        parts = (self._left, self._right)
+        drawn = [console.render_lines(p, options.update(width=w)) for p, w in zip(parts, widths, strict=True)]
+        for lines in zip(*drawn, strict=True):
+            yield from (segment for line in lines for segment in line)
+            yield Segment.line()
 
 
 class _Figures:
@@ -271,15 +284,14 @@ def _plot(shown: Shown, width: int, rows: int) -> RenderableType:
     for points, colour in ((training, TRAINING), (validation, VALIDATION)):
         if shows := [point for point in points if point[1] <= high + margin]:
             figure.plot(*zip(*shows, strict=True), lc=colour)
-    lines = list(AnsiDecoder().decode(figure.show()))
-    table = Table.grid(padding=(0, 1, 0, 0))
-    for number, line in enumerate(lines):
-        label = labels[0] if number == 0 else labels[1] if number == len(lines) - 1 else ""
-        table.add_row(Text(label, "dim", justify="right"), line)
+    lines, broad = list(AnsiDecoder().decode(figure.show())), max(map(len, labels))
     ends = f"step {first:,}", f"{last:,}"
     axis = ends[0] + ends[1].rjust(max(1, figure.width - len(ends[0])))
-    table.add_row("", Text(axis, "dim", no_wrap=True))
-    return table
+    drawn = Text(no_wrap=True, overflow="crop")
+    for number, line in enumerate(lines):
+        label = labels[0] if number == 0 else labels[1] if number == len(lines) - 1 else ""
+        drawn.append(f"{label:>{broad}} ", "dim").append_text(line).append("\n")
+    return drawn.append(" " * (broad + 1) + axis, "dim")
 
 
 def _thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
