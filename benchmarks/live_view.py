@@ -1,9 +1,10 @@
-"""What the live view costs: one run whose view is switched on and off, block by block of steps.
+"""What the live view costs: steps in which a picture was drawn, beside the steps around them.
 
-    python -m benchmarks.live_view [--blocks 30] [--columns 160]
+    python -m benchmarks.live_view [--pictures 60] [--columns 160]
 
-Both halves are of one process and one run, so that what else the machine does meets both. The view draws into a
-pseudo-terminal that somebody reads.
+All of one process and one run. Two runs, or blocks of one with the view on and off, differ by per cents here for other
+reasons, and the view may cost 0.5; a step's neighbours, a second before and after, have met the same machine. The view
+draws into a pseudo-terminal that somebody reads.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import os
 import pty
 import tempfile
 import threading
-import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 from rich.console import Console
@@ -31,46 +31,39 @@ from sansgpu.watch.events import Event
 from sansgpu.watch.live import LiveView
 from sansgpu.watch.terminal import PreparationBar
 
+WARMING = 20  # steps that are not looked at
+AROUND = 4  # steps on each side that a step is compared with
 
-class Switched(LiveView):
-    """Draws while `on`."""
 
-    on = True
-    frames = 0
-    cpu_seconds = 0.0  # of its thread
+class Counted(LiveView):
+    """Counts its pictures."""
+
+    pictures = 0
 
     def _draw(self) -> None:
-        if self.on:
-            self.frames += 1
-            super()._draw()
-            self.cpu_seconds = time.thread_time()
+        super()._draw()
+        self.pictures += 1
 
 
 class Clock(Callback):
-    """Notes every step's seconds, and switches the view after each block."""
+    """Notes every step's seconds, and how many pictures there were by its end."""
 
-    def __init__(self, view: Switched, blocks: int, steps: int) -> None:
-        self._view, self._blocks, self._steps = view, blocks, steps
-        self._block: list[float] = []
-        self.medians: dict[bool, list[float]] = {True: [], False: []}
+    def __init__(self, view: Counted, pictures: int) -> None:
+        self._view, self._pictures = view, pictures
+        self.steps: list[tuple[float, int]] = []
 
     def on_step(self, event: Event, run: Controls) -> None:
         """One more step."""
-        self._block.append(event["step_seconds"])
-        if len(self._block) == self._steps:
-            if event["step"] > 2 * self._steps:  # the first two warm up
-                self.medians[self._view.on].append(median(self._block[1:]))
-            self._block, self._view.on = [], not self._view.on
-            if sum(map(len, self.medians.values())) >= self._blocks:
-                run.stop()
+        self.steps.append((event["step_seconds"], self._view.pictures))
+        if self._view.pictures - self.steps[min(WARMING, len(self.steps)) - 1][1] >= self._pictures:
+            run.stop()
 
 
 def main() -> None:
-    """Measure, and print the ratio of the blocks' medians, each with the one behind it."""
+    """Measure, and print how much longer a step with a picture takes, and what that is of all steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="by default the built-in configuration")
-    parser.add_argument("--blocks", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=12, help="a block's; its first is not counted")
+    parser.add_argument("--pictures", type=int, default=60)
     parser.add_argument("--columns", type=int, default=160)
     parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
     parser.add_argument("--json", type=Path)
@@ -83,18 +76,15 @@ def main() -> None:
                      "training.save_steps=0", "training.report_to=none")  # fmt: skip
         config = load_config(asked.config, (*overrides, *asked.set))[0]
         request = TrainRequest(config=config, output_dir=Path(folder) / "run")
-        view = Switched(console, request.controls, request.monitor.latest)
-        clock = Clock(view, asked.blocks, asked.steps)
+        view = Counted(console, request.controls, request.monitor.latest)
+        clock = Clock(view, asked.pictures)
         quiet = PreparationBar(Console(stderr=True))
-        began = time.monotonic()
         train(request, [quiet, view, Callbacks(clock, request.controls)], quiet)
         view.close()
-    result = _result(clock.medians, view, time.monotonic() - began)
-    print(f"step without the view {result['without_seconds']:.4f} s, with it {result['with_seconds']:.4f} s")
-    low, high = result["middle_half"]
-    print(f"{result['pairs']} pairs of blocks: speed with over without, median {result['ratio']:.4f}, middle half "
-          f"{low:.4f} to {high:.4f}; {result['pictures']} pictures in {result['seconds']:.0f} s, "
-          f"{result['core_share']:.2%} of a core")  # fmt: skip
+    result = _result(clock.steps)
+    print(f"a step takes {result['step_seconds']:.4f} s; with a picture {result['extra_seconds'] * 1e3:.2f} ms more "
+          f"(standard error {result['standard_error'] * 1e3:.2f}), {result['pictures']} pictures")  # fmt: skip
+    print(f"a picture every {result['seconds_between']:.1f} s: speed with the view over without {result['ratio']:.4f}")
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -105,18 +95,24 @@ def _read(end: int) -> None:
             pass
 
 
-def _result(medians: dict[bool, list[float]], view: Switched, seconds: float) -> dict[str, Any]:
-    pairs = list(zip(medians[False], medians[True], strict=False))
-    ratios = sorted(without / with_ for without, with_ in pairs)
+def _result(steps: list[tuple[float, int]]) -> dict[str, Any]:
+    seconds = [step[0] for step in steps]
+    drawn = [place for place in range(1, len(steps)) if steps[place][1] > steps[place - 1][1]]
+    busy = set(drawn)
+    extra = []
+    for place in drawn:
+        if WARMING <= place < len(steps) - AROUND:
+            beside = range(place - AROUND, place + AROUND + 1)
+            extra.append(seconds[place] - median(seconds[other] for other in beside if other not in busy))
+    told = seconds[WARMING:]
+    between = sum(told) / len(extra)
     return {
-        "without_seconds": median(medians[False]),
-        "with_seconds": median(medians[True]),
-        "pairs": len(ratios),
-        "ratio": median(ratios),
-        "middle_half": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
-        "pictures": view.frames,
-        "core_share": 2 * view.cpu_seconds / seconds,  # it is on for half of the time
-        "seconds": seconds,
+        "step_seconds": median(told),
+        "pictures": len(extra),
+        "extra_seconds": mean(extra),
+        "standard_error": stdev(extra) / len(extra) ** 0.5,
+        "seconds_between": between,
+        "ratio": 1 - mean(extra) / between,
         "machine": describe_machine(),
     }
 

@@ -26,8 +26,8 @@ from sansgpu.watch.jsonl import read_events
 from sansgpu.watch.live_screen import Shown, screen
 from sansgpu.watch.terminal import REDRAWS_PER_SECOND, Terminal
 
-SHARE = 0.002  # of one core's time, that drawing may take: a step waits for the slowest core
-LONGEST_PAUSE = 5.0  # seconds without a new picture
+SHARE = 0.0012  # of one core's time, that drawing may take: a step waits two or three times as long for it
+LONGEST_PAUSE = 8.0  # seconds without a new picture
 LAST_EVALUATIONS = 5  # that stay in the terminal when the view is gone
 _ENTER = b"\x1b[?1049h\x1b[?25l"  # the other screen, without a cursor
 _LEAVE = b"\x1b[?1049l\x1b[?25h"  # the normal screen, with its cursor

@@ -24,6 +24,7 @@ from sansgpu.watch.terminal import clock, duration, printable
 
 KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
 WIDE = 104  # columns from which figures stand beside the curve
+CURVE_SECONDS = 10.0  # for which a curve stands as it was drawn
 LEAST_CURVE = 5  # rows
 SAMPLE_ROWS, NEWS_ROWS = 4, 3  # the sample with its frame
 TRAINING, VALIDATION = "cyan", "magenta"
@@ -57,7 +58,7 @@ class Shown:
     stepped: float = 0.0  # when the last step event came (time.monotonic)
     state: str = "training"
     keys: bool = True  # whether they are listened to
-    plot: tuple[object, RenderableType] = (None, "")  # the last one, and what it was made for
+    plot: tuple[object, float, RenderableType] = (None, 0.0, "")  # its room, when it was drawn (time.monotonic), itself
 
 
 def screen(shown: Shown, width: int, height: int) -> RenderableType:
@@ -261,10 +262,10 @@ def _curve(shown: Shown, width: int, rows: int) -> RenderableType:
         title.append(f" (best {best:.4f} at {best_step:,})", "dim")
     body: RenderableType = Text("The first steps are under way.", "dim")
     if len(shown.training) > 1:
-        made_for = len(shown.training), len(shown.validation), _total(shown), width, rows
-        if shown.plot[0] != made_for:  # drawing takes as long as all else
-            shown.plot = made_for, _plot(shown, width - 4, rows - 2)
-        body = shown.plot[1]
+        room, now = (width, rows, len(shown.validation)), time.monotonic()
+        if shown.plot[0] != room or now - shown.plot[1] > CURVE_SECONDS:  # drawing it takes as long as all else
+            shown.plot = room, now, _plot(shown, width - 4, rows - 2)
+        body = shown.plot[2]
     return Panel(body, title=title, title_align="left", height=rows, padding=(0, 1), border_style="dim")
 
 
