@@ -2,9 +2,15 @@
 
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
+import sansgpu
 from sansgpu.config import DataConfig
 from sansgpu.data.sources import open_sources
 from sansgpu.data.stdlib_chat import stdlib_conversations
+from sansgpu.data.tokenizer import BPETokenizer
+
+STDLIB = DataConfig(dataset_name="python-stdlib-chat")
 
 MODULE = '''"""Walks through trees of folders. More is said below."""
 
@@ -51,7 +57,19 @@ def test_public_definitions_are_asked_about_with_their_first_sentence(tmp_path: 
 
 
 def test_every_machine_has_thousands_of_them() -> None:
-    source = open_sources(DataConfig(dataset_name="python-stdlib-chat")).train
+    source = open_sources(STDLIB).train
     rows = {row.value["prompt"]: row.value["completion"] for row in source.rows()}
     assert len(rows) > 2000
     assert rows["What does shutil.copyfile do?"].startswith("Copy data from src to dst")
+
+
+def test_what_our_template_asks_for_is_how_an_answer_began(tmp_path: Path) -> None:
+    corpus = (row.value["completion"] for row in open_sources(STDLIB).train.rows())
+    BPETokenizer.train(corpus, 600).save(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = (Path(sansgpu.__file__).parent / "models/templates/simple.jinja").read_text()
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Return the file."}]
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(asked)["input_ids"]
+    assert tokenizer(whole)["input_ids"][: len(ids)] == ids

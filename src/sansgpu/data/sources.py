@@ -79,9 +79,8 @@ def open_parts(name: str, data: DataConfig) -> Sources:
 def _stdlib_chat(library: Source) -> Source:
     """Questions and answers about the standard library; as text, its modules."""
     fingerprint = files_fingerprint(library.files, (PYTHON_STDLIB_CHAT,))
-    return replace(
-        library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, rows=partial(stdlib_conversations, library.files)
-    )
+    rows = partial(stdlib_conversations, library.files)  # far smaller than the files
+    return replace(library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, size_bytes=0, rows=rows)
 
 
 def _stdlib_files(root: Path) -> list[Path]:
