@@ -57,7 +57,7 @@ def _figures(result: Result, study: Any) -> list[Drawn]:
     from optuna import visualization
 
     name = NAMES[result["measure"]]
-    colours = {"colorscale": SCALE, "reversescale": False}
+    colours = {"colorscale": SCALE, "reversescale": False, "showscale": False}  # a telephone has no room for it
     history = visualization.plot_optimization_history(study, target_name=name)
     way = visualization.plot_intermediate_values(study)
     way.update_xaxes(title="per cent of the trial").update_yaxes(title=name)
@@ -74,6 +74,7 @@ def _figures(result: Result, study: Any) -> list[Drawn]:
     drawn = []
     for number, (caption, figure) in enumerate(found):
         figure.update_layout(title=None, template=None, height=HEIGHT, margin={"l": 10, "r": 16, "t": 8, "b": 10})
-        figure.update_xaxes(automargin=True).update_yaxes(automargin=True)
+        figure.update_xaxes(automargin=True, zeroline=False).update_yaxes(automargin=True, zeroline=False)
+        figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
         drawn.append(Drawn(f"search-{number}", caption, figure.to_json()))
     return drawn
