@@ -37,6 +37,7 @@ def test_our_kernels_are_measured_beside_torchs(tmp_path: Path) -> None:
         assert row["ratio"] > 0
 
 
+@pytest.mark.long
 def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
     arguments = f"--size tiny --peers plain,hf-fp32 --steps 2 --rounds 1 --data {data}".split()
@@ -150,6 +151,7 @@ def test_every_part_of_the_method_is_left_out_in_turn(tmp_path: Path) -> None:
     assert all(0 <= row["mlm_acc"] <= 1 for row in found)
 
 
+@pytest.mark.long
 def test_steps_with_a_picture_are_compared_with_those_around_them(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     small = {"data__dataset_name": corpus, "training__logging_steps": 1, "training__eval_steps": 0}

@@ -35,7 +35,14 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.stem)
+MINUTES = ("bench", "graph", "resume")  # pages whose commands take one or two
+
+
+def timed(page: Path) -> object:
+    return pytest.param(page, id=page.stem, marks=pytest.mark.long if page.stem in MINUTES else ())
+
+
+@pytest.mark.parametrize("page", [timed(page) for page in PAGES if commands(page)])
 def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "SANSGPU_CACHE": str(tmp_path_factory.getbasetemp() / "docs-cache")}

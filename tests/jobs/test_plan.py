@@ -182,6 +182,7 @@ def test_bench_measures_and_what_it_writes_runs(home: Path, tmp_path: Path, caps
     assert list((tmp_path / "runs").glob("*/final/model.safetensors"))
 
 
+@pytest.mark.long
 def test_a_measurement_that_fails_is_one_sentence_and_no_traceback() -> None:
     beyond_any_machine = {"model__d_model": 1 << 24, "model__n_heads": 1 << 18, "model__d_ff": 1 << 24}
     chosen = settings(training__optimizer="adamw", model__vocab_size=1000, **beyond_any_machine)

@@ -180,7 +180,7 @@ def test_keys_save_evaluate_pause_and_end_a_run(long_run: tuple[list[str], Path]
 
 def test_a_second_signal_leaves_the_terminal_as_it_was(long_run: tuple[list[str], Path], tmp_path: Path) -> None:
     arguments, run = long_run
-    slow = ["--set", "training.gradient_accumulation_steps=20000"]  # a step of many seconds
+    slow = ["--set", "model.n_layers=64", "--set", "training.gradient_accumulation_steps=1000"]  # many seconds a step
     terminal = Terminal([*arguments, *slow], tmp_path / "cache")
     terminal.until(lambda: b"first steps" in terminal.text)
     time.sleep(1.0)
