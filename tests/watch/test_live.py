@@ -174,7 +174,7 @@ def test_keys_save_evaluate_pause_and_end_a_run(long_run: tuple[list[str], Path]
     assert (end["reason"], end["snapshot"]) == ("interrupted", f"step-{end['step']:06d}")
     assert termios.tcgetattr(terminal.other) == terminal.modes
     summary = terminal.text.rpartition(b"\x1b[?1049l")[2].decode()  # on the normal screen
-    for told in ("parameters", "validation at step", "snapshot step-", "interrupted and saved after step"):
+    for told in ("parameters", "validation at step", "tokens/s", "snapshot step-", "interrupted and saved after step"):
         assert told in summary, told
 
 

@@ -121,15 +121,21 @@ class LiveView:
             shown.news.append((f"{at}{event['message']}", "yellow"))
         if kind == "warning" and not shown.start:
             Terminal(self._console).emit(event)  # there is no view yet
-        else:
+            return
+        if kind == "step":  # of many the last
             self._kept = [kept for kept in self._kept if kept["event"] != "step"]
-            self._kept.append(event)
+        self._kept.append(event)
 
     def _worth_keeping(self) -> list[Event]:
         """All warnings, and of what there are many the last."""
-        many = {"eval": LAST_EVALUATIONS, "snapshot": 1}
-        last = [e for kind, most in many.items() for e in [e for e in self._kept if e["event"] == kind][-most:]]
-        return [event for event in self._kept if event["event"] not in many or event in last]
+        left, kept = {"eval": LAST_EVALUATIONS, "snapshot": 1}, list[Event]()
+        for event in reversed(self._kept):
+            kind = event["event"]
+            if left.get(kind, 1):
+                kept.append(event)
+                if kind in left:
+                    left[kind] -= 1
+        return kept[::-1]
 
     def _run(self) -> None:
         """Draw as often as it may, and listen to the keys meanwhile."""
