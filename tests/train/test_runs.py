@@ -81,17 +81,22 @@ def test_an_epoch_is_every_token_once(home: Path, tmp_path: Path, pack: str) -> 
 
 
 def test_max_hours_ends_the_run_in_time_with_its_decay_behind_it(home: Path, tmp_path: Path) -> None:
-    started = time.monotonic()
-    hours = {"training__max_hours": 0.003, "training__max_steps": "null", "training__logging_steps": 1}
-    events = train(home, tmp_path / "r", training__lr_scheduler="wsd", training__warmup_steps=1000, **hours)
-    assert time.monotonic() - started < 0.003 * 3600 + 1  # this process was there before it
+    started, allowed = time.monotonic(), 0.004 * 3600
+    changes = {
+        "training__max_hours": 0.004, "training__max_steps": "null", "training__lr_scheduler": "wsd",
+        "training__warmup_steps": 1000, "training__logging_steps": 1,
+        # Pauses that are rare beside the steps: on a busy machine one of them may take as long as many steps.
+        "training__eval_steps": 20, "training__save_steps": 24, "training__sample_tokens": 0,
+    }  # fmt: skip
+    events = train(home, tmp_path / "r", **changes)
+    assert time.monotonic() - started < allowed + 1  # this process was there before it
     end, steps = of(events, "end")[0], of(events, "step")
     assert end["reason"] == "out_of_time"
-    assert 0.5 * 0.003 * 3600 < end["seconds"] < 0.003 * 3600
+    assert 0.5 * allowed < end["seconds"] < allowed
     rates = [event["lr"] for event in steps]
     peak = rates.index(max(rates))
-    assert 0 < peak < 0.2 * len(rates), "a warm-up too long for the time is cut"
-    assert rates[-1] < 0.05 * max(rates)
+    assert 0 < peak < 0.25 * len(rates), "a warm-up too long for the time is cut"
+    assert rates[-1] < 0.2 * max(rates)  # two steps of a hundred are 0.02; other work may take the last few
     assert of(events, "eval")[-1]["step"] == end["step"] == snapshots(tmp_path / "r/snapshots")[-1].step
     assert (tmp_path / "r/final/model.safetensors").exists()
 
