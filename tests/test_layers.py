@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sansgpu.config.load import describe
+from tests.processes import environment, settings, write_corpus
 
 SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
 FLOORS = [
@@ -73,10 +74,25 @@ def test_every_key_of_the_schema_is_read_somewhere() -> None:
     assert [key for key, _, _ in describe() if key.rpartition(".")[2] not in read] == []
 
 
-def test_help_loads_nothing_of_weight() -> None:
+def loaded(arguments: list[str], heavy: set[str], cache: Path) -> str:
+    """The exit code of a command, and which of the `heavy` modules it has imported."""
     program = (
-        "import sys; from sansgpu.cli import run; code = run(['--help']);"
-        "print(code, sorted({'torch', 'pydantic', 'transformers', 'datasets', 'numpy'} & set(sys.modules)))"
+        f"import sys; from sansgpu.cli import run; code = run({arguments!r});"
+        f"print(code, sorted(set({sorted(heavy)!r}) & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "0 []"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment(cache)
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_help_loads_nothing_of_weight(tmp_path: Path) -> None:
+    assert loaded(["--help"], {"torch", "pydantic", "transformers", "datasets", "numpy"}, tmp_path) == "0 []"
+
+
+def test_a_run_loads_nothing_of_weight_that_it_does_not_need(tmp_path: Path) -> None:
+    """Each of these takes half a second to three, at every start."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl", documents=20)
+    chosen = settings(data__dataset_name=corpus, training__max_steps=1)
+    heavy = {"transformers", "datasets", "peft", "sympy", "torch._dynamo", "torch.distributed.tensor"}
+    assert loaded(["train", *chosen, "--output-dir", str(tmp_path / "r")], heavy, tmp_path / "cache") == "0 []"

@@ -159,7 +159,9 @@ def set_up(config: Config, before: Environment | None, warn: Warn, group: Group 
     recorded = before.threads if before and before.world_size == group.size else None
     torch.set_num_threads(_kept(recorded, threads, training.threads))
     torch.set_flush_denormal(True)
-    torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
+    deterministic = device.type == "cuda"
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # to say so imports the compiler: a second
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
     choose_vector_math()
     keep_freed_memory()
     keep_compiled(cache)

@@ -21,6 +21,7 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.compilation import expect_shapes
+from sansgpu.models.modules import Table, without_values
 
 RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of the modern layouts and GPT-2, written to the export's config
 INIT_STD = 0.02  # GPT-2's and Qwen's
@@ -178,13 +179,13 @@ class TransformerLM(nn.Module):
         self.config = config
         self.before_block: Callable[[], None] = lambda: None  # called on the way of a training pass, and may raise
         with torch.device("meta"):  # weights are drawn below, from a generator of their own
-            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-            self.position = None if config.modern else nn.Embedding(config.max_seq_len, config.d_model)
+            self.embedding = Table(config.vocab_size, config.d_model)
+            self.position = None if config.modern else Table(config.max_seq_len, config.d_model)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
             self.norm = _norm(config, config.d_model)
             self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         if seed is not None:
-            self.to_empty(device="cpu")
+            without_values(self)
             self._initialise(torch.Generator().manual_seed(seed))
         frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
         self.frequencies: torch.Tensor | None

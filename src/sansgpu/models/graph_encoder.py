@@ -20,6 +20,7 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.compilation import expect_shapes
+from sansgpu.models.modules import Table, without_values
 from sansgpu.models.relations import RelationFusion
 
 INIT_STD, NORM_EPS = 0.02, 1e-5
@@ -87,7 +88,7 @@ class SpanBoundary(nn.Module):
 
     def __init__(self, width: int, longest: int) -> None:
         super().__init__()
-        self.offset = nn.Embedding(longest, width)
+        self.offset = Table(longest, width)
         self.first, self.second = Linear(3 * width, width), Linear(width, width)
         self.first_norm, self.second_norm = (nn.LayerNorm(width, eps=NORM_EPS) for _ in range(2))
 
@@ -115,10 +116,10 @@ class GraphEncoder(nn.Module):
         width = config.d_model
         fused = config.leaves > 0 and config.fusion == "hgat"
         with torch.device("meta"):  # weights are drawn below, from a generator of their own
-            self.embedding = nn.Embedding(config.vocab_size, width)
-            self.position = nn.Embedding(config.max_seq_len, width) if config.position == "learned" else None
+            self.embedding = Table(config.vocab_size, width)
+            self.position = Table(config.max_seq_len, width) if config.position == "learned" else None
             slots = config.leaves + 1 if config.leaves and config.slot_embedding else 0
-            self.slot = nn.Embedding(slots, width) if slots else None  # row 0 is of roots
+            self.slot = Table(slots, width) if slots else None  # row 0 is of roots
             self.fusion = RelationFusion(config, config.n_relations or 0) if fused else None
             self.embedding_norm = nn.LayerNorm(width, eps=NORM_EPS) if config.embedding_norm else None
             self.decay_center = nn.Parameter(torch.ones(config.n_heads)) if config.decay != "none" else None
@@ -127,7 +128,7 @@ class GraphEncoder(nn.Module):
             self.transform_norm = nn.LayerNorm(width, eps=NORM_EPS)
             self.boundary = SpanBoundary(width, longest_span) if longest_span else None
         if seed is not None:
-            self.to_empty(device="cpu")
+            without_values(self)
             self._initialise(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()

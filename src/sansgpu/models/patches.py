@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -47,11 +45,3 @@ def use_our_kernels(model: PreTrainedModel) -> list[str]:
     use_our_layers(model)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return kept + [f"layers of type {name}" for name in others]
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Its repeated blocks, in order: the longest list of modules with parameters."""
-    lists: list[Any] = [
-        m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
-    ]
-    return list(max(lists, key=len, default=[]))

@@ -27,7 +27,7 @@ from sansgpu.models.costing import (
     numbers_of,
 )
 from sansgpu.models.costs import Products, StepTraffic, StepWork
-from sansgpu.models.patches import blocks_of
+from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import Head, shape_only
 
 # What a block keeps of each token for its backward pass, times D, and F for each matrix that leads there. Measured

@@ -14,6 +14,7 @@ from torch import nn
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
+from sansgpu.models.modules import Table
 
 SLOPE = 0.01  # of LeakyReLU below zero
 
@@ -30,9 +31,9 @@ class RelationFusion(nn.Module):
         super().__init__()
         width, rank = config.d_model, config.relation_rank
         self.width, self.rank, self.dropout = width, rank, config.relation_dropout
-        self.matrix = nn.Embedding(relations + 1, width * (rank or width))  # W_r, or V_r of W_r = U_r V_r
-        self.outer = nn.Embedding(relations + 1, width * rank) if rank else None  # U_r
-        self.attention = nn.Embedding(relations + 1, 2 * width)  # a_r
+        self.matrix = Table(relations + 1, width * (rank or width))  # W_r, or V_r of W_r = U_r V_r
+        self.outer = Table(relations + 1, width * rank) if rank else None  # U_r
+        self.attention = Table(relations + 1, 2 * width)  # a_r
 
     def forward(self, x: torch.Tensor, triples: torch.Tensor) -> torch.Tensor:
         """Embeddings (N, D) and triples (M, 5): relation, the head's first node and tokens, the tail's; (N, D)."""

@@ -17,7 +17,8 @@ from sansgpu.machine.compilation import expect_shapes
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import pretrained_costs as costs
 from sansgpu.models.costs import Products, StepTraffic, StepWork
-from sansgpu.models.patches import blocks_of, use_our_kernels, use_our_layers
+from sansgpu.models.modules import blocks_of
+from sansgpu.models.patches import use_our_kernels, use_our_layers
 from sansgpu.models.pretrained import Head, load_pretrained, made_up, merged, save_pretrained, with_adapter
 from sansgpu.models.unpadded import UnpaddedModel
 from sansgpu.tasks.ragged_corpus import P, RaggedCorpus

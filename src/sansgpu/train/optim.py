@@ -9,7 +9,6 @@ from itertools import groupby
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from sansgpu.config import TrainingConfig, fold_seed
@@ -18,7 +17,7 @@ from sansgpu.kernels.quantised import adamw8, quantised_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
 from sansgpu.machine.group import ALONE, Group
 from sansgpu.train.reduce import Reducer
-from sansgpu.train.sharding import EVERYWHERE, Owned, Place, Rows, shard_blocks, spread
+from sansgpu.train.sharding import EVERYWHERE, Owned, Place, Rows, local_of, shard_blocks, spread
 
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # AdamW's typical update size, so that both share one learning rate (arXiv 2502.16982)
@@ -280,12 +279,6 @@ class Optimizer:
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Moments as `KIND.PARAMETER`; AdamW's step count is the run's own."""
         return {f"{kind}.{w.name}": w.described(value) for w in self.weights for kind, value in w.moments.items()}
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows that this rank has of a tensor that is cut."""
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local().detach()
 
 
 def _zeros(weight: Weight) -> dict[str, torch.Tensor]:

@@ -7,15 +7,16 @@ put together only while they are used (ZeRO-3, by torch's fully_shard), and so a
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sansgpu.machine.group import Group
-from sansgpu.models.patches import blocks_of
+from sansgpu.models.modules import blocks_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Place(Protocol):
@@ -116,6 +117,9 @@ def shard_blocks(model: nn.Module, group: Group, compute_dtype: torch.dtype) -> 
     Blocks are put together one at a time, for their pass forward and again for that backward, in `compute_dtype`;
     gradients are added up in fp32. What is no matrix stays whole, as it is small and read in fp32.
     """
+    from torch.distributed.device_mesh import init_device_mesh  # a second of imports that other runs never need
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     blocks = blocks_of(model)
     names = {id(p): name for name, p in model.named_parameters()}
     mesh = init_device_mesh("cpu", (group.size,))
@@ -129,3 +133,8 @@ def shard_blocks(model: nn.Module, group: Group, compute_dtype: torch.dtype) -> 
         block.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of all ranks
         block.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return cut
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows that this rank has of a tensor that is cut."""
+    return cast("DTensor", tensor).to_local().detach()
