@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config.load import describe
+from tests.processes import environment
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -45,10 +46,10 @@ def timed(page: Path) -> object:
 @pytest.mark.parametrize("page", [timed(page) for page in PAGES if commands(page)])
 def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "SANSGPU_CACHE": str(tmp_path_factory.getbasetemp() / "docs-cache")}
+    surroundings = {**environment(tmp_path_factory.getbasetemp() / "docs-cache"), "PATH": path}
     script = "set -e\n" + commands(page)
     write_files(page, checkout)
-    done = subprocess.run(["bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", script], cwd=checkout, env=surroundings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
