@@ -266,7 +266,9 @@ def test_trials_that_fail_are_told_and_a_hopeless_search_ends() -> None:
 @pytest.mark.long
 def test_a_trial_that_promises_little_is_pruned_and_leaves_no_weights() -> None:
     written({"learning_rate": [1e-7, 0.004]})  # of which the first four trials have the second, first, second, first
-    result, _ = search("--trials", "4", training__max_steps=24)
+    result, said = search("--trials", "4", training__max_steps=24)
+    ends = [line for line in said.splitlines() if line.startswith("trial   ")]
+    assert ["left, done" in line for line in ends] == [True, True, True, False]
     pruned = [row for row in result["trials"] if row["state"] == "pruned"]
     assert [row["trial"] for row in pruned] == [3]
     for row in pruned:

@@ -192,10 +192,10 @@ def _value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def _estimate(request: TuneRequest, seconds_each: float | None, done: int) -> Values:
-    """Seconds of what is left, at most."""
+def _estimate(request: TuneRequest, seconds_each: float | None, done: int, spent: float = 0.0) -> Values:
+    """Seconds of what is left after `spent` ones, where no trial is pruned."""
     left = None if request.trials is None else max(0, request.trials - done)
-    limits = [] if request.hours is None else [request.hours * 3600]
+    limits = [] if request.hours is None else [max(0.0, request.hours * 3600 - spent)]
     if left is not None and seconds_each is not None:
         limits.append(-(-left // request.workers) * seconds_each)
     seconds = min(limits, default=None)
@@ -238,12 +238,15 @@ class _Search:
 
     def _late(self) -> bool:
         hours = self._request.hours
-        return hours is not None and time.monotonic() - self._began >= hours * 3600
+        return hours is not None and self._spent() >= hours * 3600
+
+    def _spent(self) -> float:
+        return time.monotonic() - self._began
 
     def _room(self) -> bool:
         """Whether another trial would be done in time; the first may begin in any case."""
         hours, seconds = self._request.hours, self.study.trial_seconds()
-        return hours is None or seconds is None or time.monotonic() - self._began + seconds <= hours * 3600
+        return hours is None or seconds is None or self._spent() + seconds <= hours * 3600
 
     def _stop(self) -> None:
         with self._turn:
@@ -256,7 +259,8 @@ class _Search:
         while not self._over and self._room() and (claimed := self.study.claim(self._request.trials)) is not None:
             outcome = self._train(claimed)
             self.study.finish(claimed, outcome, self.measure)
-            best = self.study.best()
+            best, done = self.study.best(), self.study.finished()
+            left = _estimate(self._request, self.study.trial_seconds(), done, self._spent())
             self._say(
                 {
                     "event": "trial_end",
@@ -267,7 +271,9 @@ class _Search:
                     "seconds": outcome.seconds,
                     "why": outcome.why,
                     "best": None if best is None else {"trial": best.number, "loss": best.value},
-                    "finished": self.study.finished(),
+                    "finished": done,
+                    "seconds_left": left["seconds"],
+                    "finish": left["finish"],
                 }
             )
             if outcome.state == "failed":

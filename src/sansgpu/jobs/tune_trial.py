@@ -157,7 +157,8 @@ class TrialRun:
     def _outcome(self, code: int) -> Outcome:
         evaluations, events = self.evaluations(), read_events(self.folder / "metrics.jsonl")
         measured = evaluations[-1] if evaluations else {}
-        seconds = max((event.get("elapsed_seconds", 0.0) for event in events), default=0.0)
+        told = {"step": "elapsed_seconds", "snapshot": "elapsed_seconds", "end": "seconds"}
+        seconds = max((event[told[event["event"]]] for event in events if event["event"] in told), default=0.0)
         if code == 0 and measured:
             return Outcome("done", measured, seconds)
         if self._asked is not None:

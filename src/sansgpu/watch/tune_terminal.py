@@ -54,8 +54,11 @@ def _length(about: Result) -> str:
         return text + ", all of them done"
     if whole is None:
         return text + "; the model is too large to be timed here"
-    finish = clock(datetime.fromisoformat(about["finish"]))
-    return f"{text}, {duration(whole)} in all at most (pruning saves some), done {finish}"
+    return f"{text}, about {duration(whole)} in all (pruning saves some), done {_finish(about)}"
+
+
+def _finish(about: Result) -> str:
+    return clock(datetime.fromisoformat(about["finish"]))
 
 
 class TuneTerminal:
@@ -119,6 +122,8 @@ class TuneTerminal:
         parts.append(duration(event["seconds"]))
         if event["best"]:
             parts.append(f"best {event['best']['loss']:.4f} (trial {event['best']['trial']})")
+        if event["seconds_left"]:
+            parts.append(f"{duration(event['seconds_left'])} left, done {_finish(event)}")
         styles = {"failed": "red", "pruned": "dim"}
         self._say("  ".join(parts), styles.get(event["state"], ""))
         if event["why"]:
