@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
 from sansgpu.jobs.runs import is_held
+from sansgpu.watch.files import write_text
 from sansgpu.watch.model_card import model_card
-from sansgpu.watch.page import write_text
 from sansgpu.watch.paper_plots import write_plots
 from sansgpu.watch.record import Record
 from sansgpu.watch.run_report import default_file, run_plots, run_report

@@ -37,6 +37,7 @@ from sansgpu.jobs.tune_trial import Length, Outcome, TrialRun, chosen_config, tr
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.train.forecast import done_at
 from sansgpu.train.interrupt import Interrupt
+from sansgpu.watch.files import write_text
 
 FEW_EVALUATIONS, EVALUATIONS = 5, 8  # of a trial: too few to prune by, and how many it has then
 SAME_FAILURES = 3  # at the start of a search, which would all be like this
@@ -169,11 +170,9 @@ def _kept(folder: Path, config: Config, space: Space) -> Length | None:
 
 
 def _keep(folder: Path, config: Config, space: Space, length: Length) -> None:
-    partial = folder / ".tune.json.partial"
     try:
         kept = {**_asked(config, space), "length": length.to_json()}
-        partial.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-        partial.replace(folder / "tune.json")
+        write_text(folder / "tune.json", json.dumps(kept, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
 

@@ -11,6 +11,7 @@ import optuna
 from sansgpu.config import Config, SansGPUError, save_config
 from sansgpu.jobs.folders import anywhere
 from sansgpu.jobs.tune_study import STATES, Study
+from sansgpu.watch.files import whole_file
 from sansgpu.watch.tune_report import write_tune_report
 
 LEAST_FINISHED = 6  # trials, before it is told what mattered
@@ -50,9 +51,8 @@ def write_files(result: Values, study: Study, chosen: Callable[[Values], Config]
     """best.yaml, trials.csv and report.html. Raises SansGPUError where the disk refuses."""
     folder = study.folder
     try:
-        partial = folder / ".best.yaml.partial"
-        save_config(anywhere(chosen(result["best"]["parameters"])), partial)
-        partial.replace(folder / "best.yaml")
+        with whole_file(folder / "best.yaml") as partial:
+            save_config(anywhere(chosen(result["best"]["parameters"])), partial)
         _write_csv(result, study)
         write_tune_report(result, study.optuna, folder)
     except OSError as error:
@@ -84,10 +84,8 @@ def _importance(study: Study) -> dict[str, float]:
 def _write_csv(result: Values, study: Study) -> None:
     keys = list(dict.fromkeys(key for row in result["trials"] for key in row["parameters"]))
     columns = ("trial", "state", "loss", "bits_per_byte", "step", "seconds", "why")
-    partial = study.folder / ".trials.csv.partial"
-    with partial.open("w", encoding="utf-8", newline="") as file:
+    with whole_file(study.folder / "trials.csv") as partial, partial.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*columns, *keys])
         for row in result["trials"]:
             writer.writerow([*(row[name] for name in columns), *(row["parameters"].get(key) for key in keys)])
-    partial.replace(study.folder / "trials.csv")

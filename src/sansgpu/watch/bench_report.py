@@ -8,7 +8,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from sansgpu.watch.page import page, templates, write_text
+from sansgpu.watch.files import write_text
+from sansgpu.watch.page import page, templates
 from sansgpu.watch.plots import Plot, Series
 from sansgpu.watch.tables import count, gigabytes
 from sansgpu.watch.terminal import clock, duration

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from sansgpu.watch.events import Event
+from sansgpu.watch.files import write_text
 
 
 def line(event: Event) -> str:
@@ -24,9 +25,7 @@ class Metrics:
 
     def __init__(self, path: Path, resumed_step: int | None = None) -> None:
         kept = [] if resumed_step is None else _before(path, resumed_step)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(path)
+        write_text(path, "".join(kept))
         self._has_start = bool(kept)
         self._file = path.open("a", encoding="utf-8")
 

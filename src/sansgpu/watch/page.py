@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
@@ -44,14 +43,6 @@ def page(template: str, plots: Sequence[Plot | Drawn], **values: Any) -> str:
     """A whole page: `template`, which extends page.html, with plotly in it where there is something to draw."""
     library = Markup(_library()) if plots else ""
     return templates().get_template(template).render(plotly=library, plots=plots, **values)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole, or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def as_json(plot: Plot | Drawn) -> Markup:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
+from sansgpu.watch.files import whole_file
 from sansgpu.watch.plots import PALETTE, Plot
 
 DASHES = ("-", "--", ":", "-.")
@@ -27,16 +28,14 @@ def write_plots(plots: Sequence[Plot], folder: Path, form: str) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(f"--format {form} needs matplotlib; pip install 'sansgpu[plots]'.") from None
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for plot in plots:
         with matplotlib.rc_context(_STYLE):
             drawn = Figure((WIDTH, HEIGHT), layout="constrained")
             _draw(plot, drawn, drawn.subplots())
             path = folder / f"{plot.name}.{form}"
-            partial = path.with_name(path.name + ".partial")
-            drawn.savefig(partial, format=form, dpi=DPI, metadata={"Date": None} if form == "svg" else None)
-            partial.replace(path)
+            with whole_file(path) as partial:
+                drawn.savefig(partial, format=form, dpi=DPI, metadata={"Date": None} if form == "svg" else None)
             written.append(path)
     return written
 

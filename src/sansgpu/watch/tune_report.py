@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.watch.bench_report import as_html
-from sansgpu.watch.page import Drawn, page, write_text
+from sansgpu.watch.files import write_text
+from sansgpu.watch.page import Drawn, page
 from sansgpu.watch.terminal import duration
 from sansgpu.watch.tune_terminal import NAMES, sentences, state, value
 
