@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from sansgpu.config import Config, ConfigError, as_config
 from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_held
@@ -22,7 +20,7 @@ from sansgpu.watch.events import Event, Sink
 from sansgpu.watch.notebook import Notebook
 from sansgpu.watch.record import Record
 from sansgpu.watch.results import numbers, told
-from sansgpu.watch.terminal import PreparationBar, Terminal, Warnings
+from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal, Warnings
 
 __all__ = ["Callback", "Config", "ConfigError", "Run", "fit"]
 
@@ -100,9 +98,9 @@ def fit(
         strict=strict,
         world=find_world(),
     )
-    console, rank = Console(), request.world.rank
-    bar = PreparationBar(Console(stderr=True), silent=quiet or console.is_jupyter or rank > 0)
-    sinks: list[Sink] = [Warnings(Console(stderr=True), rank)]
+    console, rank = RunConsole(), request.world.rank
+    bar = PreparationBar(RunConsole(stderr=True), silent=quiet or console.is_jupyter or rank > 0)
+    sinks: list[Sink] = [Warnings(RunConsole(stderr=True), rank)]
     if not rank:
         sinks = [Callbacks(callback, request.controls) for callback in callbacks]
         sinks += [] if quiet else [bar, Notebook() if console.is_jupyter else Terminal(console)]

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
 from sansgpu.watch.events import Event, Sinks
-from tests.processes import digests, environment, finish, record, settings, write_corpus
+from tests.processes import digests, environment, finish, record, settings, start, write_corpus
 
 # What the documentation promises other programs.
 STEP_KEYS = {
@@ -120,6 +120,22 @@ def test_headless_prints_the_same_lines_and_nothing_else(home: Path, tmp_path: P
     code, out, _ = finish(["train", *chosen, "--headless", "--output-dir", str(tmp_path / "r")], home / "cache")
     assert code == 0
     assert out == (tmp_path / "r/metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("flags", [(), ("--headless",)])
+def test_a_reader_that_leaves_does_not_end_the_run(home: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=12, training__logging_steps=1)
+    process = start(["train", *chosen, *flags, "--output-dir", str(tmp_path / "r")], home / "cache")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()  # as `head -1` does
+    said = process.stderr.read()
+    assert process.wait() == 0, said
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    end = json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["step"]) == ("end", 12)
 
 
 def test_two_runs_with_one_seed_are_byte_identical(home: Path, tmp_path: Path) -> None:
@@ -264,11 +280,18 @@ def test_a_failing_sink_is_dropped_and_the_others_are_told() -> None:
 
 def test_without_a_compiler_training_works_and_says_so_in_one_line(home: Path, tmp_path: Path) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2, training__compile="auto")
-    command = [sys.executable, "-m", "sansgpu", "train", *chosen, "--output-dir", str(tmp_path / "r")]
+    command = [sys.executable, "-m", "sansgpu", "train", *chosen, "--headless", "--output-dir", str(tmp_path / "r")]
     nowhere = {**environment(home / "cache"), "PATH": str(tmp_path)}
     done = subprocess.run(command, env=nowhere, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len([line for line in done.stdout.splitlines() if "C++ compiler" in line]) == 1
+    said = [line for line in done.stdout.splitlines() if "C++ compiler" in line]
+    assert len(said) == 1
+    assert json.loads(done.stdout.splitlines()[0])["event"] == "start", "first of all, whatever was said before it"
+    metrics = tmp_path / "r/metrics.jsonl"
+    assert metrics.read_text() == done.stdout, "what was said before is recorded, too"
+    more = subprocess.run([*command, "--max-steps=3", "--resume"], env=nowhere, capture_output=True, text=True)
+    assert said[0] in more.stdout
+    assert metrics.read_text().splitlines().count(said[0]) == 1, "and once"
     refused = subprocess.run(
         [*command[:-1], str(tmp_path / "s"), "--set", "training.compile=on"],
         env=nowhere, capture_output=True, text=True,

@@ -64,15 +64,13 @@ def train(
     }
     overrides = [*(override or []), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
 
-    from rich.console import Console
-
     from sansgpu.jobs.train import TrainRequest
     from sansgpu.jobs.train import train as job
     from sansgpu.machine.world import find_world
     from sansgpu.train.loop import End
     from sansgpu.watch.events import Sink
     from sansgpu.watch.jsonl import JsonLines
-    from sansgpu.watch.terminal import PreparationBar, Terminal, Warnings
+    from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal, Warnings
 
     world = find_world()
     if processes is not None:
@@ -83,7 +81,7 @@ def train(
             raise typer.BadParameter(f"--processes starts its own, but {world.launcher} has started this one")
         if (number := number_of(processes)) > 1:
             return launch(number, _without(sys.argv[1:], "--processes"))
-    errors = Console(stderr=True)
+    console, errors = RunConsole(), RunConsole(stderr=True)
     request = TrainRequest(
         config_file=config or config_option,
         overrides=tuple(overrides),
@@ -95,15 +93,15 @@ def train(
         world=world,
         started=started,
     )
-    sink: Sink = Terminal(errors if dry_run else Console())
+    sink: Sink = Terminal(errors if dry_run else console)
     if world.rank:
         sink = Warnings(errors, world.rank)
     elif headless:
         sink = JsonLines(sys.stdout)
-    elif sys.stdout.isatty() and not (plain or dry_run or Console().is_dumb_terminal):
+    elif sys.stdout.isatty() and not (plain or dry_run or console.is_dumb_terminal):
         from sansgpu.watch.live import LiveView
 
-        sink = LiveView(Console(), request.controls, request.monitor.latest)
+        sink = LiveView(console, request.controls, request.monitor.latest)
     bar = PreparationBar(errors, silent=world.rank > 0)
     try:
         outcome = job(request, [bar, sink], bar)

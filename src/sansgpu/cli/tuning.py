@@ -41,17 +41,15 @@ def tune(
 
     Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
     """
-    from rich.console import Console
-
     from sansgpu.jobs.tune import Interrupted, TuneRequest
     from sansgpu.jobs.tune import tune as job
-    from sansgpu.watch.terminal import PreparationBar
+    from sansgpu.watch.terminal import PreparationBar, RunConsole
     from sansgpu.watch.tune_terminal import TuneTerminal, print_estimate, print_tune
 
     overrides = (*(override or ()), *([] if seed is None else [f"training.seed={seed}"]))
     request = TuneRequest(config, overrides, space, trials, hours, workers, pruner.value, output_dir, dry_run)
-    console = Console(stderr=as_json)
-    bar, terminal = PreparationBar(Console(stderr=True)), TuneTerminal(console)
+    console = RunConsole(stderr=as_json)
+    bar, terminal = PreparationBar(RunConsole(stderr=True)), TuneTerminal(console)
 
     def show(event: dict[str, object]) -> None:
         bar.close()

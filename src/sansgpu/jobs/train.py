@@ -30,7 +30,7 @@ from sansgpu.train.loop import End
 from sansgpu.train.resume import recorded_environment
 from sansgpu.watch.boards import TensorBoard, WeightsAndBiases, require_boards
 from sansgpu.watch.controls import Controls
-from sansgpu.watch.events import Sink, Sinks, now
+from sansgpu.watch.events import Kept, Sink, Sinks, now
 from sansgpu.watch.jsonl import Metrics
 
 
@@ -79,13 +79,14 @@ def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun
     require_backend(training.distributed_backend)
     group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
     with telling(group), ExitStack() as held:
-        early = Sinks(sinks if group.first else [])
+        kept = Kept()
+        early = Sinks([*sinks, kept] if group.first else [])
         for note in [*notes, *([world.note] if world.note else [])]:
             early.warn(note)
         _require_same(config, group)
         place = _place(request, config, group, early.warn, held)
         require_boards(list(training.report_to))
-        outcome = _train_in(place, config, request, group, sinks, early.warn, progress)
+        outcome = _train_in(place, config, request, group, sinks, early.warn, kept, progress)
         group.leave()
         return outcome
 
@@ -139,6 +140,7 @@ def _train_in(
     group: Group,
     sinks: list[Sink],
     warn: Callable[[str], None],
+    early: Kept,
     progress: Progress,
 ) -> Begun | End:
     paths = run_paths(place.folder, config)
@@ -153,7 +155,7 @@ def _train_in(
         warn("with sharding full no process has a whole model to sample from; evaluations come without samples.")
     if request.dry_run:
         return Begun(prepared, paths)
-    return _run(prepared, paths, task, place.snapshot, request, sinks)
+    return _run(prepared, paths, task, place.snapshot, request, sinks, early)
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
@@ -169,7 +171,13 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
 
 
 def _run(
-    prepared: Prepared, paths: RunPaths, task: Task, snapshot: Snapshot | None, request: TrainRequest, sinks: list[Sink]
+    prepared: Prepared,
+    paths: RunPaths,
+    task: Task,
+    snapshot: Snapshot | None,
+    request: TrainRequest,
+    sinks: list[Sink],
+    early: Kept,
 ) -> End:
     config, environment, plan = prepared.config, prepared.environment, prepared.step_plan
     if environment.compile == "on":
@@ -196,13 +204,16 @@ def _run(
         return trainer.train()
     _write_run_files(prepared, paths, task)
     step = snapshot.step if snapshot else None
-    trainer.sinks = Sinks([*sinks, Metrics(paths.metrics, step), *_boards(config, paths, step)])
+    metrics = Metrics(paths.metrics, step)
+    trainer.sinks = Sinks([*sinks, metrics, *_boards(config, paths, step)])
     start = {"event": "start", "step": step or 0, "time": now(), "task": config.task, "output_dir": str(paths.root)}
     facts = {**prepared.facts(), **_environment_facts(environment), "gemm_flops_per_second": gemm}
     group = prepared.group
     request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local])
     try:
         trainer.sinks.emit({**start, **facts, **({"resumed_from": snapshot.folder.name} if snapshot else {})})
+        for event in early.events if snapshot is None else ():  # the other sinks have heard of them, at any start
+            metrics.emit(event)
         end = trainer.train()
         leave_behind(paths, trainer.sinks.warn)
         return end

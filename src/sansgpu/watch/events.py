@@ -35,6 +35,20 @@ class Sink(Protocol):
         """No event follows."""
 
 
+class Kept:
+    """Keeps events for those who come later."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        """Take one event."""
+        self.events.append(event)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 class Sinks:
     """Hands every event to every sink. One that fails is dropped, and the others are told."""
 

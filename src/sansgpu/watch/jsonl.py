@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from sansgpu.watch.events import Event
-from sansgpu.watch.files import write_text
+from sansgpu.watch.files import to_nowhere, write_text
 
 
 def line(event: Event) -> str:
@@ -42,18 +42,33 @@ class Metrics:
 
 
 class JsonLines:
-    """--headless: every event on a stream."""
+    """--headless: every event on a stream, `start` first as in metrics.jsonl."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
+        self._early: list[Event] = []
+        self._started = False
 
     def emit(self, event: Event) -> None:
-        """Write one line."""
-        self._stream.write(line(event))
-        self._stream.flush()
+        """Write one line, as long as somebody reads it."""
+        if event["event"] == "start" or self._started:
+            self._started = True
+            self._write(event, *self._early)
+            self._early = []
+        else:
+            self._early.append(event)
 
     def close(self) -> None:
-        """Leave the stream open; it is not ours."""
+        """Leave the stream open; it is not ours. What was said of a run that did not start is said now."""
+        self._write(*self._early)
+        self._early = []
+
+    def _write(self, *events: Event) -> None:
+        try:
+            self._stream.write("".join(map(line, events)))
+            self._stream.flush()
+        except BrokenPipeError:
+            to_nowhere(self._stream)
 
 
 def read_events(path: Path) -> list[Event]:

@@ -11,10 +11,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from sansgpu.watch.events import Event
+from sansgpu.watch.files import to_nowhere
 
 REDRAWS_PER_SECOND = 4
 LEAST_SHOWN = 50_000  # bytes
 _RIGHT = {"mlm_acc": "tokens", "mnm_acc": "leaves"}  # of gaps, the share that is filled right
+
+
+class RunConsole(Console):
+    """One whose reader may leave, as `head` does, without an end of the run; rich's own ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Show nothing more."""
+        self.quiet = True
+        to_nowhere(self.file)
 
 
 class Terminal:
