@@ -79,12 +79,12 @@ def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun
     require_backend(training.distributed_backend)
     group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
     with telling(group), ExitStack() as held:
-        kept = Kept()
-        early = Sinks([*sinks, kept] if group.first else [])
+        kept, heard = Kept(), sinks if group.first else []
+        early = Sinks([*heard, kept])
         for note in [*notes, *([world.note] if world.note else [])]:
             early.warn(note)
         _require_same(config, group)
-        place = _place(request, config, group, early.warn, held)
+        place = _place(request, config, group, Sinks(heard).warn, held)  # of a resume, which is not in the record
         require_boards(list(training.report_to))
         outcome = _train_in(place, config, request, group, sinks, early.warn, kept, progress)
         group.leave()
