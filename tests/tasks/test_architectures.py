@@ -17,7 +17,7 @@ from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.tasks import TASKS
-from sansgpu.watch.events import Event
+from sansgpu.watch.events import Event, Kept
 from tests.processes import digests, record
 from tests.tasks.folders import chat_rows, model_folder, squad
 
@@ -47,17 +47,6 @@ def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)  # of models this small more take longer; conftest puts it back
 
 
-class Collected:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-
 def head_of(architecture: str) -> Head:
     return "qa" if architecture in ENCODERS else "causal"
 
@@ -78,7 +67,7 @@ def settings(home: Path, architecture: str, model: Path, **changes: object) -> t
 
 
 def run_job(folder: Path, overrides: tuple[str, ...], resume: str | None = None) -> list[Event]:
-    sink = Collected()
+    sink = Kept()
     train(TrainRequest(None, overrides, folder, resume), [sink], lambda *_: None)
     return sink.events
 

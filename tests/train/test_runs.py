@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
-from sansgpu.watch.events import Event, Sinks
+from sansgpu.watch.events import Event, Kept, Sinks
 from tests.processes import digests, environment, finish, record, settings, start, write_corpus
 
 # What the documentation promises other programs.
@@ -259,17 +259,7 @@ def test_a_failing_sink_is_dropped_and_the_others_are_told() -> None:
         def close(self) -> None:
             raise OSError("disk full")
 
-    class Collecting:
-        def __init__(self) -> None:
-            self.events: list[Event] = []
-
-        def emit(self, event: Event) -> None:
-            self.events.append(event)
-
-        def close(self) -> None:
-            pass
-
-    collecting = Collecting()
+    collecting = Kept()
     sinks = Sinks([Failing(), collecting])
     for step in (1, 2):
         sinks.emit({"event": "step", "step": step})

@@ -17,6 +17,7 @@ from sansgpu.machine.children import ending_with_us
 from sansgpu.machine.memory import effective_batch
 from sansgpu.train.checkpoint import snapshots
 from sansgpu.watch.jsonl import read_events
+from sansgpu.watch.record import seconds_of
 
 SAVING_SECONDS = 600  # that a trial has to save, once it was asked to end
 
@@ -104,10 +105,6 @@ class TrialRun:
         """Of its newest snapshot; 0 without one."""
         return max((snapshot.step for snapshot in snapshots(self.folder / "snapshots")), default=0)
 
-    def evaluations(self) -> list[Event]:
-        """Those of the run so far, by its own record."""
-        return [event for event in read_events(self.folder / "metrics.jsonl") if event["event"] == "eval"]
-
     def train(self, resumed: bool, heard: Callable[[Event], None]) -> Outcome:
         """Train, or go on with, until the run ends; every event is handed to `heard`."""
         command = [sys.executable, "-m", "sansgpu", "train", str(self._file), "--headless"]
@@ -155,10 +152,9 @@ class TrialRun:
                 process.wait()
 
     def _outcome(self, code: int) -> Outcome:
-        evaluations, events = self.evaluations(), read_events(self.folder / "metrics.jsonl")
-        measured = evaluations[-1] if evaluations else {}
-        told = {"step": "elapsed_seconds", "snapshot": "elapsed_seconds", "end": "seconds"}
-        seconds = max((event[told[event["event"]]] for event in events if event["event"] in told), default=0.0)
+        events = read_events(self.folder / "metrics.jsonl")
+        measured = next((event for event in reversed(events) if event["event"] == "eval"), {})
+        seconds = seconds_of(events)
         if code == 0 and measured:
             return Outcome("done", measured, seconds)
         if self._asked is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 
 from sansgpu.config import SansGPUError
 from sansgpu.machine.disk import sync_to_disk
+from sansgpu.watch.files import whole_file
 
 
 def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
@@ -29,14 +29,9 @@ def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
 
 def written_whole_file(path: Path, write: Callable[[Path], None]) -> None:
     """Have `write` fill a new file, which takes `path`'s place when it is on the disk. Raises SansGPUError."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(partial)
-        sync_to_disk(partial)
-        partial.replace(path)
+        with whole_file(path) as partial:
+            write(partial)
+            sync_to_disk(partial)
     except OSError as error:
         raise SansGPUError(f"{path} cannot be written: {error.strerror or error}.") from None
-    finally:
-        with contextlib.suppress(OSError):  # nothing is left of it, or its folder is none
-            partial.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,11 @@ import yaml
 from sansgpu.config import ConfigError, RunPaths
 from sansgpu.watch.events import Event
 from sansgpu.watch.jsonl import read_events
+
+
+def seconds_of(events: Iterable[Event]) -> float:
+    """That a run has taken, over all its processes, by its record."""
+    return max((e.get("elapsed_seconds") or e.get("seconds") or 0.0 for e in events), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class Record:
     @property
     def seconds(self) -> float:
         """That the run has taken, over all its processes."""
-        return max((e.get("elapsed_seconds") or e.get("seconds") or 0.0 for e in self.events), default=0.0)
+        return seconds_of(self.events)
 
     @property
     def joules(self) -> float | None:
