@@ -81,14 +81,24 @@ def kind_of(task: str, name_or_path: str | None) -> str:
 
 
 def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with the defaults of their kind where nothing is given. Sections may be objects of the schema."""
+    """`values` with the defaults of their kind where nothing is given. Sections may be objects of the schema.
+
+    A section that is no mapping stays as it is, for the schema to refuse.
+    """
     given, model = {**values}, as_values(values.get("model"))
     for section, defaults in DEFAULTS.get(kind_of(task, model.get("name_or_path")), {}).items():
+        if not is_section(given.get(section)):
+            continue
         own = as_values(given.get(section))
         if section == "training" and task == SFT and model.get("adapter", "none") != "none":
             defaults = {**defaults, "learning_rate": LORA_LEARNING_RATE}
         given[section] = {**defaults, **own}
     return given
+
+
+def is_section(value: Any) -> bool:
+    """Whether this can be a section: keys and values, an object of the schema, or nothing, which gives no keys."""
+    return value is None or isinstance(value, dict) or hasattr(value, "model_dump")
 
 
 def as_values(section: Any) -> Values:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,32 +15,16 @@ from pydantic import BaseModel, ValidationError
 from sansgpu.config.by_task import KINDS, PRETRAIN, kinds_with, with_defaults
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.model import ModelConfig
+from sansgpu.config.parse import Values, parse_value, read_values
+from sansgpu.config.plain import MOST_DEPTH, cut, shown
 from sansgpu.config.schema import Config
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-Values = dict[str, Any]
 
 # What a run without a file changes of the defaults: minutes on two cores, and samples to look at.
 BUILT_IN: Values = {"training": {"max_steps": 500, "sample_tokens": 64}}
 
-
+MOST_UNKNOWN, MOST_WRONG = 5, 10  # keys that one message names
+LONGEST_KEY = 40  # characters for which a similar key is searched
 LIMITS = {f"training.{key}" for key in ("num_epochs", "max_steps", "max_tokens", "max_hours", "until")}
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """yaml.SafeLoader that refuses a key given twice, of which one would silently not act."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.YAMLError(f"the key {twice!r} is given twice, again in line {node.start_mark.line + 1} or below")
-        return super().construct_mapping(node, deep=deep)
-
 
 PRESETS = ("small", "medium", "large")  # may stand in place of a file: models of a known size
 
@@ -115,63 +98,20 @@ def default_values(values: Values) -> Values:
     return {**found, "device": found["training.device"]}
 
 
-def read_values(path: Path) -> Values:
-    """The keys and values of a file. Raises ConfigError where it cannot be read, or holds something else."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; give a .yaml, .toml or .json file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
-        raise ConfigError(
-            f"{path} does not exist{f'; did you mean {path.parent / near[0]}' if near else ''}."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
-    try:
-        values = _parse(path, text)
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be parsed: {' '.join(str(error).split())}.") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}, not keys and values; see configs/ for examples.")
-    return values
-
-
-def _parse(path: Path, text: str) -> Any:
-    match path.suffix:
-        case ".toml":
-            return tomllib.loads(text)
-        case ".json":
-            return json.loads(text, object_pairs_hook=_unique_pairs)
-        case ".yaml" | ".yml":
-            return yaml.load(text, Loader=_UniqueKeyLoader)
-    raise ConfigError(f"{path} has no known form; name it .yaml, .toml or .json.")
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
-    """A JSON object's keys, each given once."""
-    keys = [key for key, _ in pairs]
-    twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-    if twice is not None:
-        raise json.JSONDecodeError(f"the key {twice!r} is given twice", "", 0)
-    return dict(pairs)
-
-
 def _override(values: Values, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {override} has no value; write --set key.path=value.")
+        raise ConfigError(f"--set {cut(override)} has no value; write --set key.path=value.")
     *sections, name = key.strip().split(".")
+    if len(sections) > MOST_DEPTH:
+        raise ConfigError(f"--set {cut(override)}: a key has at most {MOST_DEPTH} parts.")
     for section in sections:
-        values = values.setdefault(section, {})
+        if values.get(section) is None:  # not there, or without keys
+            values[section] = {}
+        values = values[section]
         if not isinstance(values, dict):
-            raise ConfigError(f"--set {override}: {section} is no section.")
-    try:
-        values[name] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        values[name] = text
+            raise ConfigError(f"--set {cut(override)}: {section} is no section.")
+    values[name] = parse_value(text)
 
 
 def _notes(values: Values) -> list[str]:
@@ -182,23 +122,29 @@ def _notes(values: Values) -> list[str]:
 
 
 def problems(error: ValidationError) -> list[str]:
-    """One clause per wrong key. A union reports every member that did not match; the first speaks for all."""
-    clauses: dict[str, str] = {}
+    """A clause per wrong key, of many the first ones and how many follow.
+
+    A union reports every member that did not match; the first names the value, the others what else is possible.
+    """
+    unknown: dict[str, list[str]] = {}  # paths by their names
+    wrong: dict[str, str] = {}  # clauses by the names of their keys
     for item in error.errors(include_url=False):
         path = _field_path(item["loc"])
-        where = ".".join(path)
+        where = cut(".".join(path))
         if item["type"] == "extra_forbidden":
-            clause = f"unknown key {where}{_nearest(path)}"
+            unknown[where] = path
         elif item["type"] == "value_error":
-            clause = f"{where}: {item['ctx']['error']}" if where else str(item["ctx"]["error"])
-        else:
-            given = json.dumps(item["input"], default=str)
-            clause = f"{where} is {given}, but {item['msg'][0].lower()}{item['msg'][1:]}"
-        if where in clauses and item["type"] != "value_error":
-            clauses[where] += f", or {item['msg'].removeprefix('Input should be ')}"
-        else:
-            clauses[where] = clause
-    return list(clauses.values())
+            wrong[where] = f"{where}: {item['ctx']['error']}" if where else str(item["ctx"]["error"])
+        elif item["type"] in ("model_type", "dict_type"):
+            wrong[where] = f"{where or 'it'} is {shown(item['input'])}, but a section holds keys and values"
+        elif where not in wrong:
+            wrong[where] = f"{where} is {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
+        elif (other := item["msg"].removeprefix("Input should be ")) not in wrong[where]:
+            wrong[where] += f", or {other}"
+    named = [f"unknown key {where}{_nearest(path)}" for where, path in list(unknown.items())[:MOST_UNKNOWN]]
+    more = [f"{len(unknown) - MOST_UNKNOWN:,} more unknown keys"] if len(unknown) > MOST_UNKNOWN else []
+    rest = [f"{len(wrong) - MOST_WRONG:,} more wrong values"] if len(wrong) > MOST_WRONG else []
+    return [*named, *more, *list(wrong.values())[:MOST_WRONG], *rest]
 
 
 def _field_path(location: tuple[int | str, ...]) -> list[str]:
@@ -219,6 +165,8 @@ def _nearest(path: list[str]) -> str:
     for part in path[:-1]:
         model = model.model_fields[part].annotation
     known = list(model.model_fields) + (["device", "force_cpu"] if model is Config else [])
+    if len(path[-1]) > LONGEST_KEY:
+        return ""
     if near := difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5):
         return f" (did you mean {'.'.join([*path[:-1], near[0]])}?)"
     sections = [

@@ -16,6 +16,7 @@ from sansgpu.config.by_task import (
     PYTHON_STDLIB_GRAPH,
     as_values,
     default_of,
+    is_section,
     kind_of,
     kinds_with,
     label,
@@ -33,6 +34,9 @@ _OF_LEAVES = (
     "training.mnm_ramp_steps", "training.mnm_reduction", "data.triples", "data.inverse_relations",
     "data.leaf_mask_ratio", "data.min_leaf_groups",
 )  # fmt: skip
+
+
+_SECTIONS = ("model", "training", "data")  # one without keys, as `data:` alone, is YAML's null
 
 
 class DataConfig(Section):
@@ -124,10 +128,11 @@ class Config(Section):
     def _device_at_the_top(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        values = {key: value for key, value in values.items() if value is not None or key not in _SECTIONS}
         top = {key: values[key] for key in ("device", "force_cpu") if key in values}
         rest = {key: value for key, value in values.items() if key not in top}
         training = as_values(rest.get("training"))
-        if top and isinstance(rest.get("training", {}), (dict, TrainingConfig)):
+        if top and is_section(rest.get("training")):
             clash = [key for key in top if training.get(key, top[key]) != top[key]]
             if clash:
                 raise ValueError(f"{clash[0]} stands twice, at the top and in training, with different values")
@@ -150,7 +155,7 @@ class Config(Section):
 
     def _misplaced(self) -> Iterator[str]:
         """A sentence for every key that would not act."""
-        for name in ("model", "training", "data"):
+        for name in _SECTIONS:
             section = getattr(self, name)
             for key, field in type(section).model_fields.items():
                 kinds = kinds_with(f"{name}.{key}")

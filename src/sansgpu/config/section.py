@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from sansgpu.config.plain import FlawError, require_plain
 
 
 class Section(BaseModel):
-    """Keys that are known, with values that stay."""
+    """Known keys with values that stay. Numbers fit into 64 bits and texts can be written to a file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _plain(self) -> Any:
+        for key in type(self).model_fields:
+            value = getattr(self, key)
+            if isinstance(value, (str, int, list)):
+                try:
+                    require_plain({key: value})
+                except FlawError as error:
+                    raise ValueError(str(error)) from None
+        return self

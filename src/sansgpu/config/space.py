@@ -12,7 +12,8 @@ from typing import Any
 
 from sansgpu.config.by_task import FINE_TUNING, GRAPH, PRETRAIN, kinds_with, label
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.load import Values, change_config, describe, read_values
+from sansgpu.config.load import change_config, describe
+from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
 
 Number = int | float

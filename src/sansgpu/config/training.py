@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from sansgpu.config.plain import cut
 from sansgpu.config.section import Section
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _clock(value: object) -> object:
             moment = datetime.fromisoformat(value)
             return (moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment).isoformat()
         except ValueError:
-            raise ValueError(f"{value} is no time; write 07:00 or 2030-01-31T07:00") from None
+            raise ValueError(f"{cut(value)} is no time; write 07:00 or 2030-01-31T07:00") from None
     return value
 
 

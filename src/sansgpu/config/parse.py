@@ -1,0 +1,152 @@
+"""YAML, TOML and JSON files -> plain values, within a second and a few megabytes whatever they hold."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sansgpu.config.errors import ConfigError
+from sansgpu.config.plain import MOST_DEPTH, FlawError, cut, read_regular, reason_of, require_plain, shown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Values = dict[str, Any]
+
+MOST_BYTES = 64 << 10  # the largest file; PyYAML parses about this much in a second
+MOST_NODES = 10_000  # of a YAML file with every alias written out
+
+
+def read_values(path: Path) -> Values:
+    """The keys and values of a file. Raises ConfigError where it cannot be read, or holds something else."""
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; give a .yaml, .toml or .json file.")
+        text = read_regular(path, MOST_BYTES).decode("utf-8-sig")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
+        raise ConfigError(
+            f"{path} does not exist{f'; did you mean {path.parent / near[0]}' if near else ''}."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{cut(str(path))} cannot be read: {error.strerror}.") from None
+    except (FlawError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    try:
+        values = _parse(path, text)
+        require_plain(values)
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be parsed: values are nested more than {MOST_DEPTH} levels deep.") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be parsed: {reason_of(error)}.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}, not keys and values; see configs/ for examples.")
+    return values
+
+
+def parse_value(text: str) -> Any:
+    """The value of a `--set KEY=TEXT`, as YAML reads it; what is no YAML is a text."""
+    try:
+        return _yaml(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _parse(path: Path, text: str) -> Any:
+    match path.suffix:
+        case ".toml":
+            return tomllib.loads(text)
+        case ".json":
+            return json.loads(text, object_pairs_hook=_unique_pairs)
+        case ".yaml" | ".yml":
+            return _yaml(text, path.name)
+    raise ConfigError(f"{path} has no known form; name it .yaml, .toml or .json.")
+
+
+def _yaml(text: str, name: str = "the value") -> Any:
+    loader = _Loader(text, name)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
+    """A JSON object's keys, each given once."""
+    found: Values = {}
+    for key, value in pairs:
+        if key in found:
+            raise FlawError(f"the key {shown(key)} is given twice")
+        found[key] = value
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """yaml.SafeLoader with bounds on nesting and on what aliases expand to, and without keys that are given twice.
+
+    Scalars that their type cannot hold (`2025-02-30`, `!!int abc`, integers of thousands of digits) are YAML errors
+    that name their line; SafeLoader raises ValueError, AttributeError or KeyError.
+    """
+
+    def __init__(self, stream: str, name: str = "the value") -> None:
+        super().__init__(stream)
+        self.name = name  # for error messages
+        self._depth, self._nodes = 0, 0
+        self._sizes: dict[str, int] = {}  # nodes of each anchor's value, by its name
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        anchor = str(event.anchor)
+        if isinstance(event, yaml.AliasEvent):
+            if anchor in self.anchors and anchor not in self._sizes:
+                raise yaml.YAMLError(f"the alias *{cut(anchor)} stands inside its own value{_line(event)}")
+            self._count(self._sizes.get(anchor, 1), event)
+            return super().compose_node(parent, index)
+        before = self._nodes
+        self._count(1, event)
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise yaml.YAMLError(f"values are nested more than {MOST_DEPTH} levels deep{_line(event)}")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if event.anchor is not None:
+            self._sizes[anchor] = self._nodes - before
+        return node
+
+    def _count(self, nodes: int, event: yaml.Event) -> None:
+        self._nodes += nodes
+        if self._nodes > MOST_NODES:
+            raise yaml.YAMLError(f"there are more than {MOST_NODES:,} values, aliases expanded{_line(event)}")
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
+            kind = str(node.tag).rpartition(":")[2]
+            raise yaml.YAMLError(f"{shown(node.value)} is no valid {cut(kind)}{_line(node)}") from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        if isinstance(node, yaml.MappingNode):  # else SafeLoader names what it found
+            given: set[str] = set()
+            for key_node in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):
+                key = self.construct_object(key_node, deep=True)
+                if not isinstance(key, str):
+                    raise yaml.YAMLError(f"keys should be strings, but {shown(key)}{_line(key_node)} is none; quote it")
+                if key in given:
+                    raise yaml.YAMLError(f"the key {cut(repr(key))} is given twice, again{_line(key_node)}")
+                given.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _line(of: Any) -> str:
+    return f" in line {of.start_mark.line + 1}" if of.start_mark else ""

@@ -1,0 +1,131 @@
+"""A configuration that cannot be meant is refused at once, in one short sentence, and never by a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sansgpu.cli import run as cli
+
+MULTIPLYING_MERGES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{i}: &a{i} {{k{i}: 1, <<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
+)
+MULTIPLYING_ALIASES = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+MOST_SECONDS, MOST_BYTES = 10, 200 << 20  # one second on an idle machine, and what reading a file may take
+
+
+@pytest.fixture(autouse=True)
+def _within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing here may hang: a pipe without a writer does where it is opened."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("it hangs"))
+    signal.alarm(MOST_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli(["train", *arguments, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("sansgpu: ")
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "model: " + "[" * 500 + "]" * 500, "nested more than 32 levels deep"),
+        ("a.toml", "model = " + "[" * 500 + "]" * 500, "nested more than 32 levels deep"),
+        ("a.toml", ".".join(["a"] * 5000) + " = 1", "nested more than 32 levels deep"),
+        ("a.json", '{"a":' * 500 + "1" + "}" * 500, "nested more than 32 levels deep"),
+        ("a.json", "[" * 20000 + "]" * 20000, "nested more than 32 levels deep"),
+        ("a.yaml", "model: {d_model: !!int abc}", '"abc" is no valid int in line 1'),
+        ("a.yaml", "task: sft\nmodel: {d_model: !!bool perhaps}", '"perhaps" is no valid bool in line 2'),
+        ("a.yaml", "training: {until: !!timestamp x}", '"x" is no valid timestamp in line 1'),
+        ("a.yaml", "training: {until: 2025-02-30}", '"2025-02-30" is no valid timestamp in line 1'),
+        ("a.toml", "training.until = 2025-02-30", "Invalid date"),
+        ("a.yaml", "model: !!set {a, b}", "model is a set"),
+        ("a.yaml", "model: &a {d_model: *a}", "the alias *a stands inside its own value"),
+        ("a.yaml", "model: &a\n  <<: *a", "the alias *a stands inside its own value"),
+        ("a.yaml", MULTIPLYING_MERGES, "more than 10,000 values"),
+        ("a.yaml", MULTIPLYING_ALIASES, "more than 10,000 values"),
+        ("a.yaml", "model: {d_model: " + "9" * 5000 + "}", "is no valid int"),
+        ("a.yaml", "model: {d_model: " + "9" * 400 + "}", "model.d_model is an integer of more than 64 bits"),
+        ("a.toml", "model.d_model = " + "9" * 5000, "an integer of more than 64 bits"),
+        ("a.json", '{"model": {"d_model": ' + "9" * 5000 + "}}", "an integer of more than 64 bits"),
+        ("a.json", '{"training": {"learning_rate": 1e400}}', "no finite number"),
+        ("a.json", '{"data": {"dataset_name": "\\ud800"}}', "half a surrogate pair"),
+        ("a.yaml", 'data: {dataset_name: "a\\0b"}', "the character NUL"),
+        ("a.yaml", "on: 1", "keys should be strings, but true in line 1 is none"),
+        ("a.yaml", "# " + "x" * 70_000, "larger than 65,536 bytes"),
+        ("a.yaml", "task: graph\nmodel: 5", "model is 5, but a section holds keys and values"),
+        ("a.yaml", "task: graph\nmodel: [1]", "model is [1], but a section holds keys and values"),
+        ("a.yaml", "task: graph\ndata: text", 'data is "text", but a section holds keys and values'),
+        ("a.yaml", "task: sft\ntraining: text", 'training is "text", but a section holds keys and values'),
+    ],
+)
+def test_what_a_file_cannot_mean_is_refused(
+    name: str, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).write_text(text, encoding="utf-8")
+    assert words in refusal([name], capsys)
+
+
+def test_pipes_and_devices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("pipe.yaml")
+    os.symlink("/dev/zero", "zero.toml")
+    for name in ("pipe.yaml", "zero.toml"):
+        assert "give a regular file" in refusal([name], capsys)
+
+
+def test_a_name_that_no_file_can_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "File name too long" in refusal(["x" * 300 + ".yaml"], capsys)
+
+
+def test_a_file_that_multiplies_takes_little_memory(tmp_path: Path) -> None:
+    """In a process of its own, as the peak of this one says nothing."""
+    (tmp_path / "a.yaml").write_text(MULTIPLYING_MERGES)
+    code = (
+        "import resource, pathlib\nfrom sansgpu.config import load_config, ConfigError\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try: load_config(pathlib.Path('a.yaml'))\n"
+        "except ConfigError: print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < MOST_BYTES
+
+
+@pytest.mark.parametrize("setting", ["model.d_model=" + "9" * 400, "training.max_steps=" + "9" * 30])
+def test_a_flag_is_held_to_the_same_bounds(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "integer of more than 64 bits" in refusal(["--set", setting], capsys)
+    assert len(refusal(["--set", "data.dataset_name=" + "[" * 500, "--set", "model.d_model=x"], capsys)) < 600
+    assert "at most 32 parts" in refusal(["--set", ".".join(["a"] * 5000) + "=1"], capsys)
+
+
+def test_a_message_stays_short_whatever_the_file_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("keys.yaml").write_text("".join(f"k{number}: 1\n" for number in range(2000)))
+    words = refusal(["keys.yaml"], capsys)
+    assert words.count("unknown key k") == 5
+    assert "1,995 more unknown keys" in words
+    Path("long.yaml").write_text("model: {d_model: '" + "x" * 30_000 + "'}")
+    assert "x" * 199 in (words := refusal(["long.yaml"], capsys))
+    assert "x" * 201 not in words
+    Path("names.yaml").write_text("? " + "y" * 1000 + "\n: 1")
+    assert "y" * 201 not in refusal(["names.yaml"], capsys)
+
+
+def test_a_section_without_keys_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    """YAML reads `training:` with all its keys commented out as null; the device at the top acts all the same."""
+    Path("corpus.txt").write_text("one two three four five six seven eight nine ten " * 2000)
+    Path("a.yaml").write_text("device: cpu\nmodel:\ntraining:\n  # seed: 3\ndata: {dataset_name: corpus.txt}\n")
+    assert cli(["train", "a.yaml", "--dry-run", "--set", "training.max_steps=2", "--set", "data.vocab_size=300"]) == 0
+    assert "device: cpu" in capsys.readouterr().out
