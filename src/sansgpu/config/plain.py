@@ -1,4 +1,4 @@
-"""Files that anyone may have written: read with bounds on size, depth and kind, so that none can hang or fill memory."""
+"""Reading files that anyone may have written, with bounds on size, depth and kind: none can hang or fill memory."""
 
 from __future__ import annotations
 
