@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contest import Row, print_table, write_json
+from benchmarks.contest import Row, print_table, say, write_json
 from sansgpu.config import Config, load_config
 from sansgpu.data.leafy import LeafyGraphs
 from sansgpu.jobs.kernels import load_kernels
 from sansgpu.kernels import native
 from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import cache_dir, resolve_precision, resolve_threads
 from sansgpu.tasks.graph import Graph
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(resolve_threads(config.training))
     torch.set_flush_denormal(True)
     keep_freed_memory()
-    load_kernels(config.training.kernels, cache, device, lambda said: print(said, file=sys.stderr))
+    load_kernels(config.training.kernels, compiled_cache(say), device, say)
     native.keep_blocks(varying=True)
     config, corpus = Graph.prepare(config, cache, lambda *_: None)
     training = config.training

@@ -21,7 +21,8 @@ from sansgpu.kernels import native
 from sansgpu.kernels.attention import attention, causal_ranges, visible_keys
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.machine.allocator import keep_freed_memory
-from sansgpu.machine.probe import available_cores, cache_dir
+from sansgpu.machine.compiled import compiled_cache
+from sansgpu.machine.probe import available_cores
 
 Call = Callable[[], torch.Tensor]  # forward; its result is summed and sent backward
 COLUMNS = {
@@ -184,7 +185,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(available_cores())
     keep_freed_memory()  # as in a run
-    if reason := native.load(cache_dir(None)):
+    if reason := native.load(compiled_cache(say)):
         say(f"plain torch does the work of our kernels: {reason}")
     torch.manual_seed(0)
     rows: list[Row] = []

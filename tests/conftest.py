@@ -8,10 +8,10 @@ import torch
 
 from sansgpu.kernels import native
 from sansgpu.machine.compilation import missing_for_compile
-from tests.processes import KERNELS
+from tests.processes import COMPILED
 
 # Tests of the kernels are skipped where nothing can be compiled, and for no other reason.
-reason = native.load(KERNELS.parent)
+reason = native.load(COMPILED)
 if reason is not None and missing_for_compile() is None:
     raise RuntimeError(f"there is a compiler, but the kernels cannot be loaded: {reason}")
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from sansgpu.machine.compiled import compiled_in
 from sansgpu.watch.events import MEASURED_CAUSES, MEASURED_KEYS
 
 # A model of a second, with dropout on, and everything that can be due at a step due within a few.
@@ -40,7 +42,7 @@ TINY = {
 }
 
 
-KERNELS = Path(__file__).parents[1] / ".pytest_cache/sansgpu/kernels"  # compiled once, not in every test
+COMPILED = Path(__file__).parents[1] / ".pytest_cache/sansgpu"  # the cache with the kernels, compiled once
 WORDS = "the model learns a word from every page it reads and then forgets where it stood"
 
 
@@ -62,10 +64,10 @@ def settings(**overrides: object) -> list[str]:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """The environment of a test process: its own cache, but for the compiled kernels."""
+    """The environment of a test process: its own cache, with the kernels that are compiled already."""
     cache.mkdir(parents=True, exist_ok=True)
-    if not (cache / "kernels").exists():
-        (cache / "kernels").symlink_to(KERNELS)
+    if not (own := compiled_in(cache) / "kernels").exists():
+        shutil.copytree(compiled_in(COMPILED) / "kernels", own, ignore=shutil.ignore_patterns("*.o", "*.lock"))
     return {**os.environ, "SANSGPU_CACHE": str(cache)}
 
 

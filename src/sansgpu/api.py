@@ -45,10 +45,13 @@ class Run:
         """Events of a kind: start, step, eval, snapshot, warning or end. `pandas.DataFrame(run.events("step"))`."""
         return self.record.of(kind)
 
-    def generate(self, prompt: str = "", max_new_tokens: int = 200, **sampling: Any) -> str:
-        """What the last snapshot writes after `prompt`; `sampling` is temperature, top_k, top_p and seed."""
+    def generate(
+        self, prompt: str = "", max_new_tokens: int = 200, *, trust_remote_code: bool = False, **sampling: Any
+    ) -> str:
+        """The last snapshot's continuation of `prompt`; `sampling` is temperature, top_k, top_p and seed."""
+        chosen = Sampling(**sampling)
         pieces = generate_text(
-            str(self.folder), prompt, max_new_tokens, Sampling(**sampling), "latest", lambda message: None
+            str(self.folder), prompt, max_new_tokens, chosen, "latest", lambda message: None, trust_remote_code
         )
         return "".join(pieces)
 

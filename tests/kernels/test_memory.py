@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sansgpu.kernels import native
-from tests.processes import KERNELS
+from tests.processes import COMPILED
 
 # Tensors of many sizes come and go at random, each full of its own number; tells how much more memory the process had
 # at its end than the most that was in tensors at once.
@@ -50,10 +50,10 @@ def grown(kind: str, cache: Path) -> tuple[float, int]:
 
 @pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
 def test_tensors_of_ever_other_sizes_take_little_more_memory_than_is_in_them() -> None:
-    ratio, left = grown("varying", KERNELS.parent)
+    ratio, left = grown("varying", COMPILED)
     assert ratio < 2.2
     assert left < 40e6  # all of it was given back
-    assert grown("steady", KERNELS.parent)[0] > 2 * ratio  # what it is there for
+    assert grown("steady", COMPILED)[0] > 2 * ratio  # what it is there for
 
 
 @pytest.mark.skipif(not native.available(), reason="no C++ compiler here")

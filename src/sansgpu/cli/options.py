@@ -23,6 +23,9 @@ app.add_typer(snapshots_app, name="snapshots")
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
 SnapshotOption = Annotated[str, typer.Option(help="latest, best, a step's number or a snapshot's name.")]
+RemoteCodeOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 ConfigArgument = Annotated[
     Path | None, typer.Argument(metavar="[CONFIG]", help="A file, or small, medium, large; none: the built-in default.")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sansgpu.cli.options import OverrideOption, app
+from sansgpu.cli.options import OverrideOption, RemoteCodeOption, app
 
 
 @app.command()
@@ -37,6 +37,10 @@ def train(
         str | None, typer.Option(metavar="HH:MM", help="Be over, with the model saved, by this time.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Begin though memory does not suffice.")] = False,
+    trust_remote_code: RemoteCodeOption = False,
+    objective: Annotated[
+        str | None, typer.Option(metavar="MODULE:CLASS", help="Import this class, which does the task.")
+    ] = None,
     processes: Annotated[
         str | None, typer.Option(metavar="N|auto", help="Processes on this machine; auto: one a NUMA node or socket.")
     ] = None,
@@ -61,6 +65,8 @@ def train(
         "training.dataloader_prefetch_factor": prefetch or None,
         "training.seed": seed,
         "training.until": until,
+        "objective": objective,
+        "model.trust_remote_code": "true" if trust_remote_code else None,
     }
     overrides = [*(override or []), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
 

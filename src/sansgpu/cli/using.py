@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import JsonOption, RunArgument, SnapshotOption, app, print_json, warn
+from sansgpu.cli.options import JsonOption, RemoteCodeOption, RunArgument, SnapshotOption, app, print_json, warn
 
 
 @app.command("eval")
@@ -21,6 +21,11 @@ def evaluate(
         bool, typer.Option("--link-prediction", help="Of task graph: rank all entities as tails of held-out triples.")
     ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="With --link-prediction: this many triples.")] = None,
+    trust_remote_code: RemoteCodeOption = False,
+    objective: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:CLASS", help="Import the class that the run was trained with, for its own data."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure loss, perplexity and bits per byte; of a run of task qa exact match and F1, with the answers beside it;
@@ -36,6 +41,8 @@ def evaluate(
         raise typer.BadParameter("--limit is for --link-prediction; leave it out")
     if window is not None and link_prediction:
         raise typer.BadParameter("--window does nothing with --link-prediction; leave it out")
+    if objective and link_prediction:
+        raise typer.BadParameter("--objective does nothing with --link-prediction; leave it out")
     bar = PreparationBar(Console(stderr=True))
     try:
         if link_prediction:
@@ -48,7 +55,7 @@ def evaluate(
             return
         from sansgpu.jobs.evaluate import evaluate_model
 
-        event = evaluate_model(run, data, snapshot, window, bar, warn)
+        event = evaluate_model(run, data, snapshot, window, bar, warn, trust_remote_code, objective)
     finally:
         bar.close()
     if as_json:
@@ -67,6 +74,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
     snapshot: SnapshotOption = "latest",
+    trust_remote_code: RemoteCodeOption = False,
 ) -> None:
     """Write a text, token by token.
 
@@ -75,7 +83,8 @@ def generate(
     from sansgpu.jobs.generate import generate_text
     from sansgpu.models.generate import Sampling
 
-    pieces = generate_text(run, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), snapshot, warn)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    pieces = generate_text(run, prompt, max_new_tokens, sampling, snapshot, warn, trust_remote_code)
     print(prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -95,6 +104,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 0.9,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
     snapshot: SnapshotOption = "latest",
+    trust_remote_code: RemoteCodeOption = False,
 ) -> None:
     """Talk to a model: a line is what you say, /new begins anew, Ctrl-D ends. Lines may also come from a pipe.
 
@@ -105,7 +115,7 @@ def chat(
     from sansgpu.jobs.chat import Conversation
     from sansgpu.models.generate import Sampling
 
-    conversation = Conversation(run, system, snapshot, warn)
+    conversation = Conversation(run, system, snapshot, warn, trust_remote_code)
     attended = prompt is None and sys.stdin.isatty()
     lines = iter([prompt]) if prompt is not None else _lines("> " if attended else "")
     for number, line in enumerate(lines):
@@ -139,6 +149,7 @@ def predict(
         typer.Option("--null-answers/--no-null-answers", help="Whether there may be none; by default as was learned."),
     ] = None,
     snapshot: SnapshotOption = "latest",
+    trust_remote_code: RemoteCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find the answer to a question in a text.
@@ -147,7 +158,7 @@ def predict(
     """
     from sansgpu.jobs.predict import predict as job
 
-    result = job(run, question, context, null_answers, snapshot, warn)
+    result = job(run, question, context, null_answers, snapshot, warn, trust_remote_code)
     if as_json:
         print_json(result)
     else:
@@ -172,6 +183,7 @@ def export(
         bool | None,
         typer.Option("--merge/--no-merge", help="With hf: make an adapter part of the model, or write it alone."),
     ] = None,
+    trust_remote_code: RemoteCodeOption = False,
 ) -> None:
     """Write a snapshot as a model that others load.
 
@@ -186,8 +198,8 @@ def export(
     if form == "gguf":
         from sansgpu.jobs.export import export_gguf
 
-        print(export_gguf(run, snapshot, output, kind or "f16", warn))
+        print(export_gguf(run, snapshot, output, kind or "f16", warn, trust_remote_code))
     else:
         from sansgpu.jobs.export import export_run
 
-        print(export_run(run, snapshot, output, merge, warn))
+        print(export_run(run, snapshot, output, merge, warn, trust_remote_code))

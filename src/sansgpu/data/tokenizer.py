@@ -171,7 +171,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 
     quiet_hub()
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(str(name))
+        loaded = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{name} is no local tokenizer, and from the hub it cannot be loaded: {reason}") from None

@@ -15,11 +15,18 @@ from sansgpu.models.generate import Sampling, require_possible
 class Conversation:
     """What was said so far, and a model that goes on with it."""
 
-    def __init__(self, target: str, system: str | None, snapshot: str, warn: Callable[[str], None]) -> None:
-        """Raises ConfigError where there is no model, or none to talk to."""
+    def __init__(
+        self,
+        target: str,
+        system: str | None,
+        snapshot: str,
+        warn: Callable[[str], None],
+        remote_code: bool = False,
+    ) -> None:
+        """Raises ConfigError if there is no model, or if it has no chat template."""
         if (Path(target).expanduser() / "config.yaml").is_file() and not is_fine_tuning(target):
             raise ConfigError(f"{target} was not taught to talk, but to go on with a text: use `sansgpu generate`.")
-        loaded = load_fine_tuned(target, "causal", snapshot, warn)
+        loaded = load_fine_tuned(target, "causal", snapshot, warn, remote_code)
         self._model, self._tokenizer = loaded.objective.model, loaded.tokenizer
         if self._tokenizer.chat_template is None:
             raise ConfigError(f"{target} has no chat template; use `sansgpu generate`, or give data.chat_template.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.kernels import native
 from sansgpu.machine.compilation import missing_for_compile
+from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.inspect import hardware, software
 from sansgpu.machine.probe import (
@@ -42,15 +42,16 @@ class Advice:
     text: str
 
 
-def doctor(cache: Path | None = None) -> Result:
-    """Look, and measure for a few seconds."""
-    cache = cache or cache_dir(None)
+def doctor() -> Result:
+    """Describe this machine, after measuring it for a few seconds."""
+    cache = cache_dir(None)
     torch.set_num_threads(resolve_threads(TrainingConfig()))
     strain = Strain()
     time.sleep(STRAIN_SECONDS)
     others = strain.seen()
     device = torch.device("cpu")
-    kernels = native.load(cache)
+    unsafe: list[str] = []
+    kernels = native.load(compiled_cache(unsafe.append))
     bf16 = has_native_bf16()
     threads = torch.get_num_threads()
     rates = {
@@ -68,6 +69,7 @@ def doctor(cache: Path | None = None) -> Result:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "kernels": "native" if kernels is None else "torch",
         "kernels_problem": kernels,
+        "cache_problem": unsafe[0] if unsafe else None,
         "gemm_flops_per_second": rates,
         "memory_bandwidth_bytes_per_second": bandwidth(),
         "busy_cores": others["other_cores"] + others["stolen_cores"],
@@ -90,6 +92,8 @@ def _build_advice(facts: Result) -> Iterator[Advice]:
     elif facts["kernels"] != "native":
         problem = facts["kernels_problem"]
         yield Advice(1.0, f"our kernels do not compile ({problem}), and plain torch does their work.")
+    if facts["cache_problem"]:
+        yield Advice(0.0, facts["cache_problem"])
     if facts["isa_limits"]:
         names = ", ".join(f"{name}={value}" for name, value in facts["isa_limits"].items())
         yield Advice(1.0, f"unset {names}: it keeps torch from instructions that this processor may have.")

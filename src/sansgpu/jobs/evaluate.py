@@ -13,12 +13,14 @@ from sansgpu.data.pack import make_windows
 from sansgpu.data.shards import Progress, build_store
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
+from sansgpu.jobs.folders import with_objective
 from sansgpu.jobs.kernels import load_kernels
 from sansgpu.jobs.loading import LoadedModel, is_filling, is_fine_tuning, load_model
+from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models import TransformerLM
+from sansgpu.tasks import task_of
 from sansgpu.tasks.language_modelling import LanguageModelling
-from sansgpu.tasks.pretrain import Pretrain
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 
@@ -26,28 +28,42 @@ EVALUATION_TOKENS = 4096  # of a micro-batch
 
 
 def evaluate_model(
-    target: str, data: str | None, snapshot: str, window: int | None, progress: Progress, warn: Callable[[str], None]
+    target: str,
+    data: str | None,
+    snapshot: str,
+    window: int | None,
+    progress: Progress,
+    warn: Callable[[str], None],
+    remote_code: bool = False,
+    objective: str | None = None,
 ) -> dict[str, Any]:
-    """The eval event of a model on `data`; without `data`, of a run on its own validation part."""
+    """The eval event of a model on `data`, or of a run on its own validation part.
+
+    `remote_code` allows Python code that comes with the model to run, `objective` is the run's, which makes its data.
+    """
+    if objective and data is not None:
+        raise ConfigError("--objective prepares a run's own data, and does nothing with --data; leave one out.")
     if is_filling(target):
         from sansgpu.jobs.evaluate_graph import evaluate_graph
 
         _without_window(window)
-        return evaluate_graph(target, data, snapshot, progress, warn)
+        if objective:
+            raise ConfigError("--objective does nothing for a run of task graph; leave it out.")
+        return evaluate_graph(target, data, snapshot, progress, warn, remote_code)
     if is_fine_tuning(target):
         from sansgpu.jobs.evaluate_fine_tuned import evaluate_fine_tuned  # imports transformers
 
         _without_window(window)
-        return evaluate_fine_tuned(Path(target).expanduser(), data, snapshot, progress, warn)
-    loaded = load_model(target, snapshot, warn)
+        return evaluate_fine_tuned(Path(target).expanduser(), data, snapshot, progress, warn, remote_code, objective)
+    loaded = load_model(target, snapshot, warn, remote_code)
     config = loaded.config or Config()
     torch.set_num_threads(resolve_threads(config.training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     device = resolve_device(config.training)
-    load_kernels(config.training.kernels, cache_dir(config.data.cache_dir), device, warn)
+    load_kernels(config.training.kernels, compiled_cache(warn), device, warn)
     micro_batch = max(1, EVALUATION_TOKENS // config.window)
     if data is None:
-        measured = _own_validation(loaded, progress)
+        measured = _own_validation(loaded, Path(target).expanduser(), objective, progress)
     else:
         measured = _on_data(loaded, config, data, window, progress)
     precision = loaded.snapshot.state()["environment"]["precision"] if loaded.snapshot else "fp32"
@@ -64,11 +80,11 @@ def _without_window(window: int | None) -> None:
         raise ConfigError("--window is for decoders; what others read is as long as they learned.")
 
 
-def _own_validation(loaded: LoadedModel, progress: Progress) -> LanguageModelling:
+def _own_validation(loaded: LoadedModel, folder: Path, objective: str | None, progress: Progress) -> LanguageModelling:
     if loaded.config is None:
         raise ConfigError("only a run has a validation part of its own; name the text with --data.")
-    config = loaded.config
-    _, corpus = Pretrain.prepare(config, cache_dir(config.data.cache_dir), progress)
+    config = with_objective(loaded.config, folder, objective)
+    _, corpus = task_of(config).prepare(config, cache_dir(config.data.cache_dir), progress)
     return LanguageModelling(loaded.model, corpus.tokenizer, corpus.validation)
 
 

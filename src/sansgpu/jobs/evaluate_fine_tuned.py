@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import Config, ConfigError, DataConfig
 from sansgpu.data.shards import Progress
 from sansgpu.data.sources import open_single
 from sansgpu.jobs.fine_tuned import HEADS, FineTuned, load_fine_tuned
-from sansgpu.jobs.folders import open_run
+from sansgpu.jobs.folders import open_run, with_objective
 from sansgpu.machine.probe import cache_dir, resolve_device
 from sansgpu.tasks import Evaluated, task_of
 from sansgpu.tasks import qa as asking
@@ -22,12 +22,19 @@ EXAMPLES = 8  # read at once
 
 
 def evaluate_fine_tuned(
-    run: Path, data: str | None, snapshot: str, progress: Progress, warn: Callable[[str], None]
+    run: Path,
+    data: str | None,
+    snapshot: str,
+    progress: Progress,
+    warn: Callable[[str], None],
+    remote_code: bool,
+    objective: str | None,
 ) -> dict[str, Any]:
     """The eval event of a run on `data`, or on its own validation part; of questions, the answers are written too."""
     config, _ = open_run(run)
-    loaded = load_fine_tuned(str(run), HEADS[config.kind], snapshot, warn)
-    measured = _measured(loaded, data, progress, warn)
+    loaded = load_fine_tuned(str(run), HEADS[config.kind], snapshot, warn, remote_code)
+    own = with_objective(loaded.config, run, objective) if data is None else loaded.config
+    measured = _measured(loaded, own, data, progress, warn)
     assert loaded.snapshot is not None
     precision = loaded.snapshot.state()["environment"]["precision"]
     device = resolve_device(config.training)
@@ -40,9 +47,11 @@ def evaluate_fine_tuned(
     return {"event": "eval", "step": loaded.snapshot.step, **metrics}
 
 
-def _measured(loaded: FineTuned, data: str | None, progress: Progress, warn: Callable[[str], None]) -> Evaluated:
-    """The model on all of `data`, or on what the run held out."""
-    config, objective, part = loaded.config, cast(Any, loaded.objective), cast(Any, None)
+def _measured(
+    loaded: FineTuned, config: Config, data: str | None, progress: Progress, warn: Callable[[str], None]
+) -> Evaluated:
+    """The model on all of `data`, or on the validation part of the run's data."""
+    objective, part = cast(Any, loaded.objective), cast(Any, None)
     notes: list[str] = []
     if data is None:
         _, corpus = task_of(config).prepare(config, cache_dir(config.data.cache_dir), progress)

@@ -33,10 +33,15 @@ class _Filler:
 
 
 def evaluate_graph(
-    target: str, data: str | None, snapshot: str, progress: Progress, warn: Callable[[str], None]
+    target: str,
+    data: str | None,
+    snapshot: str,
+    progress: Progress,
+    warn: Callable[[str], None],
+    remote_code: bool = False,
 ) -> dict[str, Any]:
     """The eval event of a run of task graph on `data`, or on its own validation part, with 95 % intervals."""
-    filler = _load(target, snapshot, warn)
+    filler = _load(target, snapshot, warn, remote_code)
     config, codec = filler.config, filler.codec
     cache = cache_dir(config.data.cache_dir)
     if filler.snapshot is None and data is None:
@@ -68,14 +73,14 @@ def evaluate_graph(
     return {"event": "eval", "step": filler.snapshot.step if filler.snapshot else None, **_with_intervals(metrics)}
 
 
-def _load(target: str, snapshot: str, warn: Callable[[str], None]) -> _Filler:
+def _load(target: str, snapshot: str, warn: Callable[[str], None], remote_code: bool) -> _Filler:
     if is_graph(target):
         loaded = load_graph(target, snapshot, warn)
         return _Filler(loaded.objective, loaded.codec, loaded.config, loaded.snapshot, loaded.plan)
     from sansgpu.jobs.fine_tuned import load_fine_tuned  # imports transformers
     from sansgpu.tasks.masked import MaskedObjective
 
-    tuned = load_fine_tuned(target, "masked", snapshot, warn)
+    tuned = load_fine_tuned(target, "masked", snapshot, warn, remote_code)
     assert isinstance(tuned.objective, MaskedObjective)
     precision = tuned.snapshot.state()["environment"]["precision"] if tuned.snapshot else "fp32"
     device = resolve_device(tuned.config.training)

@@ -23,7 +23,14 @@ KNOWN = ("config.json", "adapter_config.json")
 _Parts = tuple[dict[str, Any], Weights, TokenizerParts]  # config.json, weights by Hugging Face's names, tokenizer
 
 
-def export_run(run: Path, snapshot: str, output: Path | None, merge: bool | None, warn: Callable[[str], None]) -> Path:
+def export_run(
+    run: Path,
+    snapshot: str,
+    output: Path | None,
+    merge: bool | None,
+    warn: Callable[[str], None],
+    remote_code: bool = False,
+) -> Path:
     """Write a Hugging Face folder of a run's snapshot; by default RUN/export. Returns the folder.
 
     `merge` says whether an adapter becomes part of the model; by default as the run's configuration does.
@@ -32,7 +39,7 @@ def export_run(run: Path, snapshot: str, output: Path | None, merge: bool | None
     if output is not None and output.exists() and not any((output / n).is_file() for n in KNOWN):
         raise ConfigError(f"{output} exists and is no exported model; choose another --output.")
     if is_fine_tuning(str(run)):
-        _export_fine_tuned(run, snapshot, folder, merge, warn)
+        _export_fine_tuned(run, snapshot, folder, merge, warn, remote_code)
         return folder
     if is_graph(str(run)):
         _export_graph(run, snapshot, folder, merge, warn)
@@ -57,10 +64,12 @@ def _export_graph(run: Path, snapshot: str, folder: Path, merge: bool | None, wa
     leave_card(run, folder, encoder.snapshot.step, warn)
 
 
-def _export_fine_tuned(run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None]) -> None:
+def _export_fine_tuned(
+    run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None], remote_code: bool
+) -> None:
     from sansgpu.jobs.fine_tuned import HEADS, load_fine_tuned  # imports transformers
 
-    loaded = load_fine_tuned(str(run), HEADS[open_run(run)[0].kind], snapshot, warn)
+    loaded = load_fine_tuned(str(run), HEADS[open_run(run)[0].kind], snapshot, warn, remote_code)
     if merge is not None and loaded.config.model.adapter == "none":
         raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
     loaded.objective.export_to(loaded.tokenizer, folder, merge)
@@ -68,7 +77,9 @@ def _export_fine_tuned(run: Path, snapshot: str, folder: Path, merge: bool | Non
         leave_card(run, folder, loaded.snapshot.step, warn)
 
 
-def export_gguf(run: Path, snapshot: str, output: Path | None, kind: str, warn: Callable[[str], None]) -> Path:
+def export_gguf(
+    run: Path, snapshot: str, output: Path | None, kind: str, warn: Callable[[str], None], remote_code: bool = False
+) -> Path:
     """Write a run's snapshot as a GGUF file with matrices of type `kind`; by default RUN/NAME-KIND.gguf.
 
     Returns the file. Raises ConfigError where llama.cpp has no such model.
@@ -82,7 +93,7 @@ def export_gguf(run: Path, snapshot: str, output: Path | None, kind: str, warn: 
     if config.kind == PRETRAIN:
         step, parts = _pretrained_parts(run, snapshot, warn)
     elif config.kind == "sft":
-        step, parts = _fine_tuned_parts(run, snapshot, warn)
+        step, parts = _fine_tuned_parts(run, snapshot, warn, remote_code)
     else:
         raise ConfigError(f"{run} is of task {config.task}; --format gguf takes decoders, of task pretrain or sft.")
     apart = write_gguf(path, *parts, kind, _about(run, config, step))
@@ -117,11 +128,11 @@ def _parts_of(tokenizer: Tokenizer) -> TokenizerParts:
     return TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)
 
 
-def _fine_tuned_parts(run: Path, snapshot: str, warn: Callable[[str], None]) -> tuple[int, _Parts]:
+def _fine_tuned_parts(run: Path, snapshot: str, warn: Callable[[str], None], remote_code: bool) -> tuple[int, _Parts]:
     from sansgpu.jobs.fine_tuned import load_fine_tuned  # imports transformers
     from sansgpu.models.pretrained import tokenizer_parts
 
-    loaded = load_fine_tuned(str(run), "causal", snapshot, warn)
+    loaded = load_fine_tuned(str(run), "causal", snapshot, warn, remote_code)
     assert loaded.snapshot is not None
     model = loaded.objective.whole_model()
     return loaded.snapshot.step, (model.config.to_dict(), model.state_dict(), tokenizer_parts(loaded.tokenizer))

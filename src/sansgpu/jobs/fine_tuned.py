@@ -12,7 +12,8 @@ import torch
 from sansgpu.config import Config, ConfigError
 from sansgpu.jobs.kernels import load_kernels
 from sansgpu.jobs.loading import require_latest, run_snapshot
-from sansgpu.machine.probe import cache_dir, has_native_bf16, resolve_device, resolve_threads
+from sansgpu.machine.compiled import compiled_cache
+from sansgpu.machine.probe import has_native_bf16, resolve_device, resolve_threads
 from sansgpu.models.pretrained import Head, load_tokenizer_of
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.masked import MaskedObjective
@@ -39,8 +40,13 @@ class FineTuned:
     snapshot: Snapshot | None
 
 
-def load_fine_tuned(target: str, head: Head, snapshot_name: str, warn: Callable[[str], None]) -> FineTuned:
-    """The model, in evaluation mode and in fp32. Raises ConfigError where there is none with such a head."""
+def load_fine_tuned(
+    target: str, head: Head, snapshot_name: str, warn: Callable[[str], None], remote_code: bool = False
+) -> FineTuned:
+    """The model, in evaluation mode and in fp32. Raises ConfigError if there is none with such a head.
+
+    `remote_code` allows Python code that comes with the model to run.
+    """
     folder, snapshot = Path(target).expanduser(), None
     if (folder / "config.yaml").is_file():
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
@@ -50,8 +56,9 @@ def load_fine_tuned(target: str, head: Head, snapshot_name: str, warn: Callable[
         require_latest(target, snapshot_name)
         given = {"task": _TASKS[head], "model": {"name_or_path": target}, "data": {"dataset_name": "-"}}
         config = Config.model_validate(given)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": remote_code})})
     torch.set_num_threads(resolve_threads(config.training))
-    load_kernels(config.training.kernels, cache_dir(config.data.cache_dir), resolve_device(config.training), warn)
+    load_kernels(config.training.kernels, compiled_cache(warn), resolve_device(config.training), warn)
     objective = _OBJECTIVES[head](config)
     tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
     if snapshot is not None:

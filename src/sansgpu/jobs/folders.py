@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,53 @@ def held_run(folder: Path) -> Iterator[None]:
 
 
 def open_run(folder: Path) -> tuple[Config, RunPaths]:
-    """An existing run. Raises ConfigError where there is none."""
+    """The configuration and the files of an existing run. Raises ConfigError if there is none.
+
+    The configuration allows no Python code from outside sansgpu, whatever the folder says: a run may come from anybody,
+    so `objective` and `model.trust_remote_code` are honored only where the command line repeats them.
+    """
+    config = _recorded(folder)
+    model = config.model.model_copy(update={"trust_remote_code": False})
+    return config.model_copy(update={"objective": None, "model": model}), run_paths(folder, config)
+
+
+def with_objective(config: Config, folder: Path, asked: str | None) -> Config:
+    """`config` of the run in `folder` with the class that prepared its data, which the command line has to name.
+
+    Raises ConfigError if `asked` is not the run's `objective`.
+    """
+    recorded = _recorded(folder).objective
+    if recorded and asked is None:
+        raise ConfigError(
+            f"{folder} was trained with objective {recorded}, which is Python code: add --objective {recorded} to "
+            "import it, or name other data with --data."
+        )
+    if asked != recorded:
+        raise ConfigError(
+            f"{folder} was not trained with objective {asked}; its objective is {recorded or 'built in'}."
+        )
+    return config.model_copy(update={"objective": asked})
+
+
+def require_allowed(config: Config, file: Path, overrides: Sequence[str]) -> None:
+    """Raises ConfigError if a run's own configuration `file` asks for Python code and the command line does not."""
+    asked = {override.partition("=")[0].strip() for override in overrides}
+    if config.objective and "objective" not in asked:
+        raise ConfigError(
+            f"{file} names objective {config.objective}, which is Python code: add --objective {config.objective} to "
+            "import it, or give the configuration that you started the run with."
+        )
+    if config.model.trust_remote_code and "model.trust_remote_code" not in asked:
+        raise ConfigError(
+            f"{file} sets model.trust_remote_code, which runs the model's own Python code: add --trust-remote-code to "
+            "allow that, or give the configuration that you started the run with."
+        )
+
+
+def _recorded(folder: Path) -> Config:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is no run: it has no config.yaml.")
-    config, _ = load_config(folder / "config.yaml")
-    return config, run_paths(folder, config)
+    return load_config(folder / "config.yaml")[0]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -9,23 +9,37 @@ from sansgpu.models.generate import Sampling, generate, require_possible
 
 
 def generate_text(
-    target: str, prompt: str, max_new_tokens: int, sampling: Sampling, snapshot: str, warn: Callable[[str], None]
+    target: str,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling,
+    snapshot: str,
+    warn: Callable[[str], None],
+    remote_code: bool = False,
 ) -> Iterator[str]:
-    """What the model of a run or a Hugging Face folder writes after `prompt`, as it is written."""
+    """The continuation of `prompt` by a run's or a Hugging Face folder's model, piece by piece.
+
+    `remote_code` allows Python code that comes with the model to run.
+    """
     require_possible(sampling)
     if not is_ours(target):
-        return _continued(target, prompt, max_new_tokens, sampling, snapshot, warn)
+        return _continued(target, prompt, max_new_tokens, sampling, snapshot, warn, remote_code)
     loaded = load_model(target, snapshot, warn)
     return generate(loaded.decoder, loaded.tokenizer, prompt, max_new_tokens, sampling)
 
 
 def _continued(
-    target: str, prompt: str, max_new_tokens: int, sampling: Sampling, snapshot: str, warn: Callable[[str], None]
+    target: str,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling,
+    snapshot: str,
+    warn: Callable[[str], None],
+    remote_code: bool,
 ) -> Iterator[str]:
-    """The same of a model of transformers."""
     from sansgpu.jobs.fine_tuned import load_fine_tuned, narrow_where_faster  # imports transformers
     from sansgpu.models.chat import continued
 
-    loaded = load_fine_tuned(target, "causal", snapshot, warn)
+    loaded = load_fine_tuned(target, "causal", snapshot, warn, remote_code)
     narrow_where_faster(loaded.objective.model)
     return continued(loaded.objective.model, loaded.tokenizer, prompt, max_new_tokens, sampling)

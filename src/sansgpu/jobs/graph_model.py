@@ -15,7 +15,8 @@ from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.jobs.kernels import load_kernels
 from sansgpu.jobs.loading import require_latest, run_snapshot
-from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
+from sansgpu.machine.compiled import compiled_cache
+from sansgpu.machine.probe import limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import is_graph_folder, load_graph_folder
 from sansgpu.tasks.graph import GraphObjective, longest_span
@@ -82,7 +83,7 @@ def load_graph(target: str, snapshot_name: str, warn: Callable[[str], None]) -> 
     torch.set_num_threads(resolve_threads(config.training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     device = resolve_device(config.training)
-    load_kernels(config.training.kernels, cache_dir(config.data.cache_dir), device, warn)
+    load_kernels(config.training.kernels, compiled_cache(warn), device, warn)
     if device.type != "cpu" or precision == "bf16":
         precision = resolve_precision(config.training, device)
     objective = GraphObjective(config, model.eval().float().to(device))

@@ -12,7 +12,11 @@ from sansgpu.kernels import native
 
 
 def load_kernels(wanted: str, cache: Path, device: torch.device, warn: Callable[[str], None]) -> str:
-    """`native` or `torch`, of `auto` or either. Raises ConfigError where native kernels were asked for in vain."""
+    """Resolve `training.kernels` (auto, native or torch) to native or torch, and load them.
+
+    `cache` is what `machine.compiled.compiled_cache` returns. Raises ConfigError if native kernels are required and
+    cannot be loaded.
+    """
     if wanted == "torch" or (wanted == "auto" and device.type != "cpu"):
         return "torch"
     reason = native.load(cache)

@@ -101,8 +101,11 @@ def is_ours(target: str) -> bool:
     return folder.is_absolute() or target.startswith((".", "runs/"))  # it is not there, as loading it will say
 
 
-def load_model(target: str, snapshot_name: str, warn: Callable[[str], None]) -> LoadedModel:
-    """The model of a run, a Hugging Face folder, a GGUF file or a name on the hub, in fp32 and evaluation mode."""
+def load_model(target: str, snapshot_name: str, warn: Callable[[str], None], remote_code: bool = False) -> LoadedModel:
+    """The model of a run, a Hugging Face folder, a GGUF file or a name on the hub, in fp32 and evaluation mode.
+
+    `remote_code` allows Python code that comes with the model to run.
+    """
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
@@ -116,11 +119,11 @@ def load_model(target: str, snapshot_name: str, warn: Callable[[str], None]) -> 
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
         decoder = load_decoder(folder)
-        model = decoder if decoder is not None else HuggingFaceLM(str(folder))
+        model = decoder if decoder is not None else HuggingFaceLM(str(folder), remote_code)
         return LoadedModel(model.eval(), load_tokenizer(folder))
     if folder.is_absolute() or target.startswith((".", "runs/")):
         raise ConfigError(f"{target} does not exist; give a run's folder or a Hugging Face model.")
-    return LoadedModel(HuggingFaceLM(target).eval(), load_tokenizer(target))
+    return LoadedModel(HuggingFaceLM(target, remote_code).eval(), load_tokenizer(target))
 
 
 def _load_gguf(path: Path) -> LoadedModel:

@@ -17,7 +17,13 @@ WINDOWS = 8  # read at once
 
 
 def predict(
-    target: str, question: str, context: str, null_answers: bool | None, snapshot: str, warn: Callable[[str], None]
+    target: str,
+    question: str,
+    context: str,
+    null_answers: bool | None,
+    snapshot: str,
+    warn: Callable[[str], None],
+    remote_code: bool = False,
 ) -> dict[str, Any]:
     """The answer, its probability and place, and the rivals it was weighed against.
 
@@ -25,7 +31,7 @@ def predict(
     """
     if not question.strip() or not context.strip():
         raise ConfigError("--question and --context need some text.")
-    loaded = load_fine_tuned(target, "qa", snapshot, warn)
+    loaded = load_fine_tuned(target, "qa", snapshot, warn, remote_code)
     assert isinstance(loaded.objective, QAObjective)
     asked = asked_of([Question("question", question, context, (), impossible=True)], loaded.config, loaded.tokenizer)
     data = loaded.config.data

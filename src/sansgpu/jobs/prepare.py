@@ -19,6 +19,7 @@ from sansgpu.jobs.kernels import load_kernels
 from sansgpu.kernels import native
 from sansgpu.machine.allocator import give_back_memory, keep_freed_memory
 from sansgpu.machine.compilation import is_long, is_long_time, keep_compiled, missing_for_compile, resolve_compile
+from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.group import ALONE, Group
 from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batches_each, usual_micro_batch
 from sansgpu.machine.probe import (
@@ -164,10 +165,11 @@ def set_up(config: Config, before: Environment | None, warn: Warn, group: Group 
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     choose_vector_math()
     keep_freed_memory()
-    keep_compiled(cache)
+    compiled = compiled_cache(warn)
+    keep_compiled(compiled, warn)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
-    kernels = load_kernels("torch" if plain else training.kernels, cache, device, warn)
+    kernels = load_kernels("torch" if plain else training.kernels, compiled, device, warn)
     if kernels == "native":
         native.keep_blocks(varying=config.kind in RAGGED)
     precision = before.precision if before and training.wanted_precision == "auto" else None

@@ -13,7 +13,7 @@ from typing import Any
 from sansgpu.config import Config, ConfigError, RunPaths, change_config, load_config, save_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import Shortage
-from sansgpu.jobs.folders import held_run, open_output, run_paths, write_json
+from sansgpu.jobs.folders import held_run, open_output, require_allowed, run_paths, write_json
 from sansgpu.jobs.prepare import Prepared, prepare
 from sansgpu.jobs.report import leave_behind
 from sansgpu.machine.disk import free_disk_bytes
@@ -159,14 +159,17 @@ def _train_in(
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
-    """The one given; without one, a run that is resumed goes on as it was configured."""
+    """The configuration that is given, or else the one that a resumed run recorded."""
     if request.config is not None:
         return change_config(request.config, request.overrides), []
     file = request.config_file
     if file is None and request.resume:
         folder = open_output(request.output_dir, None, request.resume, dry_run=True)  # rank 0 alone writes there
         recorded = run_paths(folder).config
-        file = recorded if recorded.is_file() else None
+        if recorded.is_file():
+            config, notes = load_config(recorded, request.overrides)
+            require_allowed(config, recorded, request.overrides)
+            return config, notes
     return load_config(file, request.overrides)
 
 

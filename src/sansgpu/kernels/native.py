@@ -1,4 +1,4 @@
-"""The C++ kernels: compiled for this processor once, kept, and loaded; where that fails, plain torch does the work.
+"""C++ kernels, compiled for this processor once and then loaded. If that fails, plain torch does the work.
 
 Compilers vectorise the plain loops for what `-march=native` finds (AVX-512, AVX2, NEON); products of tiles are
 oneDNN's, which has AMX, AVX512_BF16, AVX-512 and AVX2 forms. The operators are declared in Python, beside what uses
@@ -15,6 +15,7 @@ import torch
 from filelock import FileLock
 
 from sansgpu.machine.allocator import also_give_back
+from sansgpu.machine.compiled import compiled_in, make_private, require_own_file
 
 SOURCES = Path(__file__).parent / "native"
 NAME = "sansgpu_kernels"
@@ -48,15 +49,16 @@ def has_amx() -> bool:
 
 
 def load(cache: Path) -> str | None:
-    """Load the kernels, compiling them where `cache` has none for this processor and torch.
+    """Load the kernels, compiling them first if `cache` has none for this processor and this torch.
 
-    Returns None, or why plain torch has to do: no compiler, a processor without the products.
+    Libraries are read from the private folder of the cache alone (`machine.compiled`). Returns None, or the reason for
+    which plain torch does the work: no compiler, a processor without the instructions, a folder that others can write.
     """
     global _loaded, _amx
     if _loaded:
         return None
     try:
-        _load(cache / "kernels" / _key())
+        _load(compiled_in(cache) / "kernels" / _key())
     except (OSError, RuntimeError, ImportError) as error:
         return next((line for line in str(error).splitlines() if "error:" in line), str(error).split("\n", 1)[0])
     _loaded, _amx = True, bool(torch.cpu.get_capabilities().get("amx_bf16"))
@@ -65,9 +67,11 @@ def load(cache: Path) -> str | None:
 
 def _load(folder: Path) -> None:
     library, ready = folder / f"{NAME}.so", folder / "ready"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder.parent)
+    make_private(folder)
     with FileLock(folder / ".lock"):
         if ready.exists():
+            require_own_file(library)
             torch.ops.load_library(library)
             return
         from torch.utils import cpp_extension  # slow to import, and needed once a machine

@@ -1,14 +1,17 @@
-"""Whether torch.compile pays for a run."""
+"""When torch.compile pays for a run, and the folder of its graphs."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.machine.compiled import compiled_in, require_safe_path
 
+INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
 COMPILE_SECONDS = 30.0  # of a 12-layer model on two cores, training and evaluation graphs, and timing it
 SHAPES = 64  # of a block in one process: micro-batches that are measured, or cut as memory runs short; torch stops at 8
 SAVED_SHARE = 0.25  # of an eager step, as measured for 10M-100M parameters
@@ -54,13 +57,24 @@ def missing_for_compile() -> str | None:
 
 
 def compile_into(folder: Path) -> None:
-    """Begin with no compiled graphs, and keep new ones in `folder`."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    """Start without compiled graphs, and write new ones to `folder`."""
+    os.environ[INDUCTOR_DIR] = str(folder / "inductor")
 
 
-def keep_compiled(cache: Path) -> None:
-    """Keep compiled graphs where they survive a reboot; torch's own place is the temporary folder."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+def keep_compiled(cache: Path, warn: Callable[[str], None]) -> None:
+    """Have torch.compile read and write its graphs in `cache`, not in the temporary folder, which a reboot empties.
+
+    The user's own $TORCHINDUCTOR_CACHE_DIR goes first, unless other users could change what is in it.
+    """
+    if chosen := os.environ.get(INDUCTOR_DIR):
+        try:
+            Path(chosen).mkdir(parents=True, exist_ok=True)
+            require_safe_path(Path(chosen))
+            return
+        except OSError as error:
+            reason = error.strerror or error
+            warn(f"{INDUCTOR_DIR} is not used, because {reason}; set it to a folder that only you can write.")
+    os.environ[INDUCTOR_DIR] = str(compiled_in(cache) / "inductor")
 
 
 def expect_shapes() -> None:

@@ -41,11 +41,19 @@ class Environment:
 
 
 def cache_dir(configured: str | None) -> Path:
-    """Where derived data is kept: as configured, else $SANSGPU_CACHE, else the user's cache folder."""
+    """The folder for tokens and measurements: as configured, else $SANSGPU_CACHE, else the user's cache folder.
+
+    No compiled code is loaded from it: see `machine.compiled`.
+    """
     if configured:
         return Path(configured).expanduser()
     if chosen := os.environ.get("SANSGPU_CACHE"):
         return Path(chosen)
+    return user_cache_dir()
+
+
+def user_cache_dir() -> Path:
+    """The folder in the user's home for what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sansgpu"
 
 

@@ -94,13 +94,13 @@ def _shape(settings: dict[str, Any], source: Path) -> ModelConfig | None:
 class HuggingFaceLM(torch.nn.Module):
     """Any causal model of transformers behind the interface that evaluation uses."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, remote_code: bool = False) -> None:
         super().__init__()
         from sansgpu.models.patches import use_our_kernels  # these import transformers, which takes seconds
         from sansgpu.models.pretrained import load_pretrained
         from sansgpu.models.unpadded import head_is_plain
 
-        self.model = load_pretrained(ModelConfig(name_or_path=name), "causal", seed=0)
+        self.model = load_pretrained(ModelConfig(name_or_path=name, trust_remote_code=remote_code), "causal", seed=0)
         use_our_kernels(self.model)
         self.model.eval()
         self._loss_shape = LossShape(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)

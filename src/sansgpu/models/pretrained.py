@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from itertools import cycle, islice
 from pathlib import Path
@@ -276,8 +277,19 @@ def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"model.name_or_path {name} does not exist; give a folder, or a model's name on the hub.")
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
         raise ConfigError(f"{name} is no model's folder: it has no config.json.")
+    _require_no_import(path / "adapter_config.json")
     options = {"revision": model.revision} if model.revision else {}
     return str(path) if path.is_dir() else name, {**options, "trust_remote_code": model.trust_remote_code}
+
+
+def _require_no_import(adapter: Path) -> None:
+    """Raises ConfigError if an adapter's settings would have peft import a module that they name."""
+    if not adapter.is_file():
+        return
+    with _one_sentence(f"{adapter} cannot be read"):
+        settings = json.loads(adapter.read_text(encoding="utf-8"))
+    if isinstance(settings, dict) and settings.get("megatron_config"):
+        raise ConfigError(f"{adapter} names a Python module to import (megatron_core); set megatron_config to null.")
 
 
 class _one_sentence:  # noqa: N801  read as a statement
@@ -291,6 +303,11 @@ class _one_sentence:  # noqa: N801  read as a statement
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            if "trust_remote_code" in str(error):
+                raise ConfigError(
+                    f"{self._what}: it comes with Python code of its own; read that code, and allow it with "
+                    "--trust-remote-code."
+                ) from None
             lines = str(error).strip().splitlines()
             raise ConfigError(f"{self._what}: {lines[0] if lines else type(error).__name__}") from None
 
