@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.tiny_model import CAUSAL, ENCODERS
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
+from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from sansgpu.jobs.fine_tuned import load_fine_tuned
 from sansgpu.jobs.snapshots import fork_snapshot
@@ -30,6 +32,8 @@ PACKS = {
 # Layers of every kind that an adapter stands beside: apart and fused, with and without bias, Conv1D, new heads.
 ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "roberta", "distilbert", "modernbert")
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
+# Runs whose steps compute in bf16: in each, the frozen weights are rounded while it trains.
+NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
 ROWS = 8
 
 
@@ -73,10 +77,12 @@ def run_job(folder: Path, overrides: tuple[str, ...], resume: str | None = None)
 
 
 @cache
-def trained(home: Path, architecture: str, adapter: str) -> tuple[Path, list[Event]]:
+def trained(home: Path, architecture: str, adapter: str, precision: str = "fp32") -> tuple[Path, list[Event]]:
     """A run of four steps, made once for all tests."""
-    run = home / f"{architecture}-{adapter}"
-    chosen = {"model__adapter": adapter, **({"model__lora_dropout": 0.1} if adapter != "none" else {})}
+    run = home / f"{architecture}-{adapter}-{precision}"
+    chosen = {"model__adapter": adapter, "training__precision": precision}
+    if adapter != "none":
+        chosen |= {"model__lora_dropout": 0.1}
     return run, run_job(run, settings(home, architecture, model_folder(architecture), **chosen))
 
 
@@ -109,9 +115,11 @@ def outputs(model: Any) -> torch.Tensor:
     return out.logits if "logits" in out else torch.stack((out.start_logits, out.end_logits))
 
 
-@pytest.mark.parametrize(("architecture", "adapter"), RUNS)
-def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str, adapter: str) -> None:
-    run, _ = trained(home, architecture, adapter)
+@pytest.mark.parametrize(
+    ("architecture", "adapter", "precision"), [(*run, "fp32") for run in RUNS] + [(*run, "bf16") for run in NARROW]
+)
+def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str, adapter: str, precision: str) -> None:
+    run, _ = trained(home, architecture, adapter, precision)
     ours = load_fine_tuned(str(run), head_of(architecture), "latest", pytest.fail)
     kind = AutoModelForQuestionAnswering if architecture in ENCODERS else AutoModelForCausalLM
     theirs, info = kind.from_pretrained(run / "final", output_loading_info=True)
@@ -120,6 +128,26 @@ def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str
     torch.testing.assert_close(outputs(theirs), outputs(ours.objective.model), rtol=1e-4, atol=1e-4)
     before = load_pretrained(ours.config.model, head_of(architecture), ours.config.training.seed)
     assert (outputs(theirs) - outputs(before)).abs().max() > 1e-2, "nothing was trained"
+
+
+@pytest.mark.parametrize(("architecture", "adapter"), NARROW)
+def test_the_last_snapshot_exports_to_the_bytes_of_final(
+    home: Path, tmp_path: Path, architecture: str, adapter: str
+) -> None:
+    """Frozen weights are those of the base model to the bit, although bf16 steps read them rounded."""
+    run, _ = trained(home, architecture, adapter, "bf16")
+    torch.set_num_threads(2)  # the number of threads must not matter
+    assert cli(["export", str(run), "--output", str(tmp_path / "export")]) == 0
+    names = {path.name for path in (run / "final").iterdir()}
+    assert names == {path.name for path in (tmp_path / "export").iterdir()} >= {"model.safetensors", "config.json"}
+    for name in names - {"README.md"}:
+        assert (run / "final" / name).read_bytes() == (tmp_path / "export" / name).read_bytes(), name
+    final, base = (load_file(f / "model.safetensors") for f in (run / "final", model_folder(architecture)))
+    places = {name: next((n for n in final if n == name or n.endswith(f".{name}")), None) for name in base}
+    base = {name: value for name, value in base.items() if places[name]}  # an encoder's pooler is not in its final
+    kept = {name for name in base if torch.equal(base[name], final[str(places[name])])}
+    assert kept != base.keys(), "nothing was trained"
+    assert adapter == "none" or {name for name in base if "embed" in name or "norm" in name.lower()} <= kept
 
 
 @pytest.mark.parametrize(("architecture", "packs"), PACKS.items())

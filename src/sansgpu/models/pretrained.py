@@ -202,42 +202,73 @@ def weights_fingerprint(model: ModelConfig) -> str:
     return "-".join(file_sha256(path)[:16] for path in files)
 
 
-def merged(adapted: Any) -> PreTrainedModel:
-    """The plain model, each adapter added to the weights it stood beside in fp32."""
+def stored_dtype(model: ModelConfig) -> torch.dtype:
+    """The type that the model's config.json names, in which trained weights are exported; fp32 if it names none."""
+    dtype: torch.dtype | None = getattr(pretrained_config(model), "dtype", None)
+    return dtype or torch.float32
+
+
+def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:
+    """Reads the frozen weights again from the model's files, in the type that they are stored in.
+
+    The memory of the present values is freed first, so that at no time two whole models are held.
+    """
+    frozen = {n: p for n, p in loaded.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for parameter in frozen.values():
+        parameter.data = parameter.data.new_empty(0)
+    original = dict(load_pretrained(model, head, seed).named_parameters(remove_duplicate=False))
+    for name, parameter in frozen.items():
+        parameter.data = original[plain_name(name)].data
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model without adapter; peft wraps layers and copies a new head."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def merged(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Adds each adapter to its layer's weights in fp32 and rounds the sum once, to `dtype`; returns the plain model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):  # one after the other: the whole model in fp32 might not fit
             base: Any = layer.get_base_layer()
-            dtype = base.weight.dtype
             base.float()
             layer.merge(safe_merge=True)
             base.to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*adapters.*merged")
         plain: PreTrainedModel = adapted.merge_and_unload()
+    plain.to(dtype)  # type: ignore[arg-type]
     return plain
 
 
-def save_pretrained(
-    loaded: PreTrainedModel, adapted: Any, tokenizer: Any, model: ModelConfig, merge: bool, folder: Path
-) -> None:
-    """A folder that transformers loads, or of an adapter without `merge`, peft; whole, or not at all.
-
-    Weights are written in the type they came in.
-    """
+def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes the adapter without its model, in a folder that peft loads; whole, or not at all."""
 
     def write(partial: Path) -> None:
-        if adapted is not None and not merge:
-            adapted.save_pretrained(partial, save_embedding_layers=False)
-        else:
-            whole = loaded if adapted is None else merged(adapted)
-            whole.config.use_cache = True
-            dtype = getattr(pretrained_config(model), "dtype", None) or torch.float32
-            whole.to(dtype).save_pretrained(partial)  # type: ignore[arg-type]
-        tokenizer.save_pretrained(partial)
+        adapted.save_pretrained(partial, save_embedding_layers=False)
+        save_tokenizer(tokenizer, partial)
 
     written_whole(folder, write)
+
+
+def save_pretrained(whole: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Writes a model in a folder that transformers loads; whole, or not at all."""
+
+    def write(partial: Path) -> None:
+        whole.config.use_cache = True
+        whole.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
+
+    written_whole(folder, write)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes a tokenizer that neither truncates nor pads by itself; its last call may have left it doing so."""
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(folder)
 
 
 def _gguf_file(model: ModelConfig) -> GGUFFile | None:

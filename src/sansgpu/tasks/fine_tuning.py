@@ -19,7 +19,18 @@ from sansgpu.models import pretrained_costs as costs
 from sansgpu.models.costs import Products, StepTraffic, StepWork
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.patches import use_our_kernels, use_our_layers
-from sansgpu.models.pretrained import Head, load_pretrained, made_up, merged, save_pretrained, with_adapter
+from sansgpu.models.pretrained import (
+    Head,
+    load_pretrained,
+    made_up,
+    merged,
+    plain_name,
+    restore_frozen,
+    save_adapter,
+    save_pretrained,
+    stored_dtype,
+    with_adapter,
+)
 from sansgpu.models.unpadded import UnpaddedModel
 from sansgpu.tasks.ragged_corpus import P, RaggedCorpus
 from sansgpu.tasks.task import Sums
@@ -43,6 +54,7 @@ class FineTuning(ABC):
             self.model = made_up(settings, self.head, layers)
         else:
             self.model = load_pretrained(settings, self.head, seed)
+        self._loaded_as = {n: p.dtype for n, p in self.model.named_parameters(remove_duplicate=False)}
         kept = use_our_kernels(self.model)
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences)
         self._adapted = with_adapter(self.model, settings, seed) if settings.adapter != "none" else None
@@ -104,15 +116,35 @@ class FineTuning(ABC):
         """Call `look` before every block of a training pass."""
         self._look = look
 
-    def whole_model(self) -> PreTrainedModel:
-        """The model of transformers; an adapter becomes part of it for good."""
-        return self.model if self._adapted is None else merged(self._adapted)
+    def whole_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """The model of transformers in `dtype`, on the CPU, with its adapter merged: nothing is trained afterwards.
+
+        Training in bf16 rounds frozen weights, so they are read again from the model's files before the merge.
+        """
+        self.model.cpu()
+        if self._frozen_are_rounded():
+            restore_frozen(self.model, self.config.model, self.head, self.config.training.seed)
+        if self._adapted is not None:
+            return merged(self._adapted, dtype)
+        self.model.to(dtype)  # type: ignore[arg-type]
+        return self.model
+
+    def _frozen_are_rounded(self) -> bool:
+        """True if a frozen weight is held in a type that cannot represent the one it was loaded in."""
+        frozen = ((plain_name(n), p.dtype) for n, p in self.model.named_parameters() if not p.requires_grad)
+        return any(torch.promote_types(self._loaded_as[name], dtype) != dtype for name, dtype in frozen)
 
     def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
-        """Write a Hugging Face folder; an adapter is merged as asked for, or as the configuration says."""
+        """Writes a Hugging Face folder; an adapter is merged as asked for, or else as the configuration says.
+
+        Merged and whole models are written in the type that the base model's config.json names.
+        """
         settings = self.config.model
         merge = settings.merge_adapter if merge is None else merge
-        save_pretrained(self.model, self._adapted, tokenizer, settings, merge, folder)
+        if self._adapted is not None and not merge:
+            save_adapter(self._adapted, tokenizer, folder)
+        else:
+            save_pretrained(self.whole_model(stored_dtype(settings)), tokenizer, folder)
 
     @classmethod
     def shape(cls, config: Config) -> costs.PretrainedShape:

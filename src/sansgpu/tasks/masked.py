@@ -17,7 +17,7 @@ from sansgpu.data.leafy import Leafy
 from sansgpu.data.mask_tokenizer import GraphCodec, of_pretrained
 from sansgpu.data.masking import MaskRules, masked
 from sansgpu.data.shards import Progress
-from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, weights_fingerprint
+from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, save_tokenizer, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.filling import (
     Filling,
@@ -116,7 +116,7 @@ class MaskedLM(FillingTask, MaskedObjective):
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer."""
-        self._tokenizer.save_pretrained(folder)
+        save_tokenizer(self._tokenizer, folder)
 
     def export(self, folder: Path) -> None:
         """Write the model."""

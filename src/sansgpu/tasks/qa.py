@@ -21,7 +21,7 @@ from sansgpu.data.sequences import Sequences
 from sansgpu.data.shards import Progress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
-from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.task import Gather, Sums
@@ -169,7 +169,7 @@ class QA(QAObjective):
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer."""
-        self.corpus.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.corpus.tokenizer, folder)
 
     def collect(self, gather: Gather) -> None:
         """Add the answers that other ranks have read."""

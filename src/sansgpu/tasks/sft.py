@@ -24,7 +24,7 @@ from sansgpu.data.tokenizer import token_bytes
 from sansgpu.kernels.cross_entropy import PLAIN, LossShape
 from sansgpu.models.chat import answer
 from sansgpu.models.generate import Sampling
-from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.language_modelling import text_metrics
@@ -155,7 +155,7 @@ class SFT(SFTObjective):
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer with its chat template."""
-        self.corpus.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.corpus.tokenizer, folder)
 
     def export(self, folder: Path) -> None:
         """Write the model, or its adapter alone."""
