@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
+import io
 import json
-import sys
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
 PIECE_CHARS = 1 << 20
-MAX_JSON_BYTES = 256 << 20  # a .json is parsed whole, at several times its size in memory
+# Bounds that keep a row within about a gigabyte of memory, whatever a file holds.
+MOST_LINE = 64 << 20  # bytes or characters of a line, and characters of a field in a CSV file
+MOST_JSON = 256 << 20  # characters of a .json file, which is parsed whole
+MOST_VALUES = 8_000_000  # in one JSON text; Python takes up to 100 bytes for each
+MOST_DEPTH = 100  # levels of nesting in one row
+MOST_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes below which the ratio does not matter
+
+
+UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a damaged file raises
 
 
 class Row(NamedTuple):
@@ -66,8 +77,8 @@ def read_documents(path: Path, column: str | None, skip_undecodable: bool = Fals
     except UnicodeDecodeError as error:
         if not skip_undecodable:
             raise _undecodable(path, error) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from None
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -81,14 +92,50 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield from _rows(path)
     except UnicodeDecodeError as error:
         raise _undecodable(path, error) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from None
+
+
+def read_lines(path: Path) -> Iterator[Row]:
+    """The lines of a file that are not empty, ended by "\\n" alone; a line that is not UTF-8 has a problem.
+
+    Raises ConfigError if a line is longer than `MOST_LINE` bytes or the file cannot be read.
+    """
+    try:
+        with _open_bytes(path) as file:
+            number = 0
+            while line := file.readline(MOST_LINE + 1):
+                number += 1
+                where = f"{path}, line {number}"
+                _require_length(len(line), where)
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                try:
+                    text = line.decode()
+                except UnicodeDecodeError as error:
+                    yield Row(where, None, f"{where} is not UTF-8 text (byte 0x{line[error.start]:02x}).")
+                    continue
+                if text.strip():
+                    yield Row(where, text)
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from None
+
+
+def _require_length(length: int, where: str) -> None:
+    if length > MOST_LINE:
+        raise ConfigError(f"{where} is longer than {MOST_LINE >> 20} MB; split it into several rows.")
 
 
 def _undecodable(path: Path, error: UnicodeDecodeError) -> ConfigError:
+    """The error for a text file that is not UTF-8; a second reading finds the line."""
+    where = next((row.where for row in read_lines(path) if row.problem), path)
     return ConfigError(
-        f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it or leave it out."
+        f"{where} is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert the file or leave it out."
     )
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} cannot be read: {error}.")
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -123,11 +170,38 @@ def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
     return text
 
 
-def _open(path: Path, newline: str | None = "") -> IO[str]:
+class _Unpacked(io.RawIOBase):
+    """The content of a .gz file, which may not be `MOST_EXPANSION` times as large as the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, gzip.open(path)  # noqa: SIM115  closed by `close`
+        self._left = max(FREE_EXPANSION, MOST_EXPANSION * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise ConfigError(
+                f"{self._path} unpacks to more than {MOST_EXPANSION} times its size, as a decompression bomb does; "
+                "unpack it yourself if its content is what you want."
+            )
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _open_bytes(path: Path) -> IO[bytes]:
+    return io.BufferedReader(_Unpacked(path), PIECE_CHARS) if path.suffix == ".gz" else path.open("rb")
+
+
+def _open(path: Path) -> IO[str]:
     """Text to the character: no newline is translated."""
-    if path.suffix == ".gz":
-        return cast(IO[str], gzip.open(path, "rt", encoding="utf-8-sig", newline=newline))
-    return path.open(encoding="utf-8-sig", newline=newline)
+    return io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="")
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
@@ -166,21 +240,22 @@ def is_text(text: str) -> bool:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with _open(path, newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                try:
-                    yield Row(where, _parse_json(line, where))
-                except ConfigError as error:
-                    yield Row(where, None, str(error))
+    for line in read_lines(path):
+        if line.problem:
+            yield line
+            continue
+        try:
+            yield Row(line.where, _parse_json(line.value, line.where))
+        except ConfigError as error:
+            yield Row(line.where, None, str(error))
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ConfigError(f"{path} is too large to parse whole; convert it to .jsonl, one object a line.")
     with _open(path) as file:
-        value = _parse_json(file.read(), str(path))
+        text = file.read(MOST_JSON + 1)
+    if len(text) > MOST_JSON:
+        raise ConfigError(f"{path} is too large to parse whole; convert it to .jsonl, one object a line.")
+    value = _parse_json(text, str(path))
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     yield from _numbered(path, value if isinstance(value, list) else [value])
@@ -192,21 +267,47 @@ def _numbered(path: Path, values: Iterable[Any]) -> Iterator[Row]:
 
 
 def _parse_json(text: str, where: str) -> Any:
+    nested = text.count("[") + text.count("{")
+    if len(text) > MOST_VALUES and nested + text.count(",") > MOST_VALUES:
+        raise ConfigError(f"{where} may hold more than {MOST_VALUES:,} values; split it into several rows or files.")
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} is no JSON: {error.msg} at character {error.pos}.") from None
     except (ValueError, RecursionError) as error:  # a number or a nesting beyond what Python reads
         raise ConfigError(f"{where} cannot be read as JSON: {error}.") from None
+    if nested > MOST_DEPTH and _is_deep(value):
+        raise ConfigError(f"{where} cannot be read as JSON: its values are nested more than {MOST_DEPTH} levels deep.")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a JSON value has more than `MOST_DEPTH` levels, at which printing or copying it could fail."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        parts = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for part in parts for inner in part if isinstance(inner, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(MOST_LINE)
     with _open(path) as file:
+        reader = csv.DictReader(_bounded_lines(file, path), strict=True)
         try:
-            yield from _numbered(path, csv.DictReader(file, strict=True))
+            yield from _numbered(path, reader)
         except csv.Error as error:
-            raise ConfigError(f"{path} is no CSV: {error}.") from None
+            raise ConfigError(f"{path}, line {reader.line_num} is no CSV: {error}.") from None
+
+
+def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
+    number = 0
+    while line := file.readline(MOST_LINE + 1):
+        number += 1
+        _require_length(len(line), f"{path}, line {number}")
+        yield line
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -214,8 +315,14 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256)
+        with _open_bytes(path) as file, tempfile.TemporaryFile() as unpacked:
+            if (
+                path.suffix == ".gz"
+            ):  # the reader goes back and forth in the file, which gzip can only do from its start
+                shutil.copyfileobj(file, unpacked)
+                unpacked.seek(0)
+            content = unpacked if path.suffix == ".gz" else file
+            batches = pyarrow.parquet.ParquetFile(content).iter_batches(batch_size=256)
             yield from _numbered(path, (row for batch in batches for row in batch.to_pylist()))
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a text or a date that Python cannot hold
         raise ConfigError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from None

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from sansgpu.config import ConfigError
-from sansgpu.data.files import Row
+from sansgpu.data.files import Row, read_lines
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
 from sansgpu.data.graph_rows import BadRows, Fact, bad_row
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES
@@ -116,14 +115,7 @@ def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
 
 def _lines(path: Path) -> Iterator[Row]:
     """Lines that are not empty, each a list of its columns without white space at their ends."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield Row(f"{path}, line {number}", [column.strip() for column in line.split("\t")])
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it or leave it out."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    for line in read_lines(path):
+        if line.problem is None:
+            line = line._replace(value=[column.strip() for column in line.value.split("\t")])
+        yield line

@@ -13,7 +13,7 @@ from typing import Any
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig
 from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, Row, file_form, pieces, read_documents, read_rows, row_text
 from sansgpu.data.stdlib_chat import stdlib_conversations
-from sansgpu.machine.disk import file_sha256
+from sansgpu.machine.disk import file_sha256, require_ordinary
 from sansgpu.machine.hub import quiet_hub
 
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
@@ -71,6 +71,7 @@ def open_parts(name: str, data: DataConfig) -> Sources:
         if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
             return _hub_sources(name, data, local=True)
         return _folder_sources(path, data)
+    require_ordinary(path)
     if path.is_absolute() or name.startswith((".", "~")) or file_form(path) is not None:
         raise ConfigError(f"{name} does not exist; data.dataset_name wants a file, a folder or a dataset's name.")
     return _hub_sources(name, data, local=False)

@@ -18,6 +18,8 @@ from gguf import GGMLQuantizationType as Encoding
 from gguf import Keys, LlamaFileType
 
 from sansgpu.config import ConfigError
+from sansgpu.config.plain import cut
+from sansgpu.models.gguf_reader import read_gguf
 from sansgpu.models.gguf_settings import (
     ACTIVATIONS,
     KNOWN,
@@ -40,6 +42,8 @@ TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # of matrices; vector
     "bf16": (Encoding.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (Encoding.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
+# Metadata of other types than expected; texts that are no JSON, or JSON that is nested too deeply.
+ODD_METADATA = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 _EMBEDDING, _HEAD, _POSITIONS = "token_embd.weight", "output.weight", "position_embd.weight"
 
 
@@ -111,7 +115,7 @@ def write_gguf(
 def open_gguf(path: Path) -> GGUFFile:
     """The model in a file. Raises ConfigError where it is none, is torn, or is of an architecture not known here."""
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist; give a GGUF file.")
+        raise ConfigError(f"{path} does not exist, or is no regular file; give a GGUF file.")
     if not starts_as_gguf(path):
         raise ConfigError(f"{path} is no GGUF file; give a run, a Hugging Face model, or a GGUF file.")
     status = path.stat()
@@ -124,11 +128,9 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            reader = gguf.GGUFReader(path)
-            self._metadata = {name: field.contents() for name, field in reader.fields.items()}
-            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        except Exception:  # whatever an index or a shape that the file has no bytes for makes it raise
-            raise ConfigError(f"{path} is a GGUF file that is torn; copy or export it anew.") from None
+            self._metadata, self._tensors = read_gguf(path)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{path} is a GGUF file that is torn ({error}); copy or export it again.") from None
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
         if self._architecture not in ACTIVATIONS:
             raise ConfigError(f"{path} holds a model of architecture {self._architecture}; known are {KNOWN}.")
@@ -136,8 +138,8 @@ class GGUFFile:
             self.settings = self._settings()
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise ConfigError(f"{path}: its metadata make no model ({error} is missing or odd).") from None
+        except ODD_METADATA as error:
+            raise ConfigError(f"{path}: its metadata make no model ({cut(str(error))} is missing or odd).") from None
 
     @property
     def tokenizer(self) -> TokenizerParts:
@@ -174,7 +176,9 @@ class GGUFFile:
         embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
         tied = head is None or (self._architecture == "apertus" and np.array_equal(head.data, embedding.data))
         known = read_settings(self._architecture, self._metadata)
-        return {**known, "vocab_size": int(embedding.shape[-1]), "tie_word_embeddings": tied}
+        if _layers(known) > len(self._tensors):
+            raise ConfigError(f"its metadata name {_layers(known)} layers, but it has {len(self._tensors)} tensors.")
+        return {**known, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
 
 @lru_cache(maxsize=1)
@@ -199,10 +203,14 @@ def _describe(writer: gguf.GGUFWriter, about: About, kind: GGUFType, parameters:
 
 def _names(settings: Mapping[str, Any]) -> dict[str, str]:
     """Modules by Hugging Face's names, and llama.cpp's of the same."""
-    architecture, layers = settings["model_type"], settings["n_layer" if "n_layer" in settings else "num_hidden_layers"]
+    architecture, layers = settings["model_type"], _layers(settings)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
     return {module: name for module in module_names(architecture, layers) if (name := table.get_name(module))}
+
+
+def _layers(settings: Mapping[str, Any]) -> int:
+    return int(settings["n_layer" if "n_layer" in settings else "num_hidden_layers"])
 
 
 def _renamed(settings: Mapping[str, Any], weights: Weights) -> Weights:
