@@ -20,7 +20,7 @@ LONGEST = (
     "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "jobs/test_plan.py", "jobs/test_plan_nodes.py",
     "jobs/test_tune.py",
     "train/test_runs.py", "scale/test_faults.py", "tasks/test_fine_tuning_runs.py", "train/test_resume.py",
-    "test_cli.py", "tasks/test_graph_runs.py", "jobs/test_kubernetes.py", "scale/test_sums.py",
+    "test_cli.py", "tasks/test_graph_runs.py", "jobs/test_kubernetes.py", "scale/test_sums.py", "scale/test_tasks.py",
 )  # fmt: skip
 
 

@@ -32,13 +32,14 @@ def start(
     launcher: Sequence[str], arguments: Sequence[str], cache: Path, module: str = "sansgpu", **variables: str
 ) -> subprocess.Popen[str]:
     """A run of several processes, in a group that signals go to."""
+    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [*launcher, module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**environment(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), **variables},
+        env={**environment(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables},
         start_new_session=True,
     )
 

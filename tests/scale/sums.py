@@ -1,4 +1,4 @@
-"""Run under torchrun: what ranks add up, held to a plain float64 sum. Arguments: JSON of shapes and settings."""
+"""Run under torchrun: gradients reduced over ranks, held to a plain float64 sum. Arguments: JSON of cases."""
 
 from __future__ import annotations
 
@@ -13,59 +13,79 @@ from sansgpu.config import TrainingConfig
 from sansgpu.machine.group import Group
 from sansgpu.machine.joining import join
 from sansgpu.machine.world import find_world
-from sansgpu.train.optim import Optimizer
+from sansgpu.train.optim import Optimizer, Weight
 from sansgpu.train.sharding import Owned, Rows
 
 
-class Model(nn.Module):
-    """Parameters of given shapes, of which some take no part."""
+class Block(nn.Module):
+    """One parameter of a given shape."""
 
-    def __init__(self, shapes: list[list[int]], unused: list[int]) -> None:
+    def __init__(self, shape: list[int]) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-        self.unused = unused
+        self.weight = nn.Parameter(torch.zeros(shape))
 
-    def loss(self, gradients: list[torch.Tensor], skipped: int | None) -> torch.Tensor:
-        """Its gradient is `gradients`, but for one that this rank leaves out."""
-        terms = [
-            (part * gradient).sum()
-            for number, (part, gradient) in enumerate(zip(self.parts, gradients, strict=True))
-            if number not in self.unused and number != skipped
-        ]
-        return torch.stack([*terms, torch.zeros((), requires_grad=True)]).sum()
+    def forward(self, x: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Adds a term whose gradient is `gradient`; None leaves the parameter out."""
+        return x * 1.0 if gradient is None else x + (self.weight * gradient).sum()
 
 
-def gradients_of(case: dict[str, Any], rank: int) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(case["seed"] * 1000 + rank)
-    return [torch.randn(shape, generator=draw) for shape in case["shapes"]]
+class Model(nn.Module):
+    """Blocks of which each pass may leave some out."""
+
+    def __init__(self, shapes: list[list[int]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(shape) for shape in shapes)
+
+    def loss(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
+        """Its gradient in the blocks' parameters is `gradients`."""
+        x = torch.zeros((), requires_grad=True)
+        for block, gradient in zip(self.blocks, gradients, strict=True):
+            x = block(x, gradient)
+        return x
+
+
+def gradients_of(case: dict[str, Any], rank: int, piece: int) -> list[torch.Tensor | None]:
+    """Gradients of one micro-batch of one rank; None for a parameter that takes no part in it."""
+    draw = torch.Generator().manual_seed((case["seed"] * 100 + rank) * 10 + piece)
+    gradients: list[torch.Tensor | None] = [torch.randn(shape, generator=draw) for shape in case["shapes"]]
+    for number in range(len(gradients)):
+        skipped = rank == 1 and number == case["skipped"]
+        if number in case["unused"] or skipped or (piece > 0 and number in case["early"]):
+            gradients[number] = None
+    return gradients
 
 
 def check_gradients(group: Group, case: dict[str, Any]) -> None:
     training = TrainingConfig.model_validate(
         {"optimizer": "adamw", "gradient_reduction": case["wire"], "sharding": case["sharding"]}
     )
-    model = Model(case["shapes"], case["unused"])
+    model = Model(case["shapes"])
     optimizer = Optimizer(model, training, torch.float32, group)
-    skipped = case["skipped"] if group.rank == 1 else None
-    optimizer.expect_sum(case["pieces"] > 1)
-    for piece in range(case["pieces"]):
-        if piece == case["pieces"] - 1:
-            optimizer.expect_whole()
-        (model.loss(gradients_of(case, group.rank), skipped) / case["pieces"]).backward()
-    optimizer.reduce()
-    for number, weight in enumerate(sorted(optimizer.weights, key=lambda w: int(w.name.split(".")[1]))):
-        parts = [
-            gradients_of(case, rank)[number].double()
-            for rank in range(group.size)
-            if not (rank == 1 and number == case["skipped"])
-        ]
-        kept = not isinstance(weight.place, Owned) or weight.place.owner == group.rank
-        if number in case["unused"] or not kept:
-            assert weight.gradient is None, (case, number)
-            continue
-        assert weight.gradient is not None, (case, number)
-        tolerance = 1e-5 if case["wire"] == "fp32" else 0.03
-        assert (weight.gradient.double() - sum(parts)).norm() <= tolerance * (1 + sum(p.norm() for p in parts))
+    for _ in range(2):  # the second step shows that nothing of the first is left
+        optimizer.expect_sum(case["pieces"] > 1)
+        for piece in range(case["pieces"]):
+            if piece == case["pieces"] - 1:
+                optimizer.expect_whole()
+            model.loss(gradients_of(case, group.rank, piece)).backward()
+        optimizer.reduce()
+        for weight in optimizer.weights:
+            check_gradient(group, case, weight)
+        optimizer.drop_gradients()
+
+
+def check_gradient(group: Group, case: dict[str, Any], weight: Weight) -> None:
+    number = int(weight.name.split(".")[1])
+    given = [gradients_of(case, rank, piece)[number] for rank in range(group.size) for piece in range(case["pieces"])]
+    parts = [gradient.double() for gradient in given if gradient is not None]
+    elsewhere = isinstance(weight.place, Owned) and weight.place.owner != group.rank
+    if elsewhere or not parts:
+        assert weight.gradient is None, (case, number)
+        return
+    assert weight.gradient is not None, (case, number)
+    expected = torch.stack(parts).sum(dim=0)
+    mine = weight.place.mine(expected) if isinstance(weight.place, Rows) else expected
+    tolerance = 1e-5 if case["wire"] == "fp32" else 0.03
+    assert (weight.gradient.double() - mine).norm() <= tolerance * (1 + sum(p.norm() for p in parts)), (case, number)
 
 
 def check_places(group: Group, shapes: list[list[int]]) -> None:

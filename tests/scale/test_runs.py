@@ -15,8 +15,6 @@ import pytest
 from tests.processes import digests, record, settings, write_corpus
 from tests.processes import finish as alone
 from tests.scale.launch import NEEDS_MPI, finish, mpirun, spoken, start, torchrun
-from tests.tasks.folders import chat_rows, model_folder, squad
-from tests.tasks.graphs import rows, write_rows
 
 STEPS = 50
 # 7 examples a step, which no number of processes divides, and an epoch's last batch shorter still.
@@ -147,53 +145,6 @@ def test_an_interrupt_saves_once_and_the_run_goes_on(home: Path, one: Path, numb
     assert record(run)[-1]["reason"] == "interrupted"
     completed(home, run.name, torchrun(2), "--resume", "latest")
     assert last(run) == last(completed(home, "torchrun-2", torchrun(2)))
-
-
-TUNED = {
-    "data.max_length": 96, "training.batch_size": 5, "training.gradient_accumulation_steps": 1,
-    "training.learning_rate": 0.002, "training.warmup_steps": 2, "training.num_epochs": 1, "training.logging_steps": 1,
-    "training.eval_steps": 2, "training.precision": "fp32", "training.compile": "off",
-    "training.report_to": "none", "training.threads": 1, "device": "cpu",
-}  # fmt: skip
-GRAPH = {
-    "model.d_model": 32, "model.n_heads": 2, "model.n_layers": 2, "model.d_ff": 64, "model.max_seq_len": 32,
-    "data.vocab_size": 480, "data.validation_split": 0.2, "data.leaf_mask_ratio": 0.5, "data.min_leaf_groups": 1,
-    "model.dropout": 0, "model.attention_dropout": 0, "model.relation_dropout": 0,
-}  # fmt: skip
-
-
-def task_arguments(home: Path, task: str, run: str) -> list[str]:
-    own: dict[str, object] = dict(TUNED)
-    if task == "graph":
-        own |= {**GRAPH, "data.dataset_name": write_rows(home / "rows.jsonl", rows())}
-        del own["data.max_length"]
-    elif task == "qa":
-        data = squad(home / "squad.json", impossible=True)
-        own |= {
-            "model.name_or_path": model_folder("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
-            "data.dataset_name": data,
-            "data.doc_stride": 16,
-        }
-    else:
-        data = chat_rows(home / "chat.jsonl")
-        own |= {"model.name_or_path": model_folder("qwen2"), "data.dataset_name": data, "model.adapter": "lora"}
-    chosen = [part for key, value in own.items() for part in ("--set", f"{key}={value}")]
-    return ["train", "--set", f"task={task}", *chosen, "--output-dir", str(home / run)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("task", ["graph", "sft", "qa"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_task_learns_the_same_over_processes(home: Path, task: str, ranks: int) -> None:
-    single = home / f"{task}-1"
-    if not single.exists():
-        code, _, error = alone(task_arguments(home, task, single.name), home / "cache")
-        assert code == 0, error
-    code, out = finish(torchrun(ranks), task_arguments(home, task, f"{task}-{ranks}"), home / "cache")
-    assert code == 0, out
-    several = losses(home / f"{task}-{ranks}")
-    assert len(several) == len(losses(single))
-    assert max(abs(a - b) for a, b in zip(several, losses(single), strict=True)) < 1e-4
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""What ranks add up equals a plain float64 sum, at random shapes."""
+"""Gradients reduced over ranks equal a plain float64 sum, at random shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.scale.launch import finish, torchrun
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Shapes from a single number to more than a bucket, some of them without a gradient on one rank or on all."""
+    """Shapes from a single number to more than a bucket. Some parameters are unused by all ranks, by one rank, or in
+    all micro-batches but the first.
+    """
     draw = random.Random(seed)
     shapes = [[draw.randint(1, 40) for _ in range(draw.randint(1, 3))] for _ in range(draw.randint(2, 9))]
     if seed % 12 == 0:
@@ -23,9 +25,10 @@ def drawn(seed: int) -> dict[str, Any]:
         "shapes": shapes,
         "unused": draw.sample(range(len(shapes)), draw.randint(0, len(shapes) // 2)),
         "skipped": draw.choice([None, *range(len(shapes))]),
+        "early": draw.sample(range(len(shapes)), draw.randint(0, len(shapes) // 2)),
         "pieces": draw.randint(1, 3),
         "wire": draw.choice(["fp32", "bf16"]),
-        "sharding": draw.choice(["none", "optimizer"]),
+        "sharding": ("none", "optimizer", "full")[seed % 3],
     }
 
 

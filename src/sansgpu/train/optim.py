@@ -17,7 +17,7 @@ from sansgpu.kernels.quantised import adamw8, quantised_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
 from sansgpu.machine.group import ALONE, Group
 from sansgpu.train.reduce import Reducer
-from sansgpu.train.sharding import EVERYWHERE, Owned, Place, Rows, local_of, shard_blocks, spread
+from sansgpu.train.sharding import EVERYWHERE, Owned, Place, Rows, local_of, on_gradient, shard_blocks, spread
 
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # AdamW's typical update size, so that both share one learning rate (arXiv 2502.16982)
@@ -44,14 +44,20 @@ class Weight:
     place: Place = EVERYWHERE
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
+    used: bool = False  # this rank computed a gradient in one of the step's micro-batches
     summed: bool = False  # over several micro-batches, in fp32; else the gradient stays as backward leaves it
     hook: RemovableHandle | None = None
     gathered: Callable[[Weight], None] | None = None  # is told of every gradient
 
+    def mark_used(self) -> None:
+        """Record that this rank computed a gradient of the weight in this step."""
+        self.used = True
+
     def gather(self, parameter: torch.Tensor) -> None:
-        """Add what backward has left."""
+        """Add the gradient of a backward pass to those of earlier micro-batches."""
         new, parameter.grad = parameter.grad, None
         assert new is not None
+        self.mark_used()
         if new.is_sparse and self.gradient is None:
             new = new.to_dense()
         if self.gradient is None:
@@ -95,6 +101,8 @@ class Optimizer:
         for parameter in model.parameters():
             if not parameter.requires_grad:  # as products read it, and in fp32 what no product does
                 parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
+        if cut:
+            on_gradient(model, {w.name: w.mark_used for w in self.weights if w.name in cut})
         self._reducer = self._reducer_of(model) if group.size > 1 else None
         self._kept: dict[str, tuple[Weight, str | None]] = {w.name: (w, None) for w in self.weights}
         self._kept |= {f"{kind}.{w.name}": (w, kind) for w in self.weights for kind in w.kinds}
@@ -132,22 +140,27 @@ class Optimizer:
         return weight
 
     def expect_whole(self) -> None:
-        """The next gradients are this rank's last of a step, and may be added to the other ranks' as they come."""
-        if self._reducer is not None:
+        """The next backward pass is this rank's last one of the step, so sums over ranks may begin during it."""
+        if self._reducer is not None and self._sharding != "full":
+            # fully_shard sums during backward, too, and all ranks must start all collectives in one order. Where a rank
+            # leaves a weight out, that order would differ.
             self._reducer.open()
 
     def reduce(self) -> None:
-        """Add the gradients of all ranks up. Of a weight that got none anywhere there is none."""
+        """Sum the gradients over all ranks. A weight that no rank used in any micro-batch has no gradient: neither
+        its moments nor its value change in this step.
+        """
         if self._reducer is None:
             return
-        absent = self._reducer.close()
-        counts = self._group.add_up(dict.fromkeys(sorted(absent), 1.0))
+        self._reducer.close()
+        unused = self._group.add_up({w.name: 1.0 for w in self.weights if not w.used})
         for weight in self.weights:
             if isinstance(weight.place, Rows):
                 weight.gradient = None if weight.parameter.grad is None else local_of(weight.parameter.grad)
                 weight.parameter.grad = None
-            elif counts.get(weight.name) == self._group.size:
+            if unused.get(weight.name) == self._group.size:
                 weight.gradient = None
+            weight.used = False
 
     def expect_sum(self, summed: bool) -> None:
         """Whether the next gradients are a sum over micro-batches. In fp32 from the first on, as changing the type

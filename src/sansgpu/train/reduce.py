@@ -46,10 +46,10 @@ class _Bucket:
 
 
 class Reducer:
-    """Sums of gradients over all ranks, in `dtype` on the way; of a weight that one rank owns, only there.
+    """Sums gradients over all ranks while backward is still running, sent as `dtype`. The sum of a weight that one
+    rank owns arrives on that rank only.
 
-    What comes out is the same on all ranks, bit by bit, and the same whenever it is computed again: buckets and their
-    order are fixed, and so is gloo's order of adding.
+    Sums are bitwise identical on all ranks and in every run: buckets, their order and gloo's order of adding are fixed.
     """
 
     def __init__(self, group: Group, weights: list[Weight], dtype: torch.dtype) -> None:
@@ -60,11 +60,11 @@ class Reducer:
         self._open = False
 
     def open(self) -> None:
-        """The gradients that arrive from now on are whole, on this rank."""
+        """The next backward pass is this rank's last one of the step: a gradient is complete when it arrives."""
         self._open = True
 
     def arrived(self, weight: Weight) -> None:
-        """Of this weight; its bucket leaves once all of it is there, and the ones before it have left."""
+        """Record that a weight's gradient is complete. A full bucket is sent once all buckets before it were sent."""
         if not self._open:
             return
         self._of[weight.name].arrived.add(weight.name)
@@ -74,10 +74,9 @@ class Reducer:
                 return
             self._leave(bucket)
 
-    def close(self) -> set[str]:
-        """Wait for the sums, which take the gradients' place. Returns the weights that had no gradient here."""
+    def close(self) -> None:
+        """Send the buckets that are left, wait for all sums and put them in the gradients' place."""
         self._open = False
-        absent = {w.name for bucket in self._buckets for w in bucket.weights if w.name not in bucket.arrived}
         while self._begun < len(self._buckets):
             self._leave(self._buckets[self._begun])
         for bucket in self._buckets:
@@ -90,7 +89,6 @@ class Reducer:
             bucket.work = bucket.flat = None
             bucket.arrived = set()
         self._begun = 0
-        return absent
 
     def _leave(self, bucket: _Bucket) -> None:
         bucket.flat = flat = torch.zeros(bucket.numbers(), dtype=self._dtype, device=bucket.device)

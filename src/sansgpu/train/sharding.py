@@ -7,6 +7,7 @@ put together only while they are used (ZeRO-3, by torch's fully_shard), and so a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -16,6 +17,7 @@ from sansgpu.machine.group import Group
 from sansgpu.models.modules import blocks_of
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
@@ -131,8 +133,25 @@ def shard_blocks(model: nn.Module, group: Group, compute_dtype: torch.dtype) -> 
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
         assert isinstance(block, FSDPModule)
         block.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of all ranks
-        block.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        block.set_force_sum_reduction_for_comms(True)  # gloo supports no other
+        block.set_reduce_scatter_unused_params(True)  # other ranks may have used them
     return cut
+
+
+def on_gradient(model: nn.Module, used: dict[str, Callable[[], None]]) -> None:
+    """Call `used[name]` whenever backward computes a gradient of the sharded parameter `name` on this rank.
+
+    A hook on the sharded parameter cannot know that: fully_shard gives it zeros where no rank used it. The hooks are on
+    the gathered parameters that a block computes with, which are the same objects in every pass.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for block in blocks_of(model):
+        sharded = cast("FSDPModule", block)
+        sharded.unshard()
+        for name, parameter in block.named_parameters(names[block]):
+            if name in used:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: used[name]())
+        sharded.reshard()
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
