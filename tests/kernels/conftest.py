@@ -1,8 +1,13 @@
 """What tests of kernels share."""
 
+import ctypes
+from collections.abc import Iterator
+
 import pytest
 
 from sansgpu.kernels import native
+
+M_PERTURB = -6  # malloc.h
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -12,3 +17,17 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("no C++ compiler here")
     monkeypatch.setattr(native, "_loaded", request.param == "native")
     return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fill allocated memory with 3.4e38, in fp32 and bf16 alike, so that no kernel can return or use what it has not
+    written. glibc alone can do so.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_PERTURB, 0x80)  # new memory gets the inverse of this byte
+    yield
+    mallopt(M_PERTURB, 0)

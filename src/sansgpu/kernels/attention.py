@@ -207,7 +207,7 @@ class _Blocked(torch.autograd.Function):
         generator = torch.Generator().manual_seed(int(seed))
         out = q.new_zeros(q.shape)
         blocks, saved = [], []
-        for start in range(0, q.shape[2], ROWS):
+        for start in range(0, q.shape[2] if len(q) else 0, ROWS):
             rows = ranges[:, start : start + ROWS]
             low, high = int(rows[..., 0].min()), int(rows[..., 1].max())
             if low >= high:

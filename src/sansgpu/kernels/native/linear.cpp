@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -42,6 +43,8 @@ void add_rows(const bf16* strip, int64_t ld, int64_t rows, int64_t tokens, float
 std::tuple<at::Tensor, at::Tensor> linear_gradients(const at::Tensor& grad, const at::Tensor& input, bool with_bias) {
   const at::Tensor g = grad.contiguous(), x = input.contiguous();
   const int64_t N = g.size(0), O = g.size(1), I = x.size(1);
+  if (N == 0)  // no product would write the sums
+    return {at::zeros({O, I}, g.options()), at::zeros({with_bias ? O : 0}, g.options().dtype(at::kFloat))};
   at::Tensor out = at::empty({O, I}, g.options()), out_bias = at::empty({with_bias ? O : 0}, g.options().dtype(at::kFloat));
   const bf16 *from_g = g.data_ptr<bf16>(), *from_x = x.data_ptr<bf16>();
   bf16* to = out.data_ptr<bf16>();

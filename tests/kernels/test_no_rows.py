@@ -1,0 +1,94 @@
+"""Kernels given no rows return zeros, forward and backward; conftest fills new memory with large numbers.
+
+A process has such inputs where its share of a batch predicts nothing.
+"""
+
+import pytest
+import torch
+
+from sansgpu.kernels import linear, native
+from sansgpu.kernels.attention import Decay, attention
+from sansgpu.kernels.cross_entropy import linear_cross_entropy
+from sansgpu.kernels.dropout import dropout
+from sansgpu.kernels.embedding import embed
+from sansgpu.kernels.quantised import adamw8, quantised_zeros
+from sansgpu.kernels.update import adamw, add_product, global_norm
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ADAMW = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.1, "step": 1, "scale": 1.0}
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, requires_grad=True)
+
+
+def assert_zero_gradients(*leaves: torch.Tensor) -> None:
+    for tensor in leaves:
+        assert tensor.grad is not None
+        assert tensor.grad.shape == tensor.shape
+        assert not tensor.grad.any(), tensor.grad
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
+def test_new_memory_is_poisoned() -> None:
+    """Otherwise the tests below could pass by luck."""
+    if torch.ones(1).new_empty(3, 5).eq(0).all():
+        pytest.skip("this C library cannot fill new memory")
+    assert (torch.empty(200, 70) > 1e38).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(kernels: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "WORTH_IT", 1)
+    monkeypatch.setattr(native, "_amx", native.available())
+    layer, x = linear.Linear(70, 200, bias=bias).bfloat16(), leaf(2, 0, 70, dtype=torch.bfloat16)
+    layer(x).sum().backward()
+    assert_zero_gradients(x, *layer.parameters())
+
+
+@DTYPES
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)])
+def test_attention(kernels: str, dtype: torch.dtype, batch: int, queries: int, keys: int) -> None:
+    q = leaf(batch, 4, queries, 16, dtype=dtype)
+    k, v = (leaf(batch, 2, keys, 16, dtype=dtype) for _ in range(2))
+    y = attention(q, k, v, torch.zeros(batch, queries, 2, dtype=torch.int32))
+    y.sum().backward()
+    assert not y.any()
+    assert_zero_gradients(q, k, v)
+
+
+@DTYPES
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("batch", "time"), [(0, 3), (2, 0)])
+def test_attention_between_nodes(kernels: str, dtype: torch.dtype, added: bool, batch: int, time: int) -> None:
+    q, k, v = (leaf(batch, 2, time, 16, dtype=dtype) for _ in range(3))
+    table, ranges = leaf(2, 7), torch.zeros(batch, time, 2, dtype=torch.int32)
+    decay = Decay(torch.zeros(batch, time, 2, dtype=torch.int32), table, added)
+    attention(q, k, v, ranges, decay=decay).sum().backward()
+    assert_zero_gradients(q, k, v, table)
+
+
+@DTYPES
+def test_cross_entropy(kernels: str, dtype: torch.dtype) -> None:
+    for rows, targets in ((0, []), (3, [-100, -100, -100])):
+        hidden, head = leaf(rows, 8, dtype=dtype), leaf(40, 8, dtype=dtype)
+        loss = linear_cross_entropy(hidden, head, torch.tensor(targets, dtype=torch.int64))
+        loss.backward()
+        assert loss == 0
+        assert_zero_gradients(hidden, head)
+
+
+@DTYPES
+def test_dropout_and_embedding(kernels: str, dtype: torch.dtype) -> None:
+    x, table = leaf(0, 9, dtype=dtype), leaf(11, 5, dtype=dtype)
+    (dropout(x, 0.5, True).sum() + embed(torch.zeros(1, 0, dtype=torch.int64), table).sum()).backward()
+    assert_zero_gradients(x, table)
+
+
+@DTYPES
+def test_updates(kernels: str, dtype: torch.dtype) -> None:
+    none = torch.empty(0, 5, dtype=dtype)
+    assert global_norm([none, none]) == 0
+    assert add_product(torch.empty(0, 5), none).shape == (0, 5)
+    adamw(torch.empty(0, 5), torch.empty(0, 5), torch.empty(0, 5), none, torch.empty(0, 5).bfloat16(), **ADAMW)
+    adamw8(torch.empty(0, 5), *quantised_zeros(none), *quantised_zeros(none), none, None, **ADAMW)
