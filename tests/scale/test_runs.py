@@ -82,6 +82,15 @@ def test_sharding_changes_nothing_that_is_learned(home: Path, one: Path, ranks: 
     same_losses(run, one)
 
 
+def test_muon_updates_matrices_whose_rows_do_not_divide_evenly(home: Path) -> None:
+    """33 rows are 17 and 16 of two processes, as many as the other matrices' on one of them alone."""
+    uneven = {"model__d_ff": 33, "training__optimizer": "muon", "training__max_steps": 6, "training__eval_steps": 3}
+    code, _, error = alone(arguments(home, "uneven-1", **uneven), home / "cache")
+    assert code == 0, error
+    run = completed(home, "uneven-2", torchrun(2), *CUT, **uneven)
+    assert losses(run) == pytest.approx(losses(home / "uneven-1"), abs=1e-4)
+
+
 @pytest.mark.long
 def test_a_run_goes_on_with_any_number_of_processes_and_any_sharding(home: Path, one: Path) -> None:
     more = ("--resume", "latest")

@@ -184,8 +184,9 @@ class Optimizer:
         for number, weight in enumerate(self.weights):
             if weight.gradient is not None and weight.kinds != MUON:
                 self._adamw(weight, lr, step, scale, fold_seed(self._training.seed, "rounding", step, number))
-        orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.master.shape)
-        for shape, same in groupby(orthogonal, key=lambda w: w.master.shape):
+        # By whole shapes: ranks may have unequal numbers of rows, and must gather the same matrices in one order.
+        orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.parameter.shape)
+        for shape, same in groupby(orthogonal, key=lambda w: w.parameter.shape):
             group, together = list(same), max(1, MUON_NUMBERS // shape.numel())
             for start in range(0, len(group), together):
                 self._muon(group[start : start + together], lr, scale)
