@@ -1,0 +1,89 @@
+"""Folders that try to run code in whoever looks at them. Each attempt would create the file `canary`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sansgpu.kernels import native
+from sansgpu.machine.compilation import cxx
+from sansgpu.machine.compiled import compiled_in
+
+MODULE = "evil_objective"
+REMOTE = "evil_model"
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self._canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mknod, (str(self._canary),)
+
+
+def bomb(path: Path, canary: Path) -> None:
+    """A pickle, as torch.save would write one of old."""
+    path.write_bytes(pickle.dumps(Bomb(canary)))
+
+
+def write_module(folder: Path, canary: Path) -> Path:
+    """A module of an objective, on nobody's path yet."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{MODULE}.py").write_text(f"open({str(canary)!r}, 'w').close()\nfrom sansgpu.tasks.pretrain import *\n")
+    return folder
+
+
+def write_cache(folder: Path, canary: Path) -> Path:
+    """A cache with a library in every place that the kernels were ever loaded from."""
+    compiler = cxx()
+    assert compiler
+    source = folder.with_suffix(".cpp")
+    source.write_text(
+        "#include <cstdio>\n__attribute__((constructor)) static void run() "
+        f'{{ std::fclose(std::fopen({json.dumps(str(canary))}, "w")); }}\n'
+    )
+    places = [folder / "kernels" / native._key(), compiled_in(folder) / "kernels" / native._key()]
+    for place in places:
+        place.mkdir(parents=True, mode=0o700)
+        place.parent.chmod(0o700)
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", place / f"{native.NAME}.so", source], check=True)
+        (place / "ready").touch()
+    return folder
+
+
+def with_code(model: Path, canary: Path) -> None:
+    """Give a Hugging Face folder code of its own, which stands in for the classes of transformers."""
+    (model / f"{REMOTE}.py").write_text(
+        f"open({str(canary)!r}, 'w').close()\nfrom transformers import Qwen2Config as C, Qwen2ForCausalLM as M\n"
+        "class EvilConfig(C): pass\nclass EvilModel(M): config_class = EvilConfig\n"
+    )
+    (model / "custom_generate").mkdir()
+    shutil.copy(model / f"{REMOTE}.py", model / "custom_generate/generate.py")
+    file = model / "config.json"
+    classes = {"AutoConfig": f"{REMOTE}.EvilConfig"}
+    classes |= {f"AutoModelFor{head}": f"{REMOTE}.EvilModel" for head in ("CausalLM", "QuestionAnswering", "MaskedLM")}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": classes}))
+    bomb(model / "optimizer.pt", canary)
+
+
+def copied(run: Path, to: Path, canary: Path, **settings: Any) -> Path:
+    """A copy of a run with other settings (`data__cache_dir`) in its config.yaml, and pickles all over it."""
+    shutil.copytree(run, to)
+    values = yaml.safe_load((to / "config.yaml").read_text())
+    for key, value in settings.items():
+        section, _, name = key.rpartition("__")
+        (values[section] if section else values)[name] = value
+    (to / "config.yaml").write_text(yaml.safe_dump(values))
+    for folder in (to, to / "final", *(to / "snapshots").iterdir()):
+        for name in ("optimizer.pt", "pytorch_model.bin", "training_args.bin", "state.pkl"):
+            bomb(folder / name, canary)
+    return to
