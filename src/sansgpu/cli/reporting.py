@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import JsonOption, app, print_json
+from sansgpu.cli.options import JsonOption, app, print_json, warn
 
 
 @app.command()
@@ -27,7 +27,7 @@ def report(
     """
     from sansgpu.jobs.report import report as job
 
-    for path in job(runs, output, form):
+    for path in job(runs, output, form, warn):
         print(path)
 
 

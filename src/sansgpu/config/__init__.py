@@ -21,6 +21,7 @@ from sansgpu.config.load import (
     default_values,
     load_config,
     problems,
+    recorded_values,
     save_config,
 )
 from sansgpu.config.model import ModelConfig
@@ -60,6 +61,7 @@ __all__ = [
     "load_space",
     "measure_of",
     "problems",
+    "recorded_values",
     "save_config",
     "spread",
 ]

@@ -68,6 +68,20 @@ def as_config(values: Values, where: str = "the configuration") -> Config:
         raise ConfigError(f"{where}: {'; '.join(problems(error))}.") from None
 
 
+def recorded_values(path: Path) -> Values:
+    """The values of a run's config.yaml, as they stand there. Keys that this version does not know are ignored.
+
+    Raises ConfigError where the file cannot be read, or a key has a value that the schema refuses.
+    """
+    values = read_values(path)
+    try:
+        Config.model_validate(values)
+    except ValidationError as error:
+        if wrong := problems(error, with_unknown=False):
+            raise ConfigError(f"{path}: {'; '.join(wrong)}.") from None
+    return values
+
+
 def save_config(config: Config, path: Path) -> None:
     """Write every key that acts in `config`'s kind of run, in the form `load_config` reads."""
     path.write_text(yaml.safe_dump(acting_values(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -121,7 +135,7 @@ def _notes(values: Values) -> list[str]:
     return []
 
 
-def problems(error: ValidationError) -> list[str]:
+def problems(error: ValidationError, with_unknown: bool = True) -> list[str]:
     """A clause per wrong key, of many the first ones and how many follow.
 
     A union reports every member that did not match; the first names the value, the others what else is possible.
@@ -132,7 +146,7 @@ def problems(error: ValidationError) -> list[str]:
         path = _field_path(item["loc"])
         where = cut(".".join(path))
         if item["type"] == "extra_forbidden":
-            unknown[where] = path
+            unknown |= {where: path} if with_unknown else {}
         elif item["type"] == "value_error":
             wrong[where] = f"{where}: {item['ctx']['error']}" if where else str(item["ctx"]["error"])
         elif item["type"] in ("model_type", "dict_type"):

@@ -21,7 +21,7 @@ else:
 
 Values = dict[str, Any]
 
-MOST_BYTES = 64 << 10  # the largest file; PyYAML parses about this much in a second
+MOST_CONFIG_BYTES = 64 << 10  # the largest file; PyYAML parses about this much in a second
 MOST_NODES = 10_000  # of a YAML file with every alias written out
 
 
@@ -30,7 +30,7 @@ def read_values(path: Path) -> Values:
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder; give a .yaml, .toml or .json file.")
-        text = read_regular(path, MOST_BYTES).decode("utf-8-sig")
+        text = read_regular(path, MOST_CONFIG_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
         raise ConfigError(

@@ -6,10 +6,15 @@ import json
 import math
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date, time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from pydantic import BaseModel, ValidationError
+
+MOST_BYTES = 1 << 20  # of a JSON file
 MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting, and values in all; a run's files need a tenth of either
 SHOWN_CHARACTERS = 200  # of a value in a message
 _LARGEST = 2**63 - 1
@@ -20,37 +25,56 @@ class FlawError(ValueError):
     """A file's text or values cannot be used. The message is a clause that names the place in the file."""
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file. A pipe, a device or a socket, which may never end, is refused.
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. A pipe, a device or a socket, which may never end, is refused.
 
-    Raises FlawError where the file is longer than `most_bytes` or no regular file, and OSError as `open` does.
+    Raises FlawError there, and OSError as `open` does.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for a writer
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FlawError("it is a pipe, a device or a socket; give a regular file")
+        yield file
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file. Raises FlawError if it is longer, or as `open_regular` does."""
+    with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise FlawError(f"it is larger than {most_bytes:,} bytes")
     return content
 
 
-def parse_json(text: str | bytes) -> Any:
+def read_json(path: Path, schema: type[BaseModel], finite: bool = True) -> dict[str, Any]:
+    """The object in a JSON file of at most `MOST_BYTES`, of which `schema` refuses no field.
+
+    Raises FlawError, naming the field, where it is none, and OSError where it cannot be read.
+    """
+    value = parse_json(read_regular(path, MOST_BYTES), finite)
+    if flaw := field_flaw(schema, value):
+        raise FlawError(flaw)
+    found: dict[str, Any] = value
+    return found
+
+
+def parse_json(text: str | bytes, finite: bool = True) -> Any:
     """The value of a JSON text. Raises FlawError where it is no JSON, or holds what `require_plain` refuses."""
     try:
-        value = json.loads(text, parse_constant=_not_a_number)
+        value = json.loads(text)
     except RecursionError:
         raise FlawError(f"values are nested more than {MOST_DEPTH} levels deep") from None
     except ValueError as error:
         raise FlawError(f"no JSON: {reason_of(error)}") from None
-    require_plain(value)
+    require_plain(value, finite)
     return value
 
 
-def require_plain(value: object) -> None:
+def require_plain(value: object, finite: bool = True) -> None:
     """Raises FlawError, naming the place, unless every value is a scalar, a list or a mapping that JSON can express.
 
-    Integers must fit into 64 bits, numbers be finite, and texts be Unicode without the character NUL.
+    Integers must fit into 64 bits, numbers be finite unless `finite` is false, and texts be Unicode without NUL.
     """
     left: list[tuple[tuple[object, ...], object]] = [((), value)]
     count = 0
@@ -68,18 +92,18 @@ def require_plain(value: object) -> None:
                 left.append(((*place, key), inner))
         elif isinstance(value, list):
             left += (((*place, number), inner) for number, inner in enumerate(value))
-        elif why := _scalar_flaw(value):
+        elif why := _scalar_flaw(value, finite):
             raise FlawError(f"{named(place) or 'the value'} is {why}")
 
 
-def _scalar_flaw(value: object) -> str | None:
+def _scalar_flaw(value: object, finite: bool) -> str | None:
     if isinstance(value, str):
         return _text_flaw(value)
     if isinstance(value, bool):
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:
         return "an integer of more than 64 bits"
-    if isinstance(value, float) and not math.isfinite(value):
+    if finite and isinstance(value, float) and not math.isfinite(value):
         return f"{value}, which is no finite number"
     if not isinstance(value, _SCALARS):
         return f"a {type(value).__name__}; write a number, a text, a list or a mapping"
@@ -95,6 +119,23 @@ def _text_flaw(value: object) -> str | None:
         value.encode()
     except UnicodeEncodeError:
         return "a text with half a surrogate pair, which is no Unicode character"
+    return None
+
+
+def field_flaw(schema: type[BaseModel], value: object) -> str | None:
+    """A clause that names the first field of `value` that `schema` refuses; None if it refuses none."""
+    try:
+        schema.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        kind, place, given = first["type"], named(first["loc"]), shown(first["input"])
+        if kind == "missing":
+            return f"{place} is missing"
+        if first["loc"] and first["loc"][0] not in schema.model_fields:  # pydantic says how it is no boolean, no ...
+            return f"{named(first['loc'][:1])} is {given}, but numbers should be finite and have at most 64 bits"
+        if kind in ("model_type", "dict_type"):
+            return f"{place or 'it'} is {given}, but should hold keys and values"
+        return f"{place} is {given}, but should be {first['msg'].removeprefix('Input should be ')}"
     return None
 
 
@@ -127,7 +168,3 @@ def reason_of(error: Exception) -> str:
     if "sys.set_int_max_str_digits" in str(error):  # Python's own refusal, with advice for programmers
         return "it holds an integer of more than 64 bits"
     return " ".join(str(error).split())
-
-
-def _not_a_number(name: str) -> float:
-    raise ValueError(f"{name} is no finite number")

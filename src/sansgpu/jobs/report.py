@@ -17,14 +17,18 @@ from sansgpu.watch.run_report import default_file, run_plots, run_report
 FORMS = ("html", "png", "svg")
 
 
-def report(runs: Sequence[Path], output: Path | None, form: str) -> list[Path]:
+def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[[str], None]) -> list[Path]:
     """Write html (one page), png or svg (a picture a plot); returns what was written.
+
+    Lines of a run's record that cannot be used are left out, and named to `warn`.
 
     Raises ConfigError where a folder holds no run, and SansGPUError where nothing can be written.
     """
     if form not in FORMS:
         raise ConfigError(f"--format is {form}, but known are {', '.join(FORMS)}.")
     records = [Record.open(folder) for folder in dict.fromkeys(runs)]
+    for problem in (record.problem for record in records if record.problem):
+        warn(problem)
     target = output or default_file(records, form)
     try:
         if form != "html":

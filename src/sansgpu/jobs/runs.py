@@ -64,10 +64,10 @@ def _row(found: Path, folder: Path) -> Row:
     try:
         row["size_bytes"] = size_bytes(found)
         record = Record.open(found)
-        row |= {**numbers(record, is_held(record.paths)), "name": row["name"]}
+        row |= {**numbers(record, is_held(record.paths)), "name": row["name"], "problem": record.problem}
         moment = changed(record)
         row["changed"] = moment.isoformat(timespec="seconds") if moment else None
-    except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
+    except (ConfigError, OSError) as error:
         row["problem"] = " ".join(str(error).split())
     return row
 

@@ -29,7 +29,7 @@ def _row(snapshot: Snapshot) -> dict[str, Any]:
         state = snapshot.state()
         row |= {"loss": (state["metrics"] or {}).get("loss"), "tokens": state["progress"]["tokens"]}
         row["content_id"] = snapshot.content_id()
-    except (OSError, ValueError, KeyError, ConfigError):
+    except ConfigError:
         row["torn"] = True
     return row | {"bytes": snapshot.size_bytes()}
 

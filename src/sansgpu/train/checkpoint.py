@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.plain import FlawError, read_json
 from sansgpu.machine.disk import file_sha256, sync_to_disk
+from sansgpu.train.snapshot_schema import Manifest, State
 from sansgpu.train.tensor_file import Whole, as_it_is, save_tensors
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
@@ -46,11 +49,16 @@ class Snapshot:
 
     def manifest(self) -> dict[str, Any]:
         """MANIFEST.json. Raises ConfigError where it is missing or torn."""
+        return self._read(MANIFEST, Manifest)
+
+    def _read(self, name: str, schema: type[BaseModel]) -> dict[str, Any]:
         try:
-            manifest = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-            return {"step": int(manifest["step"]), "files": dict(manifest["files"])}
-        except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(f"{self.folder} is no whole snapshot: {MANIFEST} cannot be read.") from None
+            return read_json(self.folder / name, schema, finite=False)
+        except FlawError as error:
+            reason = str(error)
+        except OSError as error:
+            reason = str(error.strerror)
+        raise ConfigError(f"{self.folder} is no whole snapshot: {name} cannot be read: {reason}.")
 
     def content_id(self) -> str:
         """SHA-256 of what was learned: the hashes of weights and moments, and how far the run is, as canonical JSON.
@@ -59,12 +67,10 @@ class Snapshot:
         ConfigError where the snapshot is torn.
         """
         files = self.manifest()["files"]
-        try:
-            progress = self.state()["progress"]
-            learned = {key: value for key, value in progress.items() if key != LAID}
-            content = {"weights": files[WEIGHTS], "moments": files[MOMENTS], "progress": learned}
-        except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(f"{self.folder} is no whole snapshot: {STATE} cannot be read.") from None
+        learned = {key: value for key, value in self.state()["progress"].items() if key != LAID}
+        if missing := {WEIGHTS, MOMENTS} - files.keys():
+            raise ConfigError(f"{self.folder} is no whole snapshot: {MANIFEST} names no {min(missing)}.")
+        content = {"weights": files[WEIGHTS], "moments": files[MOMENTS], "progress": learned}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -83,9 +89,8 @@ class Snapshot:
         return None
 
     def state(self) -> dict[str, Any]:
-        """state.json."""
-        state: dict[str, Any] = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
-        return state
+        """state.json. Raises ConfigError where it is missing or torn."""
+        return self._read(STATE, State)
 
     def shapes(self, file: str) -> dict[str, tuple[list[int], str]]:
         """Shape and safetensors' name for the type of every tensor in one of the files."""

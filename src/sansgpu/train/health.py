@@ -49,15 +49,15 @@ class Health:
         """Warnings that this event gives rise to; each once, until its cause was gone."""
         found: list[tuple[str, str | None, int]] = []
         if event["event"] == "step":
-            self._steps.append(_Step(event["step"], event["loss"], event["grad_norm"]))
+            self._steps.append(_Step(event["step"], event["loss"], event.get("grad_norm") or 0.0))
             self._sums.append(self._sums[-1] + event["loss"])
             found = [
                 ("rising", self._rising(), 1),
-                ("flat", self._flat(event["total_steps"]), 1),
+                ("flat", self._flat(event.get("total_steps")), 1),
                 ("spike", self._spike(), 1),
                 *((cause, look(event), TWICE) for cause, look in _OF_THE_MACHINE.items()),
             ]
-        elif event["event"] == "eval":
+        elif event["event"] == "eval" and event["loss"] is not None:
             self._validation.append((event["step"], event["loss"]))
             found = [("overfitting", self._overfitting(), TWICE)]
         return [
@@ -125,19 +125,19 @@ class Health:
 
 
 def _memory(event: Event) -> str | None:
-    system = event["system"] or {}
+    system = event.get("system") or {}
     left, limit = system.get("memory_available_bytes"), system.get("memory_limit_bytes")
     if not left or not limit or left > NEAR_LIMIT * limit:
         return None
     return (
         f"memory is near its limit: {left / 1e9:.1f} of {limit / 1e9:.1f} GB are left, this run has "
-        f"{event['rss_bytes'] / 1e9:.1f}. Stop other programs, lower training.batch_size or set "
+        f"{(event.get('rss_bytes') or 0) / 1e9:.1f}. Stop other programs, lower training.batch_size or set "
         "model.gradient_checkpointing; if it runs short, the micro-batch is cut."
     )
 
 
 def _swapping(event: Event) -> str | None:
-    system = event["system"] or {}
+    system = event.get("system") or {}
     faults = system.get("major_faults_per_second") or 0.0
     if faults < SWAPPING or not system.get("swap_bytes"):
         return None
@@ -148,7 +148,8 @@ def _swapping(event: Event) -> str | None:
 
 
 def _starved(event: Event) -> str | None:
-    share = event["phase_seconds"]["data"] / event["step_seconds"]
+    waited, seconds = (event.get("phase_seconds") or {}).get("data"), event.get("step_seconds")
+    share = waited / seconds if waited and seconds else 0.0  # older records do not have them
     if share < STARVED:
         return None
     return (
@@ -158,7 +159,7 @@ def _starved(event: Event) -> str | None:
 
 
 def _neighbour(event: Event) -> str | None:
-    system = event["system"] or {}
+    system = event.get("system") or {}
     others, stolen = system.get("other_percent") or 0.0, system.get("stolen_percent") or 0.0
     if max(others, stolen) < BUSY_PERCENT:
         return None
@@ -170,14 +171,14 @@ def _neighbour(event: Event) -> str | None:
 
 
 def _hot(event: Event) -> str | None:
-    throttled = (event["system"] or {}).get("throttled") or 0
+    throttled = (event.get("system") or {}).get("throttled") or 0
     if not throttled:
         return None
     return "the processor is slowed down for heat: clean its fans, give it air, or lower training.threads."
 
 
 def _withheld(event: Event) -> str | None:
-    withheld = (event["system"] or {}).get("withheld_percent") or 0.0
+    withheld = (event.get("system") or {}).get("withheld_percent") or 0.0
     if withheld < WITHHELD_PERCENT:
         return None
     return (

@@ -29,7 +29,7 @@ from sansgpu.train.tensor_file import Tensors, as_it_is, in_file_order
 from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.controls import Controls, Wish
 from sansgpu.watch.events import Event, Sinks, now
-from sansgpu.watch.jsonl import read_events
+from sansgpu.watch.jsonl import read_record
 
 SAME_WISH = 3.0  # seconds in which a launcher hands on the signal that its processes got, too
 PAUSE_SECONDS = 0.1  # between two looks whether to go on
@@ -121,12 +121,14 @@ class Trainer:
         warn = self.sinks.warn if self.group.first else lambda message: None
         self._metrics = restore(self.state, snapshot, self.environment, fingerprint, strict, warn, self.group)
         self._snapshot, self._snapshot_said = snapshot, False
-        recorded = read_events(self.paths.metrics) if self.group.first else []
+        recorded, problem = read_record(self.paths.metrics) if self.group.first else ([], None)
+        if problem:
+            warn(problem)
         for event in recorded:  # so that it hears of nothing twice, and of the same as a run that went on
-            if event.get("step", 0) <= snapshot.step:
+            if (event.get("step") or 0) <= snapshot.step:
                 self._health.see(event)
         # One that was killed took time that no snapshot knows of.
-        self._before = self.group.decide(lambda: max((e.get("elapsed_seconds", 0.0) for e in recorded), default=0.0))
+        self._before = self.group.decide(lambda: max((e.get("elapsed_seconds") or 0.0 for e in recorded), default=0.0))
         laid = self.progress.total_steps
         over = self.group.decide(lambda: not self._budget.worth_more())
         if self.config.training.time_limited and laid and (self.progress.step < laid or over):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 
 import torch
@@ -59,7 +59,8 @@ def _empty(shapes: dict[str, tuple[list[int], str]]) -> Iterator[tuple[str, torc
 
 def recorded_environment(snapshot: Snapshot) -> Environment:
     """What the snapshot's run computed with."""
-    return Environment(**snapshot.state()["environment"])
+    recorded = snapshot.state()["environment"]
+    return Environment(**{field.name: recorded[field.name] for field in fields(Environment)})
 
 
 def _require_same_shape(state: TrainState, weights: dict[str, tuple[list[int], str]], snapshot: Snapshot) -> None:

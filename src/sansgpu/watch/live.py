@@ -183,7 +183,8 @@ def _earlier(start: Event) -> list[Event]:
     if not start["step"]:
         return []
     events = read_events(RunPaths(Path(start["output_dir"])).metrics)
-    return [event for event in events if event["event"] in ("step", "eval") and event["step"] <= start["step"]]
+    points = [event for event in events if event["event"] in ("step", "eval") and event["loss"] is not None]
+    return [event for event in points if event["step"] <= start["step"]]
 
 
 class _Keys:

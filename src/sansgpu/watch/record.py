@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from sansgpu.config import ConfigError, RunPaths
+from sansgpu.config import ConfigError, RunPaths, recorded_values
+from sansgpu.config.plain import FlawError, read_json
+from sansgpu.watch.event_schema import Environment
 from sansgpu.watch.events import Event
-from sansgpu.watch.jsonl import read_events
+from sansgpu.watch.jsonl import read_record
 
 
 def seconds_of(events: Iterable[Event]) -> float:
@@ -29,24 +28,24 @@ class Record:
     config: dict[str, Any]  # by section, as resolved
     environment: dict[str, Any]
     events: list[Event]
+    problem: str | None = None  # a sentence about lines of metrics.jsonl that were left out
 
     @classmethod
     def read(cls, paths: RunPaths) -> Record:
         """Raises ConfigError where the folder holds no run, or its files are broken."""
+        if not paths.config.exists():
+            raise ConfigError(f"{paths.root} is no run: it has no config.yaml.")
+        config = recorded_values(paths.config)
+        file = paths.environment
         try:
-            config = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
-            known = paths.environment.is_file()
-            environment = json.loads(paths.environment.read_text(encoding="utf-8")) if known else {}
-            events = read_events(paths.metrics)
-        except FileNotFoundError:
-            raise ConfigError(f"{paths.root} is no run: it has no config.yaml.") from None
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"{paths.root} cannot be read: {' '.join(str(error).split())}.") from None
-        if not all(isinstance(part, dict) for part in (config, environment, *events)):
-            raise ConfigError(
-                f"{paths.root} cannot be read: one of its files holds something else than keys and values."
-            )
-        return cls(paths, config, environment, [event for event in events if "event" in event])
+            environment = read_json(file, Environment) if file.exists() else {}
+            file = paths.metrics
+            events, problem = read_record(file)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
+        except FlawError as error:
+            raise ConfigError(f"{file} cannot be read: {error}.") from None
+        return cls(paths, config, environment, events, problem)
 
     @classmethod
     def open(cls, folder: Path) -> Record:
@@ -87,7 +86,8 @@ class Record:
     @property
     def best(self) -> Event | None:
         """The evaluation with the lowest loss."""
-        return min(self.evaluations, key=lambda event: float(event["loss"]), default=None)
+        finite = [event for event in self.evaluations if event["loss"] is not None]
+        return min(finite, key=lambda event: float(event["loss"]), default=None)
 
     @property
     def ending(self) -> str | None:

@@ -165,7 +165,7 @@ _WORDS: dict[str, Callable[[Numbers], str | None]] = {
 
 def evaluation_words(event: dict[str, Any]) -> list[tuple[str, str]]:
     """An evaluation's loss and metrics in words."""
-    found = [("loss", f"{event['loss']:.4f}")]
+    found = [("loss", "not finite" if event["loss"] is None else f"{event['loss']:.4f}")]
     for key in own_metrics(event):
         value = metric(key, event[key])
         assert value is not None

@@ -176,7 +176,7 @@ def time_parts(record: Record) -> dict[str, float]:
     parts["snapshots"] = sum(event.get("seconds") or 0.0 for event in record.of("snapshot"))
     first = record.steps[0] if record.steps else {}
     begun = [e for e in (*record.evaluations, *record.of("snapshot")) if e["step"] < first.get("step", 0)]
-    taken = first.get("step", 0) * first.get("step_seconds", 0.0) + sum(e.get("seconds") or 0.0 for e in begun)
+    taken = first.get("step", 0) * (first.get("step_seconds") or 0.0) + sum(e.get("seconds") or 0.0 for e in begun)
     start = max(0.0, (first.get("elapsed_seconds") or 0.0) - taken)
     rest = max(0.0, record.seconds - start - sum(parts.values()))
     return {key: seconds for key, seconds in {"start-up": start, **parts, "other": rest}.items() if seconds > 0}

@@ -1,0 +1,55 @@
+"""The types of the fields in a snapshot's state.json and MANIFEST.json. More fields are fine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sansgpu.watch.event_schema import Count, Plain
+
+# A loss may have been NaN when it was saved, which JSON as Python writes it can express.
+_Loss = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Progress(_Fields):
+    step: Count
+    tokens: Count
+    total_steps: Count | None = None
+    best_loss: _Loss | None = None
+    best_step: Count | None = None
+    logged_loss: float = 0.0
+    logged_targets: Count = 0
+    logged_sums: dict[str, float] = {}
+
+
+class _RecordedEnvironment(_Fields):
+    torch: str
+    isa: str
+    device: str
+    threads: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    world_size: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    precision: str
+    compile: str
+    kernels: str
+    micro_batch: Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class State(_Fields):
+    """state.json."""
+
+    progress: _Progress
+    metrics: dict[str, _Loss | Plain] | None
+    environment: _RecordedEnvironment
+    data: str
+
+
+class Manifest(_Fields):
+    """MANIFEST.json: the SHA-256 of each file in hexadecimal."""
+
+    step: Count
+    files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]

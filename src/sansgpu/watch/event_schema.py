@@ -1,0 +1,140 @@
+"""The types of the fields that a run's files hold: metrics.jsonl and environment.json.
+
+Every reader of a run's folder goes through these models. Fields that older or newer versions lack or add are fine;
+a field of another type is refused, so that no reader has to doubt what it gets.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypeAliasType
+
+from sansgpu.config.plain import field_flaw
+
+LARGEST = 1e100  # of a number: products and sums of a few stay finite
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Amount = Annotated[float, Field(ge=0, le=LARGEST)]
+Metric = Annotated[float, Field(allow_inf_nan=False)]  # an objective's own may be as large as perplexity
+_Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Plain = TypeAliasType("Plain", "bool | _Integer | Metric | str | list[Plain] | dict[str, Plain] | None")
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    __pydantic_extra__: dict[str, Plain]
+
+
+class _Event(_Fields):
+    event: str
+    step: Count | None = None
+    time: str | None = None
+    elapsed_seconds: Amount | None = None
+    seconds: Amount | None = None
+
+
+class _Start(_Event):
+    task: str | None = None
+    output_dir: str | None = None
+    resumed_from: str | None = None
+    parameters: Count | None = None
+    trained_parameters: Count | None = None
+    micro_batch: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    world_size: Count | None = None
+    window: Count | None = None
+    tokens_per_step: Count | None = None
+    total_steps: Count | None = None
+    max_hours: Amount | None = None
+    until: str | None = None
+    train_tokens: Count | None = None
+    vocab_size: Count | None = None
+    device: str | None = None
+    isa: str | None = None
+    precision: str | None = None
+    threads: Count | None = None
+    compile: str | None = None
+    kernels: str | None = None
+    gemm_flops_per_second: Amount | None = None
+
+
+class _System(_Fields):
+    """What the machine went through: numbers, null where it does not tell, and a list of the load of each core."""
+
+    __pydantic_extra__: dict[str, Number | None]  # type: ignore[assignment]
+    core_percent: list[Number] | None = None
+
+
+class _Step(_Event):
+    step: Count
+    loss: Number
+    lr: Amount | None = None
+    grad_norm: Amount | None = None
+    tokens: Count | None = None
+    tokens_per_second: Amount | None = None
+    step_seconds: Amount | None = None
+    mfu: Amount | None = None
+    rss_bytes: Amount | None = None
+    cpu_percent: Amount | None = None
+    eta_seconds: Amount | None = None
+    total_steps: Count | None = None
+    phase_seconds: dict[str, Amount] | None = None
+    system: _System | None = None
+
+
+class _Evaluation(_Event):
+    step: Count
+    loss: Number | None  # null: it was not finite
+    sample: str | None = None
+    bits_per_byte: Number | None = None
+    perplexity: Metric | None = None
+
+
+class _Snapshot(_Event):
+    step: Count
+    path: str
+
+
+class _Warning(_Event):
+    message: str
+    cause: str | None = None
+
+
+class _End(_Event):
+    step: Count
+    reason: str
+    snapshot: str | None = None
+
+
+_KINDS: dict[str, type[_Event]] = {
+    "start": _Start, "step": _Step, "eval": _Evaluation, "snapshot": _Snapshot, "warning": _Warning, "end": _End,
+}  # fmt: skip
+
+
+class Environment(_Fields):
+    """environment.json."""
+
+    sansgpu: str | None = None
+    python: str | None = None
+    packages: dict[str, str | None] | None = None
+    processor: str | None = None
+    cores: Count | None = None
+    memory_bytes: Count | None = None
+    torch: str | None = None
+    isa: str | None = None
+    device: str | None = None
+    threads: Count | None = None
+    world_size: Count | None = None
+    precision: str | None = None
+    compile: str | None = None
+    kernels: str | None = None
+    micro_batch: Count | None = None
+
+
+def event_flaw(event: object) -> str | None:
+    """A clause that names the field of an event which cannot be used; None where all can."""
+    kind = event.get("event") if isinstance(event, dict) else None
+    return field_flaw(_KINDS.get(kind, _Event) if isinstance(kind, str) else _Event, event)
