@@ -1,0 +1,42 @@
+"""`python -m tests.fuzz HOME [KIND [NUMBER]] [--seed N] [--scale X]`: run cases, and show what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+from pathlib import Path
+
+from tests.fuzz.bases import make_bases
+from tests.fuzz.generators import cases
+from tests.fuzz.harness import runner
+
+
+def main() -> None:
+    """Print every complaint, and how many cases of each kind there were."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("home", type=Path, help="a new folder for good inputs and cases")
+    parser.add_argument("kind", nargs="?", help="this kind alone, such as `rows`")
+    parser.add_argument("number", nargs="?", help="this case alone, which is shown whole")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="1: a thousand cases")
+    asked = parser.parse_args()
+    bases, wrong = make_bases(asked.home / "bases"), collections.Counter[str]()
+    every: collections.Counter[str] = collections.Counter()
+    with runner(asked.home / "cases") as run:
+        for name, case in cases(bases, asked.seed, asked.scale):
+            kind, _, number = name.rpartition(" ")
+            if asked.kind not in (None, kind) or asked.number not in (None, number):
+                continue
+            outcome = run(case)
+            every[kind] += 1
+            why = outcome.complaint(case)
+            wrong[kind] += why is not None
+            if why or asked.number:
+                print(f"{name}: {why}; {case.arguments} {case.environment or ''}"[:1500], outcome.err[-1500:], sep="\n")
+                print(f"  code {outcome.code}, {outcome.cpu_seconds:.1f} s, {outcome.peak_bytes / 1e9:.1f} GB\n", flush=True)
+    for kind, many in every.items():
+        print(f"{kind}: {wrong[kind]} of {many} failed")
+
+
+if __name__ == "__main__":
+    main()

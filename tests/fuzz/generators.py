@@ -1,0 +1,374 @@
+"""Cases by kind: each generator draws one case of bad input from good ones."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from sansgpu.config import load_config
+from sansgpu.config.load import describe
+from tests.fuzz.bases import Bases, copy, member, tiny_config, yaml_text
+from tests.fuzz.harness import Case
+from tests.fuzz.values import NUMBERS, ODD, TEXTS, changed, damaged, dumped, places
+from tests.processes import settings
+
+FAST = ["--set", "training.timeout_seconds=3"]
+KEYS = [key for key, _, _ in describe()]
+_MERGES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{i}: &a{i} {{k{i}: 1, <<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
+)
+TEXT_FILES = [  # (name, content) that no schema sees
+    ("a.yaml", "model: " + "[" * 500 + "]" * 500), ("a.yaml", "{" * 3000), ("a.yaml", "- " * 3000),
+    ("a.yaml", "model: {d_model: !!int abc}"), ("a.yaml", "training: {until: !!timestamp x}"),
+    ("a.yaml", "training: {until: 2025-02-30}"), ("a.yaml", "a: &a [*a]"), ("a.yaml", _MERGES),
+    ("a.yaml", "model: !!python/object/apply:os.system [id]"), ("a.yaml", "model: {d_model: " + "9" * 5000 + "}"),
+    ("a.yaml", "? [a]\n: 1"), ("a.yaml", "on: off"), ("a.yaml", "%YAML 9.9\n---\na: 1"), ("a.yaml", "--- 1\n--- 2"),
+    ("a.yaml", "a: " + "1" + ":10" * 3000), ("a.yaml", "\t"), ("a.yaml", "'"), ("a.yaml", "a: \ud800".encode("utf-8", "ignore").decode()),
+    ("a.toml", "a = " + "[" * 500), ("a.toml", ".".join("a" * 5000) + " = 1"), ("a.toml", "a = 9" + "9" * 5000),
+    ("a.toml", "a = 2025-02-30"), ("a.toml", "[model]\n[model]"), ("a.toml", "a = 1\na = 2"), ("a.toml", "a = nan"),
+    ("a.json", "[" * 50000), ("a.json", '{"a":' * 500 + "1" + "}" * 500), ("a.json", '{"model": 1, "model": 2}'),
+    ("a.json", '{"data": {"dataset_name": "\\ud800"}}'), ("a.json", '{"training": {"learning_rate": 1e999}}'),
+    ("a.json", ""), ("a.json", "null x"), ("a.ini", "a=1"), ("a.YAML", "a: 1"), ("a.yaml", "x" * 300_000),
+]  # fmt: skip
+
+Generator = Callable[[random.Random, Bases], Case]
+
+
+def _write(name: str, content: bytes | str) -> Callable[[Path], object]:
+    data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+    return lambda here: (here / name).write_bytes(data)
+
+
+def _toml(values: dict[str, Any]) -> str:
+    """Flat sections as TOML; null, which TOML lacks, is left out."""
+    top = [(k, v) for k, v in values.items() if not isinstance(v, dict)]
+    sections = [(k, v) for k, v in values.items() if isinstance(v, dict)]
+    lines = [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in top if v is not None]
+    for name, section in sections:
+        lines += [f"[{json.dumps(name)}]", *(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in section.items())]
+    return "\n".join(lines)
+
+
+def configuration(draw: random.Random, bases: Bases) -> Case:
+    """A file with odd values of keys, with odd text, or damaged."""
+    how = draw.random()
+    if how < 0.2:
+        name, text = draw.choice(TEXT_FILES)
+        return Case(["train", name, "--dry-run"], _write(name, text), (2,))
+    if how < 0.25:
+        name = draw.choice(("a.yaml", "a.toml", "a.json"))
+        make: Callable[[Path], object] = draw.choice(
+            [
+                lambda here: os.mkfifo(here / name),
+                lambda here: (here / name).symlink_to("/dev/zero"),
+                lambda here: (here / name).symlink_to(name),
+                lambda here: (here / name).mkdir(),
+            ]
+        )
+        return Case(["train", name, "--dry-run"], make, (2,))
+    values: dict[str, Any] = tiny_config(bases.corpus)
+    if draw.random() < 0.3:
+        values["task"] = "graph"
+        values["data"] = {"dataset_name": str(bases.graph), "vocab_size": 300, "validation_split": 0.2}
+    if how < 0.4:
+        text = damaged(yaml_text(values).encode(), draw)
+        return Case(["train", "a.yaml", "--dry-run"], _write("a.yaml", text))
+    if how < 0.5:
+        values = changed(values, draw)
+    else:
+        for key in draw.sample(KEYS, draw.choice((1, 1, 2, 4))):
+            section, _, name = key.rpartition(".")
+            inner = values.setdefault(section, {}) if section else values
+            if isinstance(inner, dict):
+                inner[name] = draw.choice(ODD)
+    name, text = draw.choice([("a.json", dumped(values)), ("a.yaml", dumped(values)), ("a.toml", "")])
+    if name == "a.toml":
+        text = _toml(values) if isinstance(values, dict) else "a = 1"
+    command = ["plan", name] if draw.random() < 0.05 else ["train", name, "--dry-run"]
+    return Case(command, _write(name, text))
+
+
+# Options by command, each with values: text, number, or a word of its own. Paths for output stay inside the folder.
+_PATHS = ["", ".", "..", "x" * 300, "link", "a/b/c", "a\nb", "\x1b[31m", "file", "pipe"]
+_COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "train": (["--dry-run"], {
+        "--max-steps": "number", "--batch-size": "number", "--seq-len": "number", "--target-device": "text",
+        "--prefetch": "number", "--seed": "number", "--until": "text", "--resume": "text", "--output-dir": "path",
+        "--set": "setting", "--processes": "number", "-f": "path"}),
+    "generate": (["RUN", "--max-new-tokens", "2"], {
+        "--prompt": "text", "--max-new-tokens": "number", "--temperature": "number", "--top-k": "number",
+        "--top-p": "number", "--seed": "number", "--snapshot": "text"}),
+    "eval": (["RUN"], {"--data": "path", "--snapshot": "text", "--window": "number", "--limit": "number"}),
+    "report": (["RUN"], {"--output": "path", "--format": "text"}),
+    "runs": ([], {"": "path"}),
+    "snapshots list": (["RUN"], {"": "path"}),
+    "snapshots show": (["RUN"], {"--snapshot": "text"}),
+    "snapshots prune": (["COPY"], {"--keep-last": "number"}),
+    "snapshots fork": (["RUN"], {"--output-dir": "path", "--snapshot": "text"}),
+    "export": (["RUN"], {"--format": "text", "--output": "path", "--snapshot": "text"}),
+    "tokenizer train": (["DATA", "--output", "t"], {"--vocab-size": "number", "--sample-mb": "number", "--output": "path"}),
+    "tokenizer encode": (["FINAL"], {"--text": "text"}),
+    "k8s": (["--nodes", "1", "--cpus", "2", "--memory", "4Gi", "--pvc", "p", "--image", "i:1"], {
+        "--nodes": "number", "--cpus": "number", "--memory": "text", "--pvc": "text", "--image": "text",
+        "--namespace": "text", "--name": "text", "--node-selector": "text", "--processes-per-node": "number"}),
+    "chat": (["FINAL", "--prompt", "hi", "--max-new-tokens", "2"], {"--system": "text", "--temperature": "number"}),
+    "predict": (["ENCODER", "--question", "q", "--context", "c"], {"--question": "text", "--context": "text"}),
+}  # fmt: skip
+
+
+def flags(draw: random.Random, bases: Bases) -> Case:
+    """A command with one or two options of odd values."""
+    command = draw.choice(list(_COMMANDS))
+    fixed, options = _COMMANDS[command]
+    places_of = {
+        "RUN": str(bases.run), "FINAL": str(bases.final), "DATA": str(bases.corpus), "ENCODER": str(bases.encoder),
+        "COPY": "copy",
+    }  # fmt: skip
+    arguments = [*command.split(), *(places_of.get(part, part) for part in fixed)]
+    if command == "train":
+        arguments += [*settings(data__dataset_name=bases.corpus, training__max_steps=2), *FAST]
+    if command == "report":
+        arguments += ["--output", "page.html"]
+    if command == "export":
+        arguments += ["--output", "exported"]
+    for option in draw.sample(list(options), min(len(options), draw.choice((1, 1, 2)))):
+        kind = options[option]
+        value = {
+            "number": lambda: draw.choice(NUMBERS),
+            "text": lambda: draw.choice([*TEXTS, *NUMBERS]),
+            "path": lambda: draw.choice(_PATHS),
+            "setting": lambda: f"{draw.choice(KEYS)}={draw.choice([*NUMBERS, *TEXTS])}",
+        }[kind]()
+        # As one argument, so that a value may begin with a dash.
+        arguments += [value] if not option else [option, value] if option == "-f" else [f"{option}={value}"]
+
+    def prepare(here: Path) -> None:
+        (here / "file").write_text("text")
+        (here / "link").symlink_to("nowhere")
+        os.mkfifo(here / "pipe")
+        if "copy" in arguments:
+            copy(bases.run, here / "copy")
+
+    return Case(arguments, prepare)
+
+
+def rows(draw: random.Random, bases: Bases) -> Case:
+    """Data of every format and task with odd values in its rows, or damaged."""
+    task = draw.choice(("pretrain", "pretrain", "graph", "sft", "qa"))
+    source = {"pretrain": bases.corpus, "graph": bases.graph, "sft": bases.chats, "qa": bases.questions}[task]
+    text = source.read_text()
+    if task == "qa":
+        name, content = "data.json", dumped(changed(json.loads(text), draw)).encode()
+    else:
+        found = [json.loads(line) for line in text.splitlines()]
+        for _ in range(draw.choice((1, 3, 10))):
+            number = draw.randrange(len(found))
+            found[number] = changed(found[number], draw) if draw.random() < 0.9 else draw.choice(ODD)
+        name, content = _form(draw, found, task)
+    if draw.random() < 0.3:
+        content = damaged(content, draw)
+    if draw.random() < 0.15:
+        name, content = name + ".gz", gzip.compress(content)
+        content = damaged(content, draw) if draw.random() < 0.5 else content
+    chosen = settings(data__dataset_name=name, training__max_steps=2)
+    if task == "graph":
+        chosen += ["--set", "task=graph", "--set", "model.activation=gelu", "--set", "data.validation_split=0.2"]
+    if task in ("sft", "qa"):
+        folder = bases.decoder if task == "sft" else bases.encoder
+        chosen = ["--set", f"task={task}", "--set", f"model.name_or_path={folder}", "--set", f"data.dataset_name={name}"]
+        chosen += ["--set", "training.batch_size=1", "--set", "training.max_steps=2", "--set", "data.max_length=48"]
+        chosen += ["--set", "data.chat_template=simple"] if task == "sft" else ["--set", "data.doc_stride=16"]
+    return Case(["train", *chosen, "--dry-run"], _write(name, content))
+
+
+def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]:
+    """Rows as a file."""
+    form = draw.choice(("jsonl", "jsonl", "json", "csv", "parquet", "txt") if task == "pretrain" else ("jsonl", "jsonl", "json"))
+    lines = "".join(dumped(row) + "\n" for row in found)
+    if form == "json":
+        return "data.json", dumped(found).encode()
+    if form == "csv":
+        cells = [row.get("text") if isinstance(row, dict) else row for row in found]
+        csv = "text\n" + "".join(f"{json.dumps(cell)}\n" for cell in cells)
+        return "data.csv", csv.encode()
+    if form == "parquet":
+        table = pyarrow.table({draw.choice(("text", "other")): [str(len(lines)), "words " * 50] * 40})
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(table, buffer)
+        return "data.parquet", damaged(buffer.getvalue(), draw)
+    if form == "txt":
+        return draw.choice(("data.txt", "data.md", "data.py")), damaged(lines.encode(), draw)
+    return "data.jsonl", lines.encode()
+
+
+def tokenizers(draw: random.Random, bases: Bases) -> Case:
+    """A tokenizer.json with odd values, or damaged."""
+    source = draw.choice((bases.tokenizer, bases.decoder / "tokenizer.json", bases.encoder / "tokenizer.json"))
+    content = source.read_bytes()
+    if draw.random() < 0.7:
+        content = dumped(_changed_shallow(json.loads(content), draw)).encode()
+    else:
+        content = damaged(content, draw)
+    return Case(["tokenizer", "encode", "tokenizer.json", "--text", "the model 12 ½"], _write("tokenizer.json", content))
+
+
+def _changed_shallow(value: Any, draw: random.Random) -> Any:
+    """Changed outside of long lists and vocabularies, which are most of a tokenizer."""
+    short = [place for place in places(value) if "vocab" not in place[:-1] and "merges" not in place[:-1]]
+    *path, last = draw.choice(short)
+    inner = value
+    for key in path:
+        inner = inner[key]
+    inner[last] = draw.choice(ODD)
+    return value
+
+
+def model_folders(draw: random.Random, bases: Bases) -> Case:
+    """A Hugging Face folder of which one file is changed or damaged."""
+    source = draw.choice((bases.final, bases.final, bases.decoder))
+    seed = draw.randrange(2**32)
+    command = draw.choice(
+        [["generate", "model", "--prompt", "the", "--max-new-tokens", "2"], ["eval", "model", "--data", str(bases.corpus)]]
+    )
+
+    def prepare(here: Path) -> None:
+        again = random.Random(seed)
+        folder = copy(source, here / "model")
+        file = member(again, folder, (".json", ".safetensors"))
+        if file.suffix == ".json" and again.random() < 0.7:
+            file.write_text(dumped(_changed_shallow(json.loads(file.read_text()), again)))
+        elif again.random() < 0.1:
+            file.unlink()
+            os.mkfifo(file)
+        else:
+            head = again.random() < 0.7 and file.suffix == ".safetensors"
+            content = file.read_bytes()
+            size = 8 + int.from_bytes(content[:8], "little") if head else len(content)
+            file.write_bytes(damaged(content[:size], again) + content[size:])
+
+    return Case(command, prepare, (0, 1, 2))
+
+
+def ggufs(draw: random.Random, bases: Bases) -> Case:
+    """A GGUF file damaged, most often in its header, or with a number there replaced by a huge one."""
+    content = bytearray(bases.gguf.read_bytes())
+    head = 1 << draw.choice((5, 8, 11))
+    if draw.random() < 0.4:
+        at = draw.randrange(0, head)
+        content[at : at + 8] = draw.choice((2**64 - 1, 2**63, 2**40, 2**31, 0)).to_bytes(8, "little")
+        data = bytes(content)
+    else:
+        data = damaged(bytes(content[:head]), draw) + bytes(content[head:])
+    return Case(["generate", "m.gguf", "--prompt", "the", "--max-new-tokens", "2"], _write("m.gguf", data), (0, 1, 2))
+
+
+_READERS = (
+    ["report", "run"], ["runs", "."], ["runs", ".", "--json"], ["snapshots", "list", "run"], ["snapshots", "list", "run", "--json"],
+    ["snapshots", "show", "run"], ["snapshots", "verify", "run"], ["generate", "run", "--max-new-tokens", "2"],
+    ["train", "--resume", "latest", "--output-dir", "run", "--dry-run"], ["snapshots", "fork", "run", "--output-dir", "forked"],
+)  # fmt: skip
+RECORDS = ("metrics.jsonl", "environment.json", "config.yaml", "state.json", "MANIFEST.json")
+
+
+def run_folders(draw: random.Random, bases: Bases) -> Case:
+    """A run of which one file holds a value of another type, or is damaged."""
+    command, seed = draw.choice(_READERS), draw.randrange(2**32)
+
+    def prepare(here: Path) -> None:
+        again = random.Random(seed)
+        folder = copy(bases.run, here / "run")
+        file = member(again, folder, (again.choice(RECORDS),))
+        if again.random() < 0.15:
+            file.write_bytes(damaged(file.read_bytes(), again))
+        elif again.random() < 0.05:
+            file.unlink()
+            os.mkfifo(file)
+        elif file.suffix == ".jsonl":
+            lines = file.read_text().splitlines()
+            number = again.randrange(len(lines))
+            lines[number] = dumped(changed(json.loads(lines[number]), again))
+            file.write_text("".join(line + "\n" for line in lines))
+        elif file.suffix == ".yaml":
+            config, _ = load_config(file)
+            file.write_text(dumped(changed(config.model_dump(mode="json", exclude_defaults=True), again)))
+        else:
+            file.write_text(dumped(changed(json.loads(file.read_text()), again)))
+        if file.name == "state.json" and again.random() < 0.7:  # as somebody would who wants it to be believed
+            manifest = file.with_name("MANIFEST.json")
+            values = json.loads(manifest.read_text())
+            values["files"]["state.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
+            manifest.write_text(json.dumps(values))
+
+    codes = (0, 1, 2) if "verify" in command else (0, 2)
+    return Case(command, prepare, codes)
+
+
+_VARIABLES = {
+    "SANSGPU_CACHE": ["", "/dev/null", "/dev/null/x", "x" * 300, "relative", "file", "\x1b[31m", "~"],
+    "XDG_CACHE_HOME": ["/dev/null", "", "x" * 300],
+    "HOME": ["", "/dev/null", "/nonexistent"],
+    "TMPDIR": ["/nonexistent", "/dev/null", ""],
+    "WORLD_SIZE": ["abc", "-1", "0", "2", "²", "9" * 30, "1.5", " 2", ""],
+    "OMPI_COMM_WORLD_SIZE": ["abc", "2", "²", "9" * 30],
+    "PMI_SIZE": ["abc", "2", "-3"],
+    "SLURM_STEP_NUM_TASKS": ["abc", "2", "2(x3)"],
+    "SLURM_NTASKS": ["abc", "9" * 30, "²"],
+    "OMP_NUM_THREADS": ["abc", "0", "-1", "9" * 12, "100000", "²", "2,x", ""],
+    "CUDA_VISIBLE_DEVICES": ["abc", "-1", "9" * 30],
+    "COLUMNS": ["abc", "0", "-5", "1", "9" * 12],
+    "TERM": ["", "nonsense", "x" * 300],
+    "PYTHONIOENCODING": ["ascii", "latin-1", "utf-16"],
+    "LC_ALL": ["C", "nonsense", "tr_TR.UTF-8"],
+    "HF_HOME": ["/dev/null", "/nonexistent/x"],
+    "GOMP_SPINCOUNT": ["abc", "-1"],
+    "CUBLAS_WORKSPACE_CONFIG": ["abc"],
+    "NO_COLOR": ["", "1"],
+}
+_LAUNCHED = {"RANK": "abc -1 0 5 ²", "LOCAL_RANK": "abc -1 9", "MASTER_PORT": "abc 0 70000 -1 29555", "LOCAL_WORLD_SIZE": "abc 0 2"}
+
+
+def variables(draw: random.Random, bases: Bases) -> Case:
+    """An environment variable that we, or a library, read, with an odd value."""
+    name = draw.choice(list(_VARIABLES))
+    chosen = {name: draw.choice(_VARIABLES[name])}
+    if draw.random() < 0.3:
+        chosen = {"WORLD_SIZE": "2", "RANK": "0"}
+        for key in draw.sample(list(_LAUNCHED), draw.choice((1, 2))):
+            chosen[key] = draw.choice(_LAUNCHED[key].split())
+    train = ["train", *settings(data__dataset_name=bases.corpus, training__max_steps=2), *FAST, "--dry-run"]
+    commands = [train, train, ["runs", str(bases.run)], ["--version"], ["snapshots", "list", str(bases.run)]]
+    codes = (0, 1, 2) if "WORLD_SIZE" in chosen else (0, 2)  # another process that never comes is a failure at work
+    return Case(draw.choice(commands), _write("file", "x"), codes, chosen, apart=True)
+
+
+# How many of a thousand are of each kind.
+KINDS: dict[str, tuple[Generator, int]] = {
+    "configuration": (configuration, 240),
+    "flags": (flags, 160),
+    "rows": (rows, 150),
+    "tokenizers": (tokenizers, 90),
+    "model folders": (model_folders, 90),
+    "GGUF files": (ggufs, 70),
+    "run folders": (run_folders, 160),
+    "variables": (variables, 40),
+}
+
+
+def cases(bases: Bases, seed: int, scale: float = 1.0) -> list[tuple[str, Case]]:
+    """Cases of all kinds with their names, the same for the same seed; `scale` 1 makes a thousand."""
+    found = []
+    for kind, (generate, many) in KINDS.items():
+        for number in range(max(1, round(many * scale))):
+            draw = random.Random(f"{seed} {kind} {number}")
+            found.append((f"{kind} {number}", generate(draw, bases)))
+    return found

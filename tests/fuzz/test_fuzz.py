@@ -1,0 +1,46 @@
+"""Bad input of every kind ends in one sentence, within seconds and bounded memory, and never in a traceback.
+
+`SANSGPU_FUZZ_SEED` draws other cases. A case that fails is named; `python -m tests.fuzz KIND NUMBER` runs it alone.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.bases import Bases, make_bases
+from tests.fuzz.generators import cases
+from tests.fuzz.harness import Runner, runner
+
+SEED = int(os.environ.get("SANSGPU_FUZZ_SEED", "0"))
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    return make_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    with runner(tmp_path_factory.mktemp("fuzz")) as found:
+        yield found
+
+
+def complaints(bases: Bases, run: Runner, seed: int, scale: float) -> list[str]:
+    found = []
+    for name, case in cases(bases, seed, scale):
+        outcome = run(case)
+        if why := outcome.complaint(case):
+            found.append(f"{name}: {why}; {case.arguments} {case.environment or ''}\n{outcome.err[-500:]}")
+    return found
+
+
+def test_a_sample_of_bad_inputs_ends_in_one_sentence_each(bases: Bases, run: Runner) -> None:
+    assert not (found := complaints(bases, run, seed=0, scale=0.04)), "\n\n".join(found)
+
+
+@pytest.mark.long
+def test_a_thousand_bad_inputs_end_in_one_sentence_each(bases: Bases, run: Runner) -> None:
+    found = complaints(bases, run, SEED, scale=1.0)
+    assert not found, f"{len(found)} of 1,000:\n\n" + "\n\n".join(found)

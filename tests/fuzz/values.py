@@ -1,0 +1,78 @@
+"""Values that no field expects, and changes to files and JSON values at random places."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+
+def _deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+ODD: list[Any] = [
+    "text", "", " ", "\u2028", "\x1b[31mred\x07", "½", "²", "x" * 5000, "\ud800", "1e5", "12", "../up", "a/b\nc", "a\0b",
+    "/dev/null", "/dev/zero", "$HOME", "{{ 7 * 7 }}", -1, 0, 1, 3, 2**31, 2**63, 10**19, 10**400, 0.5, -0.5, 1e308, 1e-320,
+    float("nan"), float("inf"), -float("inf"), None, True, False, [], [1], ["a"], [[]], {}, {"a": 1}, {"": None}, [None],
+    _deep(5), _deep(200), list(range(3000)),
+]  # fmt: skip
+TEXTS = [value for value in ODD if isinstance(value, str) and "\0" not in value and value != "\ud800"]
+NUMBERS = ["-1", "0", "1", "2", "0.5", "-0.5", "1e308", "1e999", "nan", "inf", "-inf", "9" * 30, "9" * 400, "abc", "", "²"]
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a JSON value but the outermost."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [] if not at else [at]
+    for key, item in list(inner)[:200]:
+        found += places(item, (*at, key))
+    return found
+
+
+def changed(value: Any, draw: random.Random) -> Any:
+    """A copy of a JSON value with an odd value, or nothing, in one to three places."""
+    value = json.loads(json.dumps(value))
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        every = places(value)
+        if not every:
+            return draw.choice(ODD)
+        *path, last = draw.choice(every)
+        inner = value
+        for key in path:
+            inner = inner[key]
+        if draw.random() < 0.15:
+            del inner[last]
+        else:
+            inner[last] = draw.choice(ODD)
+    return value
+
+
+def dumped(value: Any) -> str:
+    """As JSON, with what only Python writes: NaN, half surrogates, huge integers."""
+    return json.dumps(value)
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """Bytes that a disk, an editor or an enemy changed: cut, flipped, doubled, or replaced in places."""
+    found = bytearray(content)
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        if not found:
+            return bytes(found)
+        at, size = draw.randrange(len(found)), draw.choice((1, 1, 2, 8, 64))
+        how: Callable[[], None] = draw.choice(
+            [
+                lambda: found.__delitem__(slice(at, None)),
+                lambda: found.__delitem__(slice(at, at + size)),
+                lambda: found.__setitem__(slice(at, at + size), draw.randbytes(size)),
+                lambda: found.__setitem__(slice(at, at), found[at : at + size] * 3),
+                lambda: found.__setitem__(slice(at, at + 1), bytes([found[at] ^ 1 << draw.randrange(8)])),
+                lambda: found.__setitem__(slice(at, at), b"\xff\xfe\x00\xe2\x80\xa8"),
+            ]
+        )
+        how()
+    return bytes(found)
