@@ -125,7 +125,9 @@ def test_an_objective_of_ones_own_learns_and_resumes(
     run = sansgpu.fit(None, tmp_path / "run", overrides=chosen, callbacks=[Steers()], quiet=True)
     first, other = run.events("step")[0], usual.events("step")[0]
     assert first["loss"] < 0.6 * other["loss"]
-    sansgpu.fit(None, tmp_path / "run", resume="latest", quiet=True)  # as its config.yaml has it
+    with pytest.raises(ConfigError, match="add --objective own_objective:Halved"):  # no code on the folder's word
+        sansgpu.fit(None, tmp_path / "run", resume="latest", quiet=True)
+    sansgpu.fit(None, tmp_path / "run", overrides=["objective=own_objective:Halved"], resume="latest", quiet=True)
     assert run.record.config["objective"] == "own_objective:Halved"
     assert run.record.step == 12
     for name, why in (("own_objective:Stranger", "not derived from"), ("own_objective:None_", "cannot be loaded"),
