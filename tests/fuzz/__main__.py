@@ -33,7 +33,10 @@ def main() -> None:
             wrong[kind] += why is not None
             if why or asked.number:
                 print(f"{name}: {why}; {case.arguments} {case.environment or ''}"[:1500], outcome.err[-1500:], sep="\n")
-                print(f"  code {outcome.code}, {outcome.cpu_seconds:.1f} s, {outcome.peak_bytes / 1e9:.1f} GB\n", flush=True)
+                print(
+                    f"  code {outcome.code}, {outcome.cpu_seconds:.1f} s, {outcome.peak_bytes / 1e9:.1f} GB\n",
+                    flush=True,
+                )
     for kind, many in every.items():
         print(f"{kind}: {wrong[kind]} of {many} failed")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-
 from benchmarks.tiny_model import make_folder
+
 from sansgpu.cli import run as cli
 from tests.processes import TINY, settings, write_corpus
 from tests.tasks.folders import chat_rows, squad
@@ -44,6 +44,7 @@ def make_bases(home: Path) -> Bases:
     home.mkdir(parents=True, exist_ok=True)
     corpus, run = write_corpus(home / "corpus.jsonl"), home / "run"
     chosen = {"data__dataset_name": corpus, "training__max_steps": 6, "training__sample_tokens": 4}
+    chosen["training__kernels"] = "torch"
     if not run.exists():
         assert cli(["train", *settings(**chosen), "--output-dir", str(run)]) == 0
         assert cli(["export", str(run), "--format", "gguf", "--output", str(home / "model.gguf")]) == 0
@@ -75,7 +76,7 @@ def nested(values: dict[str, object]) -> dict[str, object]:
 
 def tiny_config(data: Path) -> dict[str, object]:
     """The tiny run's configuration on some data."""
-    return nested({**TINY, "data.dataset_name": str(data), "training.max_steps": 2})
+    return nested({**TINY, "data.dataset_name": str(data), "training.max_steps": 2, "training.kernels": "torch"})
 
 
 def yaml_text(values: object) -> str:

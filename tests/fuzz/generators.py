@@ -22,8 +22,9 @@ from tests.fuzz.harness import Case
 from tests.fuzz.values import NUMBERS, ODD, TEXTS, changed, damaged, dumped, places
 from tests.processes import settings
 
-FAST = ["--set", "training.timeout_seconds=3"]
-KEYS = [key for key, _, _ in describe()]
+FAST = ["--set", "training.timeout_seconds=3", "--set", "training.kernels=torch"]
+# A cache elsewhere has the kernels compiled anew, which takes a minute and is not what is tested.
+KEYS = [key for key, _, _ in describe() if key not in ("data.cache_dir", "training.kernels")]
 _MERGES = "a0: &a0 {k: 1}\n" + "".join(
     f"a{i}: &a{i} {{k{i}: 1, <<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
 )
@@ -33,7 +34,7 @@ TEXT_FILES = [  # (name, content) that no schema sees
     ("a.yaml", "training: {until: 2025-02-30}"), ("a.yaml", "a: &a [*a]"), ("a.yaml", _MERGES),
     ("a.yaml", "model: !!python/object/apply:os.system [id]"), ("a.yaml", "model: {d_model: " + "9" * 5000 + "}"),
     ("a.yaml", "? [a]\n: 1"), ("a.yaml", "on: off"), ("a.yaml", "%YAML 9.9\n---\na: 1"), ("a.yaml", "--- 1\n--- 2"),
-    ("a.yaml", "a: " + "1" + ":10" * 3000), ("a.yaml", "\t"), ("a.yaml", "'"), ("a.yaml", "a: \ud800".encode("utf-8", "ignore").decode()),
+    ("a.yaml", "a: " + "1" + ":10" * 3000), ("a.yaml", "\t"), ("a.yaml", "'"), ("a.yaml", "a: 1\n b: 2"),
     ("a.toml", "a = " + "[" * 500), ("a.toml", ".".join("a" * 5000) + " = 1"), ("a.toml", "a = 9" + "9" * 5000),
     ("a.toml", "a = 2025-02-30"), ("a.toml", "[model]\n[model]"), ("a.toml", "a = 1\na = 2"), ("a.toml", "a = nan"),
     ("a.json", "[" * 50000), ("a.json", '{"a":' * 500 + "1" + "}" * 500), ("a.json", '{"model": 1, "model": 2}'),
@@ -116,7 +117,8 @@ _COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "snapshots prune": (["COPY"], {"--keep-last": "number"}),
     "snapshots fork": (["RUN"], {"--output-dir": "path", "--snapshot": "text"}),
     "export": (["RUN"], {"--format": "text", "--output": "path", "--snapshot": "text"}),
-    "tokenizer train": (["DATA", "--output", "t"], {"--vocab-size": "number", "--sample-mb": "number", "--output": "path"}),
+    "tokenizer train": (["DATA", "--output", "t"], {
+        "--vocab-size": "number", "--sample-mb": "number", "--output": "path"}),
     "tokenizer encode": (["FINAL"], {"--text": "text"}),
     "k8s": (["--nodes", "1", "--cpus", "2", "--memory", "4Gi", "--pvc", "p", "--image", "i:1"], {
         "--nodes": "number", "--cpus": "number", "--memory": "text", "--pvc": "text", "--image": "text",
@@ -185,7 +187,14 @@ def rows(draw: random.Random, bases: Bases) -> Case:
         chosen += ["--set", "task=graph", "--set", "model.activation=gelu", "--set", "data.validation_split=0.2"]
     if task in ("sft", "qa"):
         folder = bases.decoder if task == "sft" else bases.encoder
-        chosen = ["--set", f"task={task}", "--set", f"model.name_or_path={folder}", "--set", f"data.dataset_name={name}"]
+        chosen = [
+            "--set",
+            f"task={task}",
+            "--set",
+            f"model.name_or_path={folder}",
+            "--set",
+            f"data.dataset_name={name}",
+        ]
         chosen += ["--set", "training.batch_size=1", "--set", "training.max_steps=2", "--set", "data.max_length=48"]
         chosen += ["--set", "data.chat_template=simple"] if task == "sft" else ["--set", "data.doc_stride=16"]
     return Case(["train", *chosen, "--dry-run"], _write(name, content))
@@ -193,7 +202,9 @@ def rows(draw: random.Random, bases: Bases) -> Case:
 
 def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]:
     """Rows as a file."""
-    form = draw.choice(("jsonl", "jsonl", "json", "csv", "parquet", "txt") if task == "pretrain" else ("jsonl", "jsonl", "json"))
+    form = draw.choice(
+        ("jsonl", "jsonl", "json", "csv", "parquet", "txt") if task == "pretrain" else ("jsonl", "jsonl", "json")
+    )
     lines = "".join(dumped(row) + "\n" for row in found)
     if form == "json":
         return "data.json", dumped(found).encode()
@@ -219,7 +230,9 @@ def tokenizers(draw: random.Random, bases: Bases) -> Case:
         content = dumped(_changed_shallow(json.loads(content), draw)).encode()
     else:
         content = damaged(content, draw)
-    return Case(["tokenizer", "encode", "tokenizer.json", "--text", "the model 12 ½"], _write("tokenizer.json", content))
+    return Case(
+        ["tokenizer", "encode", "tokenizer.json", "--text", "the model 12 ½"], _write("tokenizer.json", content)
+    )
 
 
 def _changed_shallow(value: Any, draw: random.Random) -> Any:
@@ -238,7 +251,10 @@ def model_folders(draw: random.Random, bases: Bases) -> Case:
     source = draw.choice((bases.final, bases.final, bases.decoder))
     seed = draw.randrange(2**32)
     command = draw.choice(
-        [["generate", "model", "--prompt", "the", "--max-new-tokens", "2"], ["eval", "model", "--data", str(bases.corpus)]]
+        [
+            ["generate", "model", "--prompt", "the", "--max-new-tokens", "2"],
+            ["eval", "model", "--data", str(bases.corpus)],
+        ]
     )
 
     def prepare(here: Path) -> None:
@@ -273,9 +289,11 @@ def ggufs(draw: random.Random, bases: Bases) -> Case:
 
 
 _READERS = (
-    ["report", "run"], ["runs", "."], ["runs", ".", "--json"], ["snapshots", "list", "run"], ["snapshots", "list", "run", "--json"],
+    ["report", "run"], ["runs", "."], ["runs", ".", "--json"], ["snapshots", "list", "run"],
+    ["snapshots", "list", "run", "--json"],
     ["snapshots", "show", "run"], ["snapshots", "verify", "run"], ["generate", "run", "--max-new-tokens", "2"],
-    ["train", "--resume", "latest", "--output-dir", "run", "--dry-run"], ["snapshots", "fork", "run", "--output-dir", "forked"],
+    ["train", "--resume", "latest", "--output-dir", "run", "--dry-run"],
+    ["snapshots", "fork", "run", "--output-dir", "forked"],
 )  # fmt: skip
 RECORDS = ("metrics.jsonl", "environment.json", "config.yaml", "state.json", "MANIFEST.json")
 
@@ -303,13 +321,15 @@ def run_folders(draw: random.Random, bases: Bases) -> Case:
             file.write_text(dumped(changed(config.model_dump(mode="json", exclude_defaults=True), again)))
         else:
             file.write_text(dumped(changed(json.loads(file.read_text()), again)))
-        if file.name == "state.json" and again.random() < 0.7:  # as somebody would who wants it to be believed
+        if (
+            file.name == "state.json" and file.is_file() and again.random() < 0.7
+        ):  # as somebody would who wants it to be believed
             manifest = file.with_name("MANIFEST.json")
             values = json.loads(manifest.read_text())
             values["files"]["state.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
             manifest.write_text(json.dumps(values))
 
-    codes = (0, 1, 2) if "verify" in command else (0, 2)
+    codes = (0, 1, 2) if "verify" in command or "fork" in command else (0, 2)  # a pipe cannot be copied
     return Case(command, prepare, codes)
 
 
@@ -334,7 +354,12 @@ _VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ["abc"],
     "NO_COLOR": ["", "1"],
 }
-_LAUNCHED = {"RANK": "abc -1 0 5 ²", "LOCAL_RANK": "abc -1 9", "MASTER_PORT": "abc 0 70000 -1 29555", "LOCAL_WORLD_SIZE": "abc 0 2"}
+_LAUNCHED = {
+    "RANK": "abc -1 0 5 ²",
+    "LOCAL_RANK": "abc -1 9",
+    "MASTER_PORT": "abc 0 70000 -1 29555",
+    "LOCAL_WORLD_SIZE": "abc 0 2",
+}
 
 
 def variables(draw: random.Random, bases: Bases) -> Case:
@@ -345,7 +370,12 @@ def variables(draw: random.Random, bases: Bases) -> Case:
         chosen = {"WORLD_SIZE": "2", "RANK": "0"}
         for key in draw.sample(list(_LAUNCHED), draw.choice((1, 2))):
             chosen[key] = draw.choice(_LAUNCHED[key].split())
-    train = ["train", *settings(data__dataset_name=bases.corpus, training__max_steps=2), *FAST, "--dry-run"]
+    train = [
+        "train",
+        *settings(data__dataset_name=bases.corpus, training__max_steps=2, training__threads="auto"),
+        *FAST,
+        "--dry-run",
+    ]
     commands = [train, train, ["runs", str(bases.run)], ["--version"], ["snapshots", "list", str(bases.run)]]
     codes = (0, 1, 2) if "WORLD_SIZE" in chosen else (0, 2)  # another process that never comes is a failure at work
     return Case(draw.choice(commands), _write("file", "x"), codes, chosen, apart=True)

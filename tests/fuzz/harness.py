@@ -19,7 +19,7 @@ from tests.processes import environment
 
 HANG_SECONDS, MOST_BYTES, LONGEST_MESSAGE = 10.0, 2 << 30, 3000
 # What is said on the way, besides the sentence that ends a command.
-ON_THE_WAY = ("warning: ", "tokenizing", "training the tokenizer", "reading", "measuring", "timing", "torch ", "compiling")
+ON_THE_WAY = ("warning: ", "tokenizing", "training the tokenizer", "reading", "measuring", "timing", "libgomp: ")
 # A defect, as the command line shows what it did not foresee.
 UNFORESEEN = re.compile(r"^sansgpu: \w+(Error|Exception|Interrupt|Warning)\b.*\(--debug shows where\)$")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 
@@ -16,13 +15,30 @@ def _deep(levels: int) -> Any:
 
 
 ODD: list[Any] = [
-    "text", "", " ", "\u2028", "\x1b[31mred\x07", "½", "²", "x" * 5000, "\ud800", "1e5", "12", "../up", "a/b\nc", "a\0b",
-    "/dev/null", "/dev/zero", "$HOME", "{{ 7 * 7 }}", -1, 0, 1, 3, 2**31, 2**63, 10**19, 10**400, 0.5, -0.5, 1e308, 1e-320,
-    float("nan"), float("inf"), -float("inf"), None, True, False, [], [1], ["a"], [[]], {}, {"a": 1}, {"": None}, [None],
-    _deep(5), _deep(200), list(range(3000)),
+    "text", "", " ", "\u2028", "\x1b[31mred\x07", "½", "²", "x" * 5000, "\ud800", "1e5", "12", "../up", "a/b\nc",
+    "a\0b", "/dev/null", "/dev/zero", "$HOME", "{{ 7 * 7 }}", -1, 0, 1, 3, 2**31, 2**63, 10**19, 10**400, 0.5, -0.5,
+    1e308, 1e-320, float("nan"), float("inf"), -float("inf"), None, True, False, [], [1], ["a"], [[]], {}, {"a": 1},
+    {"": None}, [None], _deep(5), _deep(200), list(range(3000)),
 ]  # fmt: skip
 TEXTS = [value for value in ODD if isinstance(value, str) and "\0" not in value and value != "\ud800"]
-NUMBERS = ["-1", "0", "1", "2", "0.5", "-0.5", "1e308", "1e999", "nan", "inf", "-inf", "9" * 30, "9" * 400, "abc", "", "²"]
+NUMBERS = [
+    "-1",
+    "0",
+    "1",
+    "2",
+    "0.5",
+    "-0.5",
+    "1e308",
+    "1e999",
+    "nan",
+    "inf",
+    "-inf",
+    "9" * 30,
+    "9" * 400,
+    "abc",
+    "",
+    "²",
+]
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -59,20 +75,18 @@ def dumped(value: Any) -> str:
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
     """Bytes that a disk, an editor or an enemy changed: cut, flipped, doubled, or replaced in places."""
-    found = bytearray(content)
+    found = content
     for _ in range(draw.choice((1, 1, 2, 5))):
-        if not found:
-            return bytes(found)
-        at, size = draw.randrange(len(found)), draw.choice((1, 1, 2, 8, 64))
-        how: Callable[[], None] = draw.choice(
+        at, size = draw.randrange(len(found) + 1), draw.choice((1, 1, 2, 8, 64))
+        before, these, after = found[:at], found[at : at + size], found[at + size :]
+        found = draw.choice(
             [
-                lambda: found.__delitem__(slice(at, None)),
-                lambda: found.__delitem__(slice(at, at + size)),
-                lambda: found.__setitem__(slice(at, at + size), draw.randbytes(size)),
-                lambda: found.__setitem__(slice(at, at), found[at : at + size] * 3),
-                lambda: found.__setitem__(slice(at, at + 1), bytes([found[at] ^ 1 << draw.randrange(8)])),
-                lambda: found.__setitem__(slice(at, at), b"\xff\xfe\x00\xe2\x80\xa8"),
+                before,
+                before + after,
+                before + draw.randbytes(size) + after,
+                before + these * 3 + after,
+                before + bytes(byte ^ 1 << draw.randrange(8) for byte in these[:1]) + these[1:] + after,
+                before + b"\xff\xfe\x00\xe2\x80\xa8" + these + after,
             ]
         )
-        how()
-    return bytes(found)
+    return found

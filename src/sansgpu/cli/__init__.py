@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from typing import Annotated, Any
@@ -23,6 +24,13 @@ from sansgpu.cli.options import CONFIG_SUFFIXES, app
 from sansgpu.machine.launch import settle_randomness, share_cores
 
 __all__ = ["app", "main", "run"]
+
+
+SHOWN_CHARACTERS = 200  # of a file's name in a message
+# A path that was asked for cannot work, rather than the disk: it names nothing, a wrong kind of file, or is too long.
+_WRONG_NAMES = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO,
+)  # fmt: skip
 
 
 def main() -> None:
@@ -61,6 +69,10 @@ def _explained(error: BaseException) -> tuple[str, int]:
         return f"{error.format_message().rstrip('.')}; see {context} --help.", 2
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return "interrupted; what was saved before stays.", 130
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        name = str(error.filename)
+        shown = name if len(name) <= SHOWN_CHARACTERS else f"{name[:SHOWN_CHARACTERS]}..."
+        return f"{shown} cannot be used: {error.strerror}.", 2 if error.errno in _WRONG_NAMES else 1
     # a defect of ours, or a machine in trouble
     return f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)", 1
 

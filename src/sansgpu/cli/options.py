@@ -33,6 +33,7 @@ ConfigArgument = Annotated[
 OverrideOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")
 ]
+LARGEST_SEED = 2**63 - 1  # that torch's generators take
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 

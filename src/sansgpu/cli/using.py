@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import JsonOption, RemoteCodeOption, RunArgument, SnapshotOption, app, print_json, warn
+from sansgpu.cli.options import (
+    LARGEST_SEED,
+    JsonOption,
+    RemoteCodeOption,
+    RunArgument,
+    SnapshotOption,
+    app,
+    print_json,
+    warn,
+)
 
 
 @app.command("eval")
@@ -72,7 +81,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The same seed writes the same text.")] = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
@@ -102,7 +111,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 0.9,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The same seed gives the same answers.")] = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:

@@ -20,7 +20,7 @@ def processes(wanted: str) -> int:
     """`auto`: one for every NUMA node or socket. Raises ConfigError where it is no number."""
     if wanted == "auto":
         return cores.memories()
-    if not wanted.isdigit() or int(wanted) < 1:
+    if not wanted.isdecimal() or int(wanted) < 1:
         raise ConfigError(f"--processes is {wanted}; give a number from 1 on, or auto.")
     return int(wanted)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import ConfigError, as_config
 from sansgpu.data.shards import Progress, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer
@@ -19,7 +19,8 @@ def train_tokenizer(source: str, vocab_size: int, sample_mb: int, output: Path, 
     if output.exists() and not (output / "tokenizer.json").is_file() and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is no tokenizer; choose another --output.")
     limit_tokenizer_threads(available_cores())
-    data = DataConfig(dataset_name=source, vocab_size=vocab_size, tokenizer_sample_mb=sample_mb)
+    settings = {"dataset_name": source, "vocab_size": vocab_size, "tokenizer_sample_mb": sample_mb}
+    data = as_config({"data": settings}, "the request").data
     tokenizer = build_tokenizer(data, open_sources(data).train, cache_dir(None), progress)
     tokenizer.save(output)
     return {"output": str(output), "vocab_size": tokenizer.vocab_size}

@@ -81,7 +81,7 @@ def _folders(root: Path, process: Path, controller: str) -> Iterator[Path]:
 
 def _number(path: Path) -> int | None:
     words = _words(path)
-    return int(words[0]) if words and words[0].lstrip("-").isdigit() else None
+    return int(words[0]) if words and words[0].lstrip("-").isdecimal() else None
 
 
 def _words(path: Path) -> list[str]:

@@ -86,7 +86,7 @@ def listed(text: str) -> list[int]:
 
 def _number(path: Path, otherwise: int) -> int:
     text = _read(path).strip()
-    return int(text) if text.lstrip("-").isdigit() else otherwise
+    return int(text) if text.lstrip("-").isdecimal() else otherwise
 
 
 def _read(path: Path) -> str:

@@ -128,14 +128,14 @@ def temperature_celsius() -> float | None:
 def energy_joules(root: Path = Path("/sys/class/powercap")) -> float | None:
     """What the processors' packages have used since some moment, where it may be read; the counters begin anew."""
     counts = [_read(path / "energy_uj") for path in sorted(root.glob("intel-rapl:[0-9]"))]  # AMD's have that name, too
-    numbers = [int(text) for text in counts if text and text.isdigit()]
+    numbers = [int(text) for text in counts if text and text.isdecimal()]
     return sum(numbers) / 1e6 if numbers else None
 
 
 def throttled() -> int | None:
     """How often the processor was slowed down for heat since it was started, where the kernel counts it."""
     counts = [_read(path) for path in (_SYS / "cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")]
-    numbers = [int(text) for text in counts if text and text.isdigit()]
+    numbers = [int(text) for text in counts if text and text.isdecimal()]
     return sum(numbers) if numbers else None
 
 

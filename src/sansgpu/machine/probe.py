@@ -21,6 +21,7 @@ from sansgpu.machine.world import usual_threads
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # of a typical layer, timed to choose the precision
 GEMM_SIZE = 2048  # large enough for the peak rate, small enough for tenths of a second on one slow core
+MOST_THREADS, THREADS_PER_CPU = 512, 16  # more only wait for each other; a resumed run may ask for another machine's
 # Flags that name hardware bf16 products; avx512 alone means emulation, several times slower than fp32.
 NATIVE_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 
@@ -129,8 +130,10 @@ def take_cores(group: Group, training: TrainingConfig, warn: Callable[[str], Non
     if training.threads == "auto" and quota and usual_threads() is None:
         threads = max(1, min(threads, int(quota / here)))
     cpus = len({cpu for rank in group.local for cpu in group.peers[rank].cpus})
+    asked = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
+    if threads > (most := max(MOST_THREADS, THREADS_PER_CPU * cpus)):  # OpenMP aborts where it cannot start them
+        raise ConfigError(f"{asked} is {threads}, but at most {most:,} threads can run here; lower it.")
     if here > 1 and threads > 1 and threads * here > cpus:
-        asked = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
         raise ConfigError(
             f"{here} processes of {threads} threads each are more than the {cpus} processors of "
             f"{group.peers[group.rank].host}; set {asked} to {max(1, cpus // here)}, or start fewer processes."

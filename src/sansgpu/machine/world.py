@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sansgpu.config import ConfigError
+from sansgpu.config.plain import cut
 
 LOOPBACK = "127.0.0.1"
 # What each launcher says: rank, number of processes, and how many of them are on this machine.
@@ -20,6 +22,7 @@ _LAUNCHERS = {
 # What tells one job from the next on the same machine: their ports must differ.
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _PORTS = range(29500, 30500)
+_WHOLE = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
             size,
             launcher,
             _address(environment, one_machine),
-            _number(environment, "MASTER_PORT") or _job_port(environment, one_machine),
+            _port(environment) or _job_port(environment, one_machine),
             hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restarts=(_number(environment, "TORCHELASTIC_RESTART_COUNT") or 0) if elastic else 0,
             unbound=launcher == "Open MPI" and not any("_policy" in k and "base_" in k for k in environment),
@@ -67,16 +70,31 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def usual_threads(environment: Mapping[str, str] = os.environ) -> int | None:
-    """OMP_NUM_THREADS where the user has set it: torchrun sets it to 1 for several processes where nobody did."""
-    threads = _number(environment, "OMP_NUM_THREADS")
+    """OMP_NUM_THREADS if the user has set it: torchrun sets it to 1 for several processes if nobody did.
+
+    OpenMP ignores a value that is no positive number, with a message of its own; so it is here.
+    """
+    text = environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    threads = (int(text) or None) if _WHOLE.fullmatch(text) else None
     several = "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_WORLD_SIZE") != "1"
     return None if threads == 1 and several else threads
 
 
 def _number(environment: Mapping[str, str], key: str) -> int | None:
-    """A whole number, of a list (`4,2`) its first; None where there is none."""
-    text = environment.get(key, "").split(",")[0]
-    return int(text) if text.isdigit() else None
+    """A launcher's whole number; None if it is not set. Raises ConfigError if it is something else."""
+    text = environment.get(key, "").strip()
+    if not text:
+        return None
+    if not _WHOLE.fullmatch(text):
+        raise ConfigError(f"{key} is {cut(text)}, but launchers set it to a whole number; unset it, or correct it.")
+    return int(text)
+
+
+def _port(environment: Mapping[str, str]) -> int | None:
+    port = _number(environment, "MASTER_PORT")
+    if port is not None and not 0 < port < 1 << 16:
+        raise ConfigError(f"MASTER_PORT is {port}, but ports are 1 to 65535.")
+    return port
 
 
 def _address(environment: Mapping[str, str], one_machine: bool) -> str:

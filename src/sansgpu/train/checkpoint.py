@@ -28,7 +28,8 @@ from sansgpu.train.tensor_file import Whole, as_it_is, save_tensors
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 LAID = "total_steps"  # of the progress, what time has to do with: steps as laid over what is left of it
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"step-([0-9]{6,18})")
+_MOST_DIGITS = 18  # of a step
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snaps
     if name == "latest":
         return newest_whole(folder, warn)
     chosen = Path(name)
-    if name.isdigit():
+    if name.isdecimal() and len(name) <= _MOST_DIGITS:
         chosen = Snapshot.of(folder, int(name)).folder
     elif _NAME.fullmatch(name):
         chosen = folder / name

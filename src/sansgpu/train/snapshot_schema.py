@@ -39,11 +39,16 @@ class _RecordedEnvironment(_Fields):
     micro_batch: Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
+class _Metrics(_Fields):
+    __pydantic_extra__: dict[str, _Loss | Plain]
+    loss: _Loss | None = None
+
+
 class State(_Fields):
     """state.json."""
 
     progress: _Progress
-    metrics: dict[str, _Loss | Plain] | None
+    metrics: _Metrics | None
     environment: _RecordedEnvironment
     data: str
 
