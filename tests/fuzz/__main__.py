@@ -6,6 +6,7 @@ import argparse
 import collections
 from pathlib import Path
 
+import tests.conftest  # noqa: F401  compiles the kernels, which the cases share
 from tests.fuzz.bases import make_bases
 from tests.fuzz.generators import cases
 from tests.fuzz.harness import runner

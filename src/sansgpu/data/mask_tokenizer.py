@@ -13,6 +13,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config.plain import MOST_BYTES, FlawError, parse_json, read_regular, shown
 from sansgpu.data.shards import Progress, cache_key, cached
 from sansgpu.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, rows_needed
 
@@ -158,7 +159,9 @@ class GraphCodec:
         """What `save` wrote. Raises ConfigError where it cannot be read."""
         file = folder / RELATIONS_FILE
         try:
-            relations = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-        except (OSError, ValueError) as error:
+            relations = parse_json(read_regular(file, MOST_BYTES)) if file.is_file() else []
+        except (OSError, FlawError) as error:
             raise ConfigError(f"{file} cannot be read: {error}.") from None
-        return cls(of_tokenizer(load_tokenizer(folder), str(folder)), tuple(map(str, relations)))
+        if not isinstance(relations, list) or not all(isinstance(name, str) for name in relations):
+            raise ConfigError(f"{file} holds {shown(relations)}, not a list of relations' names.")
+        return cls(of_tokenizer(load_tokenizer(folder), str(folder)), tuple(relations))

@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from pydantic import BaseModel, ConfigDict
 
 from sansgpu.config import (
     Config,
@@ -25,6 +26,7 @@ from sansgpu.config import (
     load_space,
     measure_of,
 )
+from sansgpu.config.plain import FlawError, read_json
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.folders import holds_run, require_writable
 from sansgpu.jobs.forecast import forecast_of, length_of
@@ -157,13 +159,33 @@ def _planned(config: Config, progress: Progress, warn: Warn) -> Length:
     return replace(length, seconds=length_of(trial, forecast_of(trial))[1])
 
 
+class _RecordedLength(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    steps: int
+    tokens: int | None
+    evaluations: int
+    seconds: float | None
+
+
+class _RecordedSearch(BaseModel):
+    """tune.json: what makes a search another one."""
+
+    model_config = ConfigDict(strict=True)
+    configuration: dict[str, Any]
+    space: dict[str, Any]
+    length: _RecordedLength
+
+
 def _kept(folder: Path, config: Config, space: Space) -> Length | None:
     """The length of the search in `folder`, if any. Raises ConfigError where there is another, or other files."""
     file = folder / "tune.json"
     if file.is_file():
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            kept = read_json(file, _RecordedSearch)
+        except (OSError, FlawError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}; choose another --output-dir.") from None
         require_same(folder, kept, _asked(config, space))
-        return Length(**kept["length"])
+        return Length(**{field.name: kept["length"][field.name] for field in fields(Length)})
     if holds_run(folder) or (folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir())):
         raise ConfigError(f"{folder} holds other files and no search; choose another --output-dir.")
     return None
