@@ -192,6 +192,17 @@ def test_a_snapshot_of_other_types_is_torn(
     assert words in refusal
 
 
+def test_a_loss_that_was_not_finite_is_shown_as_null(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """state.json holds what Python writes of it; JSON for other programs has no NaN."""
+    file = snapshot_file(run, "state.json")
+    edit(file, lambda values: values["metrics"].update(loss=float("nan")))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    edit(file.with_name("MANIFEST.json"), lambda values: values["files"].update({"state.json": digest}))
+    assert cli(["snapshots", "show", str(run), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert shown["metrics"]["loss"] is None
+
+
 def test_pipes_in_place_of_files_do_not_hang(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in (snapshot_file(run, "state.json"), snapshot_file(run, "MANIFEST.json"), run / "metrics.jsonl"):
         file.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,8 +39,16 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """The result of a command, for other programs."""
-    print(json.dumps(value))
+    """The result of a command, for other programs. A number that is not finite is null, as JSON has none."""
+    print(json.dumps(_finite(value), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def warn(message: str) -> None:
