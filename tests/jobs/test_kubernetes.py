@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -371,6 +372,53 @@ def test_memory_that_will_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> 
         ({"memory": "lots"}, "write it as 64Gi"),
         ({"memory": "-64Gi"}, "write it as 64Gi"),
         ({"memory": "64"}, "64 is 64 bytes, too few"),
+        *(
+            ({"memory": text}, "is no amount in Kubernetes")
+            for text in (
+                "inf",
+                "nan",
+                "1e999Gi",
+                "9" * 400,
+                "9223372036854775808",
+                "8Ei",
+                "1e99",
+                "64Gib",
+                "64 Gi",
+                "64Gi\n",
+                "٦٤Gi",
+                "0x10Gi",
+                "1_000Mi",
+                ".Gi",
+                "",
+            )
+        ),
+        *(
+            ({"image": name}, "names no image")
+            for name in (
+                "../x",
+                "./x",
+                "a..b/x:1",
+                "-a/x:1",
+                "a-/x",
+                "x\nRUN touch x",
+                "x:1 y",
+                "x:\u0661",
+                "X",
+                "a//b",
+                "/x",
+                "x/",
+                "x:",
+                "x@sha256:1",
+                "h:123456/x",
+                "a" * 256,
+                "",
+            )
+        ),
+        ({"name": "x\nRUN touch x"}, "is no name"),
+        ({"namespace": "a" * 64}, "63 characters at most"),
+        ({"pvc": "a..b"}, "--pvc 'a..b' is no name"),
+        ({"node_selector": "a" * 254 + "/x=y"}, "write KEY=VALUE"),
+        ({"output_dir": "out\nRUN touch x"}, "cannot be named in a Dockerfile"),
         ({"pvc": None}, "--pvc"),
         ({"pvc": "My_Claim"}, "--pvc 'My_Claim' is no name"),
         ({"pvc": ""}, "--pvc '' is no name"),
@@ -404,6 +452,36 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     options: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refused(capsys, **options)
+
+
+@pytest.mark.parametrize(
+    ("memory", "mebibytes"),
+    [("64Gi", 65536), ("1.5Gi", 1536), ("128e9", 122070), ("2E9", 1907), ("4294967296", 4096), ("+3G", 2861),
+     ("2.Gi", 2048), (".5Ti", 524288), ("2147483648000m", 2048)],
+)  # fmt: skip
+def test_memory_is_any_quantity_of_kubernetes(memory: str, mebibytes: int) -> None:
+    volumes = render(memory=memory).training_pods[0]["volumes"]
+    shared = next(volume["emptyDir"]["sizeLimit"] for volume in volumes if volume["name"] == "shared-memory")
+    assert shared == f"{mebibytes * (1 << 20) // 8 >> 20}Mi"
+
+
+@pytest.mark.parametrize("stem", ["x\nRUN touch x", "x'$(touch x)`touch x`", "x # y", "\x1b[2J", "x\rRUN touch x"])
+def test_a_configurations_name_injects_nothing(stem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(f"{stem}.yaml")
+    config.write_text(CONFIG.read_text())
+    code = cli(arguments(config=config))
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+    if not stem.isprintable():
+        assert code == 2
+        assert not Path("k8s").exists()
+        return
+    recipe = (Path("k8s") / stem / "Dockerfile").read_text()
+    usual = render().dockerfile
+    assert [line for line in recipe.splitlines() if not line.startswith("# docker build")] == [
+        line for line in usual.splitlines() if not line.startswith("# docker build")
+    ]
+    assert f"-f {shlex.quote(f'k8s/{stem}/Dockerfile')} -t" in recipe
 
 
 @pytest.mark.parametrize("name", ["notes/", "wikitext", "org/set", "/data/notes", "python-stdlib", "./a/../b.jsonl"])

@@ -20,7 +20,7 @@ from sansgpu.cli import (  # noqa: F401  what they define is in app
     tuning,
     using,
 )
-from sansgpu.cli.options import CONFIG_SUFFIXES, app
+from sansgpu.cli.options import CONFIG_SUFFIXES, app, complain, show
 from sansgpu.machine.launch import settle_randomness, share_cores
 
 __all__ = ["app", "main", "run"]
@@ -51,9 +51,10 @@ def run(arguments: list[str]) -> int:
         return 0  # who read our output has left, as `head` does
     except (Exception, KeyboardInterrupt) as error:
         if debug:
-            traceback.print_exc()
+            for line in traceback.format_exc().splitlines():
+                complain(line)
         message, code = _explained(error)
-        print(f"sansgpu: {message}", file=sys.stderr)
+        complain(f"sansgpu: {message}")
         return code
 
 
@@ -88,9 +89,9 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     return completed
 
 
-def _version(show: bool) -> None:
-    if show:
-        print(__version__)
+def _version(asked: bool) -> None:
+    if asked:
+        show(__version__)
         raise typer.Exit
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, warn
+from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, show, warn
 
 
 class Allocator(str, Enum):
@@ -78,13 +78,13 @@ def k8s(
     if as_json:
         print_json(result)
         return
-    print(*result["files"], sep="\n")
-    print(
+    show("\n".join(result["files"]))
+    show(
         f"\nPods: {result['nodes']}, each with {result['cpus']} CPUs, {result['memory']}, "
         f"{result['processes_per_node']} x {result['threads']} compute threads and {result['grace_seconds']} s to save "
         "in when it has to go."
     )
     if result["access_mode"] == "ReadWriteMany":
-        print(f"The claim {result['claim']} has to be ReadWriteMany, as pods on several nodes mount it.")
-    print("\nNext (with Kubeflow Trainer 2 apply trainjob.yaml, and leave out the wait for the PyTorchJob):\n")
-    print(*result["commands"], sep="\n")
+        show(f"The claim {result['claim']} has to be ReadWriteMany, as pods on several nodes mount it.")
+    show("\nNext (with Kubeflow Trainer 2 apply trainjob.yaml, and leave out the wait for the PyTorchJob):\n")
+    show("\n".join(result["commands"]))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import SnapshotOption, app, print_json, warn
+from sansgpu.cli.options import SnapshotOption, app, print_json, show_json, warn
 
 
 @app.command()
@@ -45,15 +45,13 @@ def extract(
     """
     from contextlib import ExitStack
 
-    from rich.console import Console
-
     from sansgpu.jobs.extract import extract as job
     from sansgpu.watch.tables import print_extraction
-    from sansgpu.watch.terminal import PreparationBar
+    from sansgpu.watch.terminal import PreparationBar, RunConsole
 
     if as_json and output is None:
         raise typer.BadParameter("--json needs --output: stdout has the triples")
-    errors = Console(stderr=True)
+    errors = RunConsole(stderr=True)
     bar = PreparationBar(errors)
     with ExitStack() as stack:
         stack.callback(bar.close)
@@ -72,7 +70,7 @@ def extract(
 def _writer(output: Path | None) -> Iterator[Callable[[str], object]]:
     """Writes lines to a file, or to stdout as they come. Raises SansGPUError where the disk refuses."""
     if output is None:
-        yield lambda line: print(line, end="", flush=True)
+        yield show_json
         return
     from sansgpu.config import SansGPUError
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sansgpu.watch.escape import printable, printable_json, printable_line
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -38,9 +40,19 @@ LARGEST_SEED = 2**63 - 1  # that torch's generators take
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
+def show(text: object = "", end: str = "\n") -> None:
+    """Write to stdout at once. Control characters are written out: text may come from anybody, a model included."""
+    print(printable(str(text)), end=end, flush=True)
+
+
+def show_json(text: str) -> None:
+    """Write lines of JSON to stdout."""
+    print(printable_json(text), end="", flush=True)
+
+
 def print_json(value: dict[str, Any]) -> None:
     """The result of a command, for other programs. A number that is not finite is null, as JSON has none."""
-    print(json.dumps(_finite(value), allow_nan=False))
+    show_json(json.dumps(_finite(value), allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -51,6 +63,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def complain(message: str) -> None:
+    """Write one line to stderr."""
+    print(printable_line(message), file=sys.stderr)
+
+
 def warn(message: str) -> None:
-    """Say something beside the result."""
-    print(f"warning: {message}", file=sys.stderr)
+    """Write a warning to stderr."""
+    complain(f"warning: {message}")

@@ -34,15 +34,13 @@ def plan(
 
     Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
     """
-    from rich.console import Console
-
     from sansgpu.config import ConfigError
     from sansgpu.jobs.plan import plan as job
     from sansgpu.jobs.plan import plan_presets
     from sansgpu.jobs.plan_nodes import cluster_of
     from sansgpu.jobs.propose import propose
     from sansgpu.watch.tables import print_plan, print_presets
-    from sansgpu.watch.terminal import PreparationBar
+    from sansgpu.watch.terminal import PreparationBar, RunConsole
 
     if presets and (config or hours is not None):
         raise ConfigError("--presets shows small, medium and large; leave out the configuration and --hours.")
@@ -55,7 +53,7 @@ def plan(
     if nodes is None and (network is not None or latency is not None or price is not None):
         raise ConfigError("--network, --latency and --price go with --nodes; say how many there are.")
     cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
-    bar = PreparationBar(Console(stderr=True))
+    bar = PreparationBar(RunConsole(stderr=True))
     try:
         if presets:
             result = {"presets": plan_presets(override or [], warn)}
@@ -69,9 +67,9 @@ def plan(
     if as_json:
         print_json(result)
     elif presets:
-        print_presets(Console(), result["presets"])
+        print_presets(RunConsole(), result["presets"])
     else:
-        print_plan(Console(), result)
+        print_plan(RunConsole(), result)
 
 
 @app.command()
@@ -92,14 +90,12 @@ def bench(
 
     Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --steps 20
     """
-    from rich.console import Console
-
     from sansgpu.jobs.bench import BenchRequest
     from sansgpu.jobs.bench import bench as job
     from sansgpu.watch.tables import print_bench, print_forward
-    from sansgpu.watch.terminal import PreparationBar
+    from sansgpu.watch.terminal import PreparationBar, RunConsole
 
-    bar = PreparationBar(Console(stderr=True))
+    bar = PreparationBar(RunConsole(stderr=True))
     folder = output_dir or Path("bench") / (config.stem if config else "default")
     request = BenchRequest(
         config, tuple(override or ()), folder, steps, from_step, what_if, forward_only,
@@ -113,9 +109,9 @@ def bench(
     if as_json:
         print_json(result)
     elif forward_only:
-        print_forward(Console(), result)
+        print_forward(RunConsole(), result)
     else:
-        print_bench(Console(), result)
+        print_bench(RunConsole(), result)
 
 
 @app.command()
@@ -124,13 +120,12 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Example: sansgpu doctor
     """
-    from rich.console import Console
-
     from sansgpu.jobs.doctor import doctor as job
     from sansgpu.watch.tables import print_doctor
+    from sansgpu.watch.terminal import RunConsole
 
     result = job()
     if as_json:
         print_json(result)
     else:
-        print_doctor(Console(), result)
+        print_doctor(RunConsole(), result)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import JsonOption, app, print_json, warn
+from sansgpu.cli.options import JsonOption, app, print_json, show, warn
 
 
 @app.command()
@@ -28,7 +28,7 @@ def report(
     from sansgpu.jobs.report import report as job
 
     for path in job(runs, output, form, warn):
-        print(path)
+        show(path)
 
 
 @app.command("runs")
@@ -46,10 +46,9 @@ def list_runs(
     if as_json:
         print_json({"runs": rows})
     elif not rows:
-        print(f"There is no run in {folder}.")
+        show(f"There is no run in {folder}.")
     else:
-        from rich.console import Console
-
         from sansgpu.watch.run_list import print_runs
+        from sansgpu.watch.terminal import RunConsole
 
-        print_runs(Console(), rows)
+        print_runs(RunConsole(), rows)

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import JsonOption, RunArgument, SnapshotOption, print_json, snapshots_app, tokenizer_app, warn
+from sansgpu.cli.options import (
+    JsonOption,
+    RunArgument,
+    SnapshotOption,
+    print_json,
+    show,
+    snapshots_app,
+    tokenizer_app,
+    warn,
+)
 
 
 @tokenizer_app.command("train")
@@ -23,12 +32,10 @@ def tokenizer_train(
 
     Example: sansgpu tokenizer train notes/ --vocab-size 8192 --output tokenizer
     """
-    from rich.console import Console
-
     from sansgpu.jobs.tokenize import train_tokenizer
-    from sansgpu.watch.terminal import PreparationBar
+    from sansgpu.watch.terminal import PreparationBar, RunConsole
 
-    bar = PreparationBar(Console(stderr=True))
+    bar = PreparationBar(RunConsole(stderr=True))
     try:
         result = train_tokenizer(source, vocab_size, sample_mb, output, bar)
     finally:
@@ -36,7 +43,7 @@ def tokenizer_train(
     if as_json:
         print_json(result)
     else:
-        print(f"{result['vocab_size']:,} tokens, written to {output}")
+        show(f"{result['vocab_size']:,} tokens, written to {output}")
 
 
 @tokenizer_app.command("encode")
@@ -57,7 +64,7 @@ def tokenizer_encode(
     if as_json:
         print_json(result)
     else:
-        print(*result["ids"])
+        show(" ".join(map(str, result["ids"])))
 
 
 @snapshots_app.command("list")
@@ -75,7 +82,7 @@ def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
     for row in rows:
         loss = "not evaluated" if row["loss"] is None else f"validation loss {row['loss']:.4f}"
         marks = ("  best" if row["best"] else "") + ("  torn" if row.get("torn") else "")
-        print(f"{row['name']}  {loss}  {row['bytes'] / 1e6:.1f} MB  {row.get('content_id', '')[:12]}{marks}")
+        show(f"{row['name']}  {loss}  {row['bytes'] / 1e6:.1f} MB  {row.get('content_id', '')[:12]}{marks}")
 
 
 @snapshots_app.command("show")
@@ -92,7 +99,7 @@ def snapshots_show(run: RunArgument, snapshot: SnapshotOption = "latest", as_jso
     if as_json:
         print_json(shown)
     else:
-        print(yaml.safe_dump(shown, sort_keys=False), end="")
+        show(yaml.safe_dump(shown, sort_keys=False), end="")
 
 
 @snapshots_app.command("verify")
@@ -105,7 +112,7 @@ def snapshots_verify(run: RunArgument) -> int:
 
     results = verify_snapshots(run)
     for name, problem in results:
-        print(f"{name}  {problem or 'whole'}")
+        show(f"{name}  {problem or 'whole'}")
     return int(any(problem for _, problem in results))
 
 
@@ -120,7 +127,7 @@ def snapshots_prune(
     from sansgpu.jobs.snapshots import prune_snapshots
 
     for name in prune_snapshots(run, keep_last):
-        print(f"deleted {name}")
+        show(f"deleted {name}")
 
 
 @snapshots_app.command("fork")
@@ -136,4 +143,4 @@ def snapshots_fork(
     from sansgpu.jobs.snapshots import fork_snapshot
 
     forked = fork_snapshot(run, snapshot, output_dir, warn)
-    print(f"{forked}; go on with: sansgpu train --resume --output-dir {forked}")
+    show(f"{forked}; go on with: sansgpu train --resume --output-dir {forked}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sansgpu.cli.options import OverrideOption, RemoteCodeOption, app
+from sansgpu.cli.options import OverrideOption, RemoteCodeOption, app, show
 
 
 @app.command()
@@ -145,7 +145,7 @@ def _print_dry_run(begun: Any) -> None:
     prepared = begun.prepared
     environment = dataclasses.asdict(prepared.environment)
     sections = {"output_dir": str(begun.paths.root), "environment": environment, "run": prepared.facts()}
-    print(yaml.safe_dump({"config": acting_values(prepared.config), **sections}, sort_keys=False), end="")
+    show(yaml.safe_dump({"config": acting_values(prepared.config), **sections}, sort_keys=False), end="")
     if (preview := prepared.corpus.preview()) is not None:
-        print("# The first example; what is learned stands between ⟦ and ⟧:")
-        print("".join(f"# {line}\n" for line in preview.splitlines()), end="")
+        show("# The first example; what is learned stands between ⟦ and ⟧:")
+        show("".join(f"# {line}\n" for line in preview.splitlines()), end="")

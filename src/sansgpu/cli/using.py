@@ -16,6 +16,7 @@ from sansgpu.cli.options import (
     SnapshotOption,
     app,
     print_json,
+    show,
     warn,
 )
 
@@ -42,9 +43,7 @@ def evaluate(
 
     Example: sansgpu eval runs/default --data notes.txt
     """
-    from rich.console import Console
-
-    from sansgpu.watch.terminal import PreparationBar, Terminal
+    from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal
 
     if limit is not None and not link_prediction:
         raise typer.BadParameter("--limit is for --link-prediction; leave it out")
@@ -52,7 +51,7 @@ def evaluate(
         raise typer.BadParameter("--window does nothing with --link-prediction; leave it out")
     if objective and link_prediction:
         raise typer.BadParameter("--objective does nothing with --link-prediction; leave it out")
-    bar = PreparationBar(Console(stderr=True))
+    bar = PreparationBar(RunConsole(stderr=True))
     try:
         if link_prediction:
             from sansgpu.jobs.link_prediction import link_prediction as rank
@@ -60,7 +59,7 @@ def evaluate(
 
             ranked = rank(run, data, snapshot, limit, bar, warn)
             bar.close()
-            print_json(ranked) if as_json else print_link_prediction(Console(), ranked)
+            print_json(ranked) if as_json else print_link_prediction(RunConsole(), ranked)
             return
         from sansgpu.jobs.evaluate import evaluate_model
 
@@ -70,7 +69,7 @@ def evaluate(
     if as_json:
         print_json(event)
     else:
-        Terminal(Console()).emit(event)
+        Terminal(RunConsole()).emit(event)
 
 
 @app.command()
@@ -94,10 +93,10 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     pieces = generate_text(run, prompt, max_new_tokens, sampling, snapshot, warn, trust_remote_code)
-    print(prompt, end="", flush=True)
+    show(prompt, end="")
     for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+        show(piece, end="")
+    show()
 
 
 @app.command()
@@ -133,10 +132,10 @@ def chat(
         elif line.strip():
             sampling = Sampling(temperature, top_k, top_p, seed + number)
             for piece in conversation.say(line, max_new_tokens, sampling):
-                print(piece, end="", flush=True)
-            print()
+                show(piece, end="")
+            show()
     if attended:
-        print()
+        show()
 
 
 def _lines(prompt: str) -> Iterator[str]:
@@ -171,7 +170,7 @@ def predict(
     if as_json:
         print_json(result)
     else:
-        print(result["answer"] or "(no answer)")
+        show(result["answer"] or "(no answer)")
 
 
 @app.command()
@@ -207,8 +206,8 @@ def export(
     if form == "gguf":
         from sansgpu.jobs.export import export_gguf
 
-        print(export_gguf(run, snapshot, output, kind or "f16", warn, trust_remote_code))
+        show(export_gguf(run, snapshot, output, kind or "f16", warn, trust_remote_code))
     else:
         from sansgpu.jobs.export import export_run
 
-        print(export_run(run, snapshot, output, merge, warn, trust_remote_code))
+        show(export_run(run, snapshot, output, merge, warn, trust_remote_code))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
@@ -18,15 +19,23 @@ from sansgpu.jobs.pod_needs import Needs, needs_of
 MANY_CPUS, SPARED_OF_FEW, SPARED_OF_MANY = 16, 1, 2  # for torchrun, and what prepares batches, writes and sends
 SHARED_PART = 8  # of a pod's memory may be files in /dev/shm
 LEAST_MEMORY = 1 << 30
+LONGEST_DOMAIN = 253
 LONGEST_NAME = 45  # Kubernetes' 63, less what operators append: `-node-0-1234-abcde`
 
-_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+# Kubernetes' quantities: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity
+_QUANTITY = r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[mkMGTPE]?|[eE][-+]?[0-9]{1,2})"
+_DECIMAL, _BINARY, _LARGEST = "kMGTPE", "KMGTPE", (1 << 63) - 1
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # RFC 1123
 _DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+# The grammar of image references: https://pkg.go.dev/github.com/distribution/reference
 _IMAGE_PART = r"[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*"
-_VERSION = r":\w[\w.-]{0,127}|(:\w[\w.-]{0,127})?@sha256:[0-9a-f]{64}"
-_IMAGE = rf"([A-Za-z0-9.-]+(:\d+)?/)?{_IMAGE_PART}(/{_IMAGE_PART})*(?P<version>{_VERSION})?"
+_HOST_PART = r"[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?"
+_HOST = rf"{_HOST_PART}(\.{_HOST_PART})*(:[0-9]{{1,5}})?"
+_TAG = r":[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
+_VERSION = rf"{_TAG}|({_TAG})?@sha256:[0-9a-f]{{64}}"
+_IMAGE = rf"(?P<name>({_HOST}/)?{_IMAGE_PART}(/{_IMAGE_PART})*)(?P<version>{_VERSION})?"
+_LONGEST_IMAGE = 255  # characters of its name
 _READ = (
     "data.dataset_name", "data.validation_name", "data.tokenizer", "data.chat_template", "model.name_or_path",
 )  # fmt: skip
@@ -65,7 +74,7 @@ def settle(request: ClusterRequest, config: Config, warn: Callable[[str], None])
         raise ConfigError(f"--min-nodes is {request.min_nodes} of {request.nodes} nodes; give at most --nodes.")
     name = request.name or _as_name(request.config_name)
     _require("[a-z]([-a-z0-9]*[a-z0-9])?", LONGEST_NAME, "--name", name, "a letter, then small letters, digits and -")
-    _require(_DOMAIN, 253, "--pvc", request.pvc, "small letters, digits, - and .")
+    _require(_DOMAIN, LONGEST_DOMAIN, "--pvc", request.pvc, "small letters, digits, - and .")
     if request.namespace is not None:
         _require(_LABEL, 63, "--namespace", request.namespace, "small letters, digits and -")
     _check_image(request.image, warn)
@@ -145,7 +154,7 @@ def _require(pattern: str, longest: int, option: str, value: str, form: str) -> 
 
 def _check_image(image: str, warn: Callable[[str], None]) -> None:
     match = re.fullmatch(_IMAGE, image)
-    if match is None:
+    if match is None or len(match["name"]) > _LONGEST_IMAGE:
         raise ConfigError(f"--image {image!r} names no image; write it as registry.example/sansgpu:{__version__}.")
     if match["version"] is None:
         warn(f"{image} has no version, so pods may run different ones; --image {image}:{__version__} would have.")
@@ -155,7 +164,7 @@ def _node_selector(given: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for pair in given:
         key, _, value = pair.partition("=")
-        if not re.fullmatch(rf"({_DOMAIN}/)?{_WORD}=({_WORD})?", pair):
+        if not re.fullmatch(rf"({_DOMAIN}/)?{_WORD}=({_WORD})?", pair) or len(key.rpartition("/")[0]) > LONGEST_DOMAIN:
             raise ConfigError(f"--node-selector {pair!r} is no label of nodes; write KEY=VALUE.")
         if found.setdefault(key, value) != value:
             raise ConfigError(f"--node-selector gives {key} as {found[key]} and as {value}; leave one out.")
@@ -163,14 +172,23 @@ def _node_selector(given: Sequence[str]) -> dict[str, str]:
 
 
 def _bytes_of(memory: str) -> int:
-    """Of a quantity as 64Gi."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]|[KMGT]i)?", memory)
-    if match is None:
-        raise ConfigError(f"--memory {memory!r} is no amount in Kubernetes; write it as 64Gi.")
-    amount = int(float(match[1]) * _UNITS.get(match[2] or "", 1))
+    """Bytes of a Kubernetes quantity such as 64Gi. Raises ConfigError if it is none, or too large or too small."""
+    match = re.fullmatch(_QUANTITY, memory)
+    amount = 0 if match is None else int(Decimal(match[1]) * _factor(match[2]))
+    if match is None or amount > _LARGEST:
+        raise ConfigError(f"--memory {memory[:40]!r} is no amount in Kubernetes; write it as 64Gi.")
     if amount < LEAST_MEMORY:
         raise ConfigError(f"--memory {memory} is {amount:,} bytes, too few for any run; write it as 64Gi.")
     return amount
+
+
+def _factor(suffix: str) -> Decimal:
+    """The number that a quantity's suffix multiplies by."""
+    if suffix.endswith("i"):
+        return Decimal(1024) ** (1 + _BINARY.index(suffix[0]))
+    if suffix[:1] in ("e", "E") and len(suffix) > 1:
+        return Decimal(10) ** int(suffix[1:])
+    return Decimal("0.001") if suffix == "m" else Decimal(1000) ** (1 + _DECIMAL.index(suffix) if suffix else 0)
 
 
 def _threads(config: Config, request: ClusterRequest) -> int:

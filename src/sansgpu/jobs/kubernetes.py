@@ -29,6 +29,8 @@ def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str
         warn(note)
     job = settle(request, config, warn)
     folder = request.output_dir or Path("k8s") / request.config_name
+    if not str(folder).isprintable():
+        raise ConfigError(f"{folder} cannot be named in a Dockerfile; choose an --output-dir of printable characters.")
     _write(folder, _texts(job, config, folder))
     return _summary(job, config, folder)
 

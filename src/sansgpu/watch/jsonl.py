@@ -10,6 +10,7 @@ from typing import IO, NamedTuple
 from pydantic_core import from_json
 
 from sansgpu.config.plain import FlawError, open_regular
+from sansgpu.watch.escape import printable_json
 from sansgpu.watch.event_schema import event_flaw
 from sansgpu.watch.events import Event
 from sansgpu.watch.files import to_nowhere, whole_file
@@ -73,7 +74,7 @@ class JsonLines:
 
     def _write(self, *events: Event) -> None:
         try:
-            self._stream.write("".join(map(line, events)))
+            self._stream.write(printable_json("".join(map(line, events))))
             self._stream.flush()
         except BrokenPipeError:
             to_nowhere(self._stream)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.watch.events import NEAR_LIMIT, Event
-from sansgpu.watch.terminal import clock, duration, printable
+from sansgpu.watch.terminal import clock, duration
 
 KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
 WIDE = 104  # columns from which figures stand beside the curve
@@ -232,7 +232,7 @@ def _below(shown: Shown, width: int, rows: int, least: int) -> tuple[list[Render
         rows -= len(news) + 2
     sample = shown.evaluation.get("sample")
     if sample and rows - SAMPLE_ROWS >= least:
-        text = Text(" ".join(printable(sample).split()), "italic", overflow="ellipsis")
+        text = Text(" ".join(sample.split()), "italic", overflow="ellipsis")
         parts.insert(0, Panel(text, height=SAMPLE_ROWS, padding=(0, 1), border_style="dim", title="sample"))
         rows -= SAMPLE_ROWS
     return parts, rows

@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from sansgpu.watch.terminal import batch_shape, clock, duration
 
@@ -295,7 +295,7 @@ def print_doctor(console: Console, facts: Result) -> None:
     console.print(table)
     for advice in facts["advice"]:
         gain = f"up to {1 + advice['gain']:.2g} times as fast: " if advice["gain"] else ""
-        console.print(f"[yellow]advice[/]  {gain}{escape(advice['text'])}", soft_wrap=True)
+        console.print(Text.assemble(("advice", "yellow"), f"  {gain}{advice['text']}"), soft_wrap=True)
     if not facts["advice"]:
         console.print("nothing to change", style="dim")
 
@@ -322,7 +322,7 @@ def print_link_prediction(console: Console, result: Result) -> None:
         for name, row in {"all": found, **found["relations"]}.items():
             hits = (f"{row[key]:.3f}" if key in row else "" for key in ("hits_at_1", "hits_at_3", "hits_at_10"))
             usual = f"{row['relation_frequency_mrr']:.4f}" if "relation_frequency_mrr" in row else "not known"
-            table.add_row(escape(name), f"{row['queries']:,}", f"{row['mrr']:.4f}", *hits, usual)
+            table.add_row(name, f"{row['queries']:,}", f"{row['mrr']:.4f}", *hits, usual)
         console.print(table)
         console.print(f"by chance the MRR is {found['random_mrr']:.5f}", highlight=False)
 

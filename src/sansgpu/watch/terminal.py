@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.segment import Segment
 from rich.text import Text
 
+from sansgpu.watch.escape import printable
 from sansgpu.watch.events import Event
 from sansgpu.watch.files import to_nowhere
 
 REDRAWS_PER_SECOND = 4
 LEAST_SHOWN = 50_000  # bytes
+DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
+FIGURES = TextColumn("{task.fields[figures]}", markup=False)
 _RIGHT = {"mlm_acc": "tokens", "mnm_acc": "leaves"}  # of gaps, the share that is filled right
 
 
 class RunConsole(Console):
-    """One whose reader may leave, as `head` does, without an end of the run; rich's own ends the process."""
+    """A console that shows text as it is, whoever wrote it: no control characters, no markup, no emoji codes.
+
+    Its reader may leave, as `head` does, without ending the run; rich's own ends the process.
+    """
+
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Everything that is shown comes through here, the live view and progress bars included."""
+        for segment in super().render(renderable, options):
+            plain = segment.control or segment.text.isprintable()
+            yield segment if plain else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
         """Show nothing more."""
@@ -89,7 +106,7 @@ class Terminal:
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
-            self._print(f"sample: {printable(event['sample'])}", style="dim")
+            self._print(f"sample: {event['sample']}", style="dim")
 
     def _end(self, event: Event) -> None:
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done, as its time is up,"}
@@ -137,7 +154,11 @@ class PreparationBar:
             self._over()
             self._stage, self._started = doing, time.monotonic()
             if self._console.is_terminal:
-                columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+                columns = (
+                    DESCRIPTION,
+                    BarColumn(),
+                    FIGURES,
+                )
                 self._bar = Progress(*columns, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
                 self._task = self._bar.add_task(doing, total=total, figures="")
                 self._bar.start()
@@ -208,11 +229,6 @@ def _length(event: Event) -> str:
     if event["total_steps"]:
         return f"{event['total_steps']:,} steps"
     return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
-
-
-def printable(text: str) -> str:
-    """Without what would steer the terminal: a model may write anything."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 
 def clock(when: datetime) -> str:

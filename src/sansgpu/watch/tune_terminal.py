@@ -6,13 +6,12 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
 from sansgpu.watch.tables import grid
-from sansgpu.watch.terminal import clock, duration
+from sansgpu.watch.terminal import DESCRIPTION, FIGURES, clock, duration
 
 Result = dict[str, Any]
 
@@ -98,7 +97,11 @@ class TuneTerminal:
         else:
             self._say(f"writing to {event['folder']}; stop it as you like, the same command goes on")
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[figures]}"))
+            columns = (
+                DESCRIPTION,
+                BarColumn(bar_width=20),
+                FIGURES,
+            )
             self._bar = Progress(*columns, console=self._console, refresh_per_second=4)
             self._task = self._bar.add_task("trials", total=event["trials"], completed=event["finished"], figures="")
             self._bar.start()
@@ -159,7 +162,7 @@ def print_tune(console: Console, result: Result) -> None:
     console.print(table)
     for row in result["trials"]:
         if row["why"]:
-            console.print(f"[red]trial {row['trial']} failed: {escape(row['why'])}[/]", soft_wrap=True, highlight=False)
+            console.print(Text(f"trial {row['trial']} failed: {row['why']}", "red"), soft_wrap=True)
     for sentence in sentences(result):
         console.print(sentence, soft_wrap=True, highlight=False)
     console.print(f"written: {', '.join(result['files'])}", soft_wrap=True, highlight=False)
