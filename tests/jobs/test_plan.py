@@ -115,7 +115,7 @@ def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys:
     assert plan["total_steps"] == 7
     assert plan["train_tokens"] is None
     assert cli(["plan", *nowhere]) == 0
-    assert "reckoned without the data" in capsys.readouterr().err
+    assert "this estimate uses random tokens" in capsys.readouterr().err
     epochs = settings(data__dataset_name=tmp_path / "missing.jsonl", training__num_epochs=1)
     assert cli(["plan", *epochs]) == 2
 

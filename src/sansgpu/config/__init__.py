@@ -12,7 +12,7 @@ from sansgpu.config.by_task import (
     RAGGED,
     SIMPLE_TEMPLATE,
 )
-from sansgpu.config.errors import ConfigError, SansGPUError
+from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.load import (
     PRESETS,
     acting_values,
@@ -52,6 +52,7 @@ __all__ = [
     "SansGPUError",
     "Space",
     "TrainingConfig",
+    "UnreachableError",
     "acting_values",
     "as_config",
     "change_config",

@@ -13,3 +13,7 @@ class ConfigError(SansGPUError):
     """What was asked for cannot work: a usage, configuration or input error, found before any work is done."""
 
     exit_code = 2
+
+
+class UnreachableError(ConfigError):
+    """Data is neither on this machine nor can it be read from the network now."""

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig
+from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, Row, file_form, pieces, read_documents, read_rows, row_text
 from sansgpu.data.stdlib_chat import stdlib_conversations
 from sansgpu.machine.disk import file_sha256, require_ordinary
-from sansgpu.machine.hub import quiet_hub
+from sansgpu.machine.hub import reading_hub
 
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
 TEST_NAMES = ("test", "testing")
@@ -145,16 +145,15 @@ def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> s
 def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     import datasets  # a second of imports that local files never need
 
-    quiet_hub()
     datasets.disable_progress_bars()
     try:
-        loaded: Any = (
-            datasets.load_from_disk(name)
-            if local
-            else datasets.load_dataset(name, data.dataset_config, cache_dir=data.cache_dir)
-        )
+        loaded: Any = datasets.load_from_disk(name) if local else _from_hub(name, data)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if not local and isinstance(error, OSError):  # connections, and datasets that are not in the cache
+            raise UnreachableError(
+                f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason})'
+            ) from None
         raise ConfigError(
             f"{name} is no local path, and as a Hugging Face dataset it cannot be loaded: {reason}"
         ) from None
@@ -169,6 +168,13 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
         None if validation is None else _dataset_source(f"{name} (validation)", validation, data.text_column),
         None if test is None else _dataset_source(f"{name} (test)", test, data.text_column),
     )
+
+
+def _from_hub(name: str, data: DataConfig) -> Any:
+    import datasets
+
+    with reading_hub():
+        return datasets.load_dataset(name, data.dataset_config, cache_dir=data.cache_dir)
 
 
 def _dataset_source(name: str, dataset: Any, column: str | None) -> Source:

@@ -65,22 +65,33 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
         warn(note)
     if request.forward_only:
         config = task_of(config).with_vocabulary(config)
-    prepared = prepare(config, None, progress, warn, data="unread" if request.forward_only else "needed")
+    prepared = prepare(config, None, progress, warn, data="unread" if request.forward_only else "wanted")
     chosen = _with_choices(config, prepared)
     if request.forward_only:
         return _forward_only(prepared, chosen, request, say)
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as compiled:
         say(f"{request.steps} steps, from nothing")
-        measured = measure_apart(Request(chosen, request.steps, Path(compiled), with_data=True, profiled=True))
+        measured = measure_apart(_first_request(chosen, prepared, request, Path(compiled)))
         say("the same again, as after a snapshot")
         baseline = measure_apart(Request(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens))
     result = _summary(prepared, measured, baseline, request)
+    if prepared.corpus is None:
+        result["warnings"].append(
+            "the data could not be read: reading it, evaluations and the export are not in the projections"
+        )
     result["what_if"] = _what_if(chosen, prepared, baseline, say) if request.what_if else []
     result["gpu"] = _gpu(chosen, prepared, result, request, say)
     optimized, changes = _optimized(chosen, result["what_if"])
     result["optimized"] = changes
     _write_files(result, optimized, request)
     return result
+
+
+def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest, compiled: Path) -> Request:
+    """The run itself, or the same steps on random tokens if its data could not be read."""
+    if prepared.corpus is not None:
+        return Request(chosen, request.steps, compiled, with_data=True, profiled=True)
+    return Request(chosen, request.steps, compiled, prepared.usual_tokens, snapshots=True, profiled=True)
 
 
 def _with_choices(config: Config, prepared: Prepared) -> Config:
@@ -95,8 +106,9 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
         f"training.threads={environment.threads}",
         f"training.optimizer={training.optimizer}",
     ]
-    if (vocabulary := prepared.config.model.vocab_size) is not None:
-        settings.append(f"model.vocab_size={vocabulary}")
+    model = prepared.config.model
+    sizes = {"vocab_size": model.vocab_size, "n_relations": model.n_relations}
+    settings += [f"model.{key}={size}" for key, size in sizes.items() if size is not None]
     return change_config(config, settings)
 
 
@@ -138,6 +150,7 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         "breakdown": measured["breakdown"],
         "limits": {part: seconds / middle for part, seconds in limits.items()},
         **{key: measured[key] for key in keep},
+        "seconds_per_million_tokens": 1e6 * middle / tokens,
         "disturbances": _disturbances(measured, seconds),
         "from_step": request.from_step,
         "startup_seconds": {"from zero": cold.startup_seconds, "from a snapshot": warm.startup_seconds},

@@ -34,6 +34,8 @@ PROFILED_STEPS = 2
 MOST_CHARACTERS = 300  # of an error that is not ours
 WARM_STEPS = 1  # behind the first, which compiles
 
+DATA_SECONDS = ("tokenizer_seconds", "data_seconds", "evaluation_seconds", "export_seconds")
+
 Result = dict[str, Any]
 
 
@@ -46,6 +48,7 @@ class Request:
     compiled: Path | None = None  # where compiled graphs are kept, if not in the cache
     example_tokens: int | None = None  # of random examples; by default as many as they may have
     with_data: bool = False  # build the data, evaluate and save too, with nothing cached
+    snapshots: bool = False  # save too, without data; what only data has takes no time
     forward_only: bool = False
     profiled: bool = False
 
@@ -135,7 +138,9 @@ class _Bench:
         then = self._steps(task, state, self._request.steps)
         result |= {**{key: first[key] + then[key] for key in then}, **strain.seen()}
         if self._request.with_data:
-            result |= self._around(task, state, corpus)
+            result |= self._evaluation(task, corpus) | self._saving(state)
+        elif self._request.snapshots:
+            result |= dict.fromkeys(DATA_SECONDS, 0.0) | self._saving(state)
         result["peak_rss_bytes"] = peak_rss_bytes()
         if self._request.profiled:
             parts = breakdown(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
@@ -170,8 +175,7 @@ class _Bench:
             tokens.append(outcome.tokens)
         return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
 
-    def _around(self, task: Task, state: TrainState, corpus: Corpus) -> Result:
-        """An evaluation and a snapshot."""
+    def _evaluation(self, task: Task, corpus: Corpus) -> Result:
         in_all = math.ceil(corpus.validation_tokens / (self._plan.micro_batch * corpus.example_tokens))
         limit = self._config.training.eval_batches
         in_all = in_all if limit is None else min(in_all, limit)
@@ -179,7 +183,10 @@ class _Bench:
         evaluate(task, self._plan, 1)  # compiles
         start = time.perf_counter()
         evaluate(task, self._plan, timed)
-        evaluation = (time.perf_counter() - start) * in_all / timed
+        return {"evaluation_seconds": (time.perf_counter() - start) * in_all / timed}
+
+    def _saving(self, state: TrainState) -> Result:
+        """Two snapshots, of which the second is timed."""
         seen: list[str] = []
         writer = SnapshotWriter(self._folder / "snapshots", 1, self._folder / "metrics.jsonl", seen.append)
         weights, moments = state.weights(), state.optimizer.state_tensors()
@@ -191,8 +198,4 @@ class _Bench:
         waited = time.perf_counter() - start
         writer.wait()
         written = time.perf_counter() - start
-        return {
-            "evaluation_seconds": evaluation,
-            "save_seconds": waited,
-            "write_seconds": written,
-        }
+        return {"save_seconds": waited, "write_seconds": written}

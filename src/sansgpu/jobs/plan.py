@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import PRESETS, load_config
+from sansgpu.config import PRESETS, ConfigError, load_config
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import changes_that_fit
 from sansgpu.jobs.forecast import execution, forecast_of, length_of
@@ -36,6 +36,8 @@ def plan(
     if cluster:
         require_examples(cluster, config)
     prepared = prepare(config, None, progress, warn, "report", data="wanted", timed="always")
+    if cluster and prepared.total_steps == UNKNOWN and not config.training.time_limited:
+        raise ConfigError("--nodes compares whole runs, and an epoch's length is not known; set training.max_steps.")
     result = plan_prepared(prepared)
     return {**result, "cluster": plan_nodes(prepared, cluster)} if cluster else result
 
@@ -130,8 +132,8 @@ def _time(prepared: Prepared) -> Result:
     """Speed and duration; every value None where the model is too large to be timed here."""
     config = prepared.config
     keys = (
-        "tokens_per_second", "step_seconds", "machine_share", "total_steps", "total_tokens", "epochs", "total_seconds",
-        "finish",
+        "tokens_per_second", "seconds_per_million_tokens", "step_seconds", "machine_share", "total_steps",
+        "total_tokens", "epochs", "total_seconds", "finish",
     )  # fmt: skip
     result: Result = dict.fromkeys(keys)
     steps: int | None = None if prepared.total_steps == UNKNOWN else prepared.total_steps
@@ -139,11 +141,13 @@ def _time(prepared: Prepared) -> Result:
         forecast = forecast_of(prepared)
         result["step_seconds"] = forecast.step_seconds
         result["tokens_per_second"] = prepared.learned_per_step / forecast.step_seconds
+        result["seconds_per_million_tokens"] = 1e6 / result["tokens_per_second"]
         if prepared.machine.device.type == "cpu":
             limit = sum(step_limits(prepared, roofline_of(prepared)).values())
             result["machine_share"] = limit / forecast.step_seconds
-        steps, result["total_seconds"] = length_of(prepared, forecast)
-        result["finish"] = done_at(result["total_seconds"])
+        if steps is not None or config.training.time_limited:
+            steps, result["total_seconds"] = length_of(prepared, forecast)
+            result["finish"] = done_at(result["total_seconds"])
     if steps is not None:
         tokens = min(round(steps * prepared.learned_per_step), config.training.max_tokens or 1 << 62)
         result |= {"total_steps": steps, "total_tokens": tokens}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from sansgpu.config import RAGGED, Config, ConfigError, TrainingConfig
+from sansgpu.config import RAGGED, Config, ConfigError, TrainingConfig, UnreachableError
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.fitting import Shortage, fits, fitting_micro_batches, memory_of
@@ -253,8 +253,11 @@ def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tup
     work = task_of(config).work(config, tokens_per_step)
     optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
     config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
-    examples, tokens = (corpus.train_examples, corpus.train_tokens) if corpus else (1, tokens_per_step)
-    steps = total_steps(training, steps_per_epoch(examples, effective), tokens)
+    if corpus is not None:
+        steps = total_steps(training, steps_per_epoch(corpus.train_examples, effective), corpus.train_tokens)
+    else:
+        without = training.model_copy(update={"num_epochs": None})
+        steps = total_steps(without, UNKNOWN, UNKNOWN * tokens_per_step)
     long = is_long(work.needed * steps, machine.precision, machine.threads)
     return config, steps, long and is_long_time(seconds_allowed(config))
 
@@ -288,9 +291,13 @@ def _data(config: Config, machine: Machine, progress: Progress, warn: Warn, data
         config, corpus = task.prepare(config, machine.cache, progress)
     except ConfigError as error:
         limited = training.max_steps or training.max_tokens or training.time_limited
-        if data == "needed" or not limited or training.num_epochs is not None:
+        known = limited and training.num_epochs is None  # the length of the run, without the data's
+        if data == "needed" or not (known or isinstance(error, UnreachableError)):
             raise
-        warn(f"{str(error).rstrip('.')}: this is reckoned without the data.")
+        warn(
+            f"{str(error).rstrip('.')}; this estimate uses random tokens of the vocabulary that is expected"
+            + ("." if known else ", and the length of an epoch is not known.")
+        )
         return task.with_vocabulary(config), None
     for note in corpus.notes:
         warn(note)

@@ -38,6 +38,8 @@ from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
 
+EXPECTED_RELATIONS = 32  # of data that was not read; their number hardly changes memory or speed
+
 
 class GraphObjective:
     """The encoder and its loss."""
@@ -130,7 +132,8 @@ class Graph(FillingTask, GraphObjective):
     def with_vocabulary(config: Config) -> Config:
         """The configuration as `prepare` would settle it, of data that was not looked at yet."""
         if config.model.leaves and config.model.n_relations is None:
-            raise ConfigError("how many relations there are is known when the data is read; set model.n_relations.")
+            model = config.model.model_copy(update={"n_relations": EXPECTED_RELATIONS})
+            config = config.model_copy(update={"model": model})
         return with_expected_vocabulary(config)
 
     @staticmethod

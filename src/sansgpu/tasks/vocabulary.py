@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sansgpu.config import Config, ConfigError
 
+EXPECTED_CHARACTERS = 512  # tokens of a text cut into characters, with the 256 bytes
 VOCABULARY_MULTIPLE = 64  # rows of the embedding are padded to this, which matmuls like
 
 
@@ -20,12 +21,10 @@ def with_vocabulary_of(config: Config, tokens: int) -> Config:
 
 
 def with_expected_vocabulary(config: Config) -> Config:
-    """The same before the data was looked at. Raises ConfigError where the tokenizer is none of ours to train."""
-    if config.model.vocab_size is None and config.data.tokenizer != "bpe":
-        raise ConfigError(
-            f"how many tokens {config.data.tokenizer} has is known when the data is read; set model.vocab_size."
-        )
-    return config if config.model.vocab_size else _sized(config, config.data.vocab_size)
+    """The configuration with the vocabulary that the data most likely gives: an estimate, made without reading it."""
+    if config.model.vocab_size:
+        return config
+    return _sized(config, EXPECTED_CHARACTERS if config.data.tokenizer == "char" else config.data.vocab_size)
 
 
 def _sized(config: Config, vocabulary: int) -> Config:

@@ -19,6 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from sansgpu.watch.escape import printable, printable_line
 from sansgpu.watch.events import NEAR_LIMIT, Event
 from sansgpu.watch.terminal import clock, duration
 
@@ -82,7 +83,7 @@ def _headline(shown: Shown, width: int) -> Text:
     step, total = (shown.step or shown.start).get("step", 0), _total(shown)
     place = f"step {step:,}" + (f" of {total:,}" if total else "")
     state_style = {"training": "bold green", "paused": "bold yellow"}.get(shown.state, "bold cyan")
-    name = str(shown.start.get("output_dir", ""))
+    name = printable_line(str(shown.start.get("output_dir", "")))  # longer than as it is: before the layout
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f" {shown.state} ", state_style + " reverse")
     line.append(f"  {place}", "bold")
@@ -232,7 +233,7 @@ def _below(shown: Shown, width: int, rows: int, least: int) -> tuple[list[Render
         rows -= len(news) + 2
     sample = shown.evaluation.get("sample")
     if sample and rows - SAMPLE_ROWS >= least:
-        text = Text(" ".join(sample.split()), "italic", overflow="ellipsis")
+        text = Text(" ".join(printable(sample).split()), "italic", overflow="ellipsis")
         parts.insert(0, Panel(text, height=SAMPLE_ROWS, padding=(0, 1), border_style="dim", title="sample"))
         rows -= SAMPLE_ROWS
     return parts, rows
@@ -241,7 +242,8 @@ def _below(shown: Shown, width: int, rows: int, least: int) -> tuple[list[Render
 def _news(shown: Shown, width: int) -> list[Text]:
     """The last lines that fit: the newest whole, those before it cut to one line."""
     lines: list[Text] = []
-    for number, (text, style) in enumerate(reversed(shown.news[-NEWS_ROWS:])):
+    for number, (said, style) in enumerate(reversed(shown.news[-NEWS_ROWS:])):
+        text = printable_line(said)
         wrapped = [Text(line, style) for line in wrap(text, width)] if number == 0 else [
             Text(text, style, no_wrap=True, overflow="ellipsis")
         ]  # fmt: skip

@@ -33,6 +33,13 @@ def figure(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
+def pace(result: Result) -> str:
+    """Tokens a second, and the time that a million of them takes."""
+    return (
+        f"{result['tokens_per_second']:,.0f} tokens/s, {result['seconds_per_million_tokens']:,.0f} s per million tokens"
+    )
+
+
 def grid() -> Table:
     """Two columns without lines."""
     table = Table.grid(padding=(0, 2))
@@ -66,7 +73,7 @@ def print_plan(console: Console, plan: Result) -> None:
         share = plan["machine_share"]
         table.add_row(
             "speed",
-            f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['step_seconds']:.3g} s a step"
+            f"{pace(plan)}, {plan['step_seconds']:.3g} s a step"
             + (f": {share:.0%} of what this machine's products and memory allow" if share else ""),
         )
     else:
@@ -78,6 +85,8 @@ def print_plan(console: Console, plan: Result) -> None:
             finish = clock(datetime.fromisoformat(plan["finish"]))
             length += f": {duration(plan['total_seconds'])}, begun now done {finish}"
         table.add_row("time", length)
+    elif plan["train_tokens"] is None:
+        table.add_row("time", "not known, as the data was not read and an epoch of it sets the length")
     console.print(table)
     if "candidates" in plan:
         _print_candidates(console, plan)
@@ -227,7 +236,7 @@ def print_bench(console: Console, result: Result) -> None:
     )
     table.add_row(
         "speed",
-        f"{result['tokens_per_second']:,.0f} tokens/s, {rate(result['flops_per_second'])}, MFU {result['mfu']:.0%} of "
+        f"{pace(result)}, {rate(result['flops_per_second'])}, MFU {result['mfu']:.0%} of "
         f"{rate(result['gemm_flops_per_second'])}",
     )
     table.add_row("memory", f"{gigabytes(result['peak_rss_bytes'])} at the peak")

@@ -1,0 +1,116 @@
+"""`plan` and `bench` of data that is neither here nor to be had: made-up tokens, and no length of an epoch."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from sansgpu.cli import run as cli
+from sansgpu.machine.hub import reachable
+from tests import processes
+from tests.processes import environment
+from tests.tasks.folders import model_folder
+from tests.tasks.test_graph_runs import TINY as GRAPH
+
+Captured = pytest.CaptureFixture[str]
+COMMON = {"training.precision": "fp32", "training.compile": "off", "training.threads": 1, "device": "cpu"}
+COMMON |= {"training.batch_size": 1, "training.gradient_accumulation_steps": 2, "data.dataset_name": "wikitext"}
+KINDS = {
+    "pretrain": {**processes.TINY, "data.tokenizer": "bpe", "data.dataset_config": "wikitext-2-raw-v1"},
+    "characters": {**processes.TINY, "data.tokenizer": "char"},
+    "graph": {key: value for key, value in GRAPH.items() if key != "training.max_steps"},
+    "sft": {"task": "sft", "data.max_length": 32},
+    "qa": {"task": "qa", "data.max_length": 64, "data.doc_stride": 16},
+    "masked": {"task": "graph", "data.max_length": 32},
+}
+MODELS = {"sft": "qwen2", "qa": "bert", "masked": "bert"}
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")  # nobody listens there
+    monkeypatch.setenv("SANSGPU_CACHE", environment(tmp_path / "cache")["SANSGPU_CACHE"])
+
+
+def arguments(kind: str, *more: str) -> list[str]:
+    values: dict[str, object] = {**KINDS[kind], **COMMON, "training.num_epochs": 3}
+    if kind in MODELS:
+        values["model.name_or_path"] = model_folder(MODELS[kind])
+    return [*(part for key, value in values.items() for part in ("--set", f"{key}={value}")), *more]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_of_data_that_cannot_be_reached(kind: str, capsys: Captured) -> None:
+    assert cli(["plan", *arguments(kind), "--json"]) == 0
+    captured = capsys.readouterr()
+    plan = json.loads(captured.out)
+    [warning] = [line for line in captured.err.splitlines() if line.startswith("warning: ")]
+    assert 'dataset "wikitext" was not found' in warning
+    assert "OfflineModeIsEnabled" in warning  # it was not asked for again and again
+    assert "random tokens" in warning
+    assert "the length of an epoch is not known" in warning
+    assert plan["memory_bytes"]["total"] > 0
+    assert plan["tokens_per_second"] * plan["seconds_per_million_tokens"] == pytest.approx(1e6)
+    assert plan["total_steps"] is plan["total_seconds"] is plan["epochs"] is plan["train_tokens"] is None
+
+
+def test_a_plan_of_known_length_says_how_long_it_takes(capsys: Captured) -> None:
+    assert cli(["plan", *arguments("pretrain", "--set", "training.max_steps=7"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["total_steps"] == 7
+    assert plan["total_seconds"] > 0
+    assert cli(["plan", *arguments("pretrain")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "s per million tokens" in shown
+    assert "time not known" in shown
+
+
+def test_nodes_need_a_length(capsys: Captured) -> None:
+    assert cli(["plan", *arguments("pretrain"), "--nodes", "2"]) == 2
+    assert "set training.max_steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "graph", "sft"])
+def test_a_bench_of_data_that_cannot_be_reached(kind: str, tmp_path: Path, capsys: Captured) -> None:
+    command = [
+        "bench",
+        *arguments(kind),
+        "--steps",
+        "2",
+        "--no-what-if",
+        "--output-dir",
+        str(tmp_path / "out"),
+        "--json",
+    ]  # fmt: skip
+    assert cli(command) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert "the length of an epoch is not known" in captured.err
+    assert result["tokens_per_second"] * result["seconds_per_million_tokens"] == pytest.approx(1e6)
+    assert result["peak_rss_bytes"] > 0
+    assert result["write_seconds"] > 0
+    assert any("data could not be read" in note for note in result["warnings"])
+    assert "s per million tokens" in (tmp_path / "out/report.md").read_text()
+
+
+def test_training_does_not_begin(tmp_path: Path, capsys: Captured) -> None:
+    assert cli(["train", *arguments("pretrain"), "--output-dir", str(tmp_path / "run")]) == 2
+    assert 'dataset "wikitext" was not found' in capsys.readouterr().err
+
+
+def test_a_connection_or_its_proxy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = f"127.0.0.1:{server.getsockname()[1]}"
+        assert reachable(f"http://{here}")
+        assert not reachable("http://no-such-host.invalid")
+        monkeypatch.setenv("http_proxy", here)
+        assert reachable("http://no-such-host.invalid")
+    assert not reachable("http://no-such-host.invalid")
