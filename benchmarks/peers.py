@@ -28,6 +28,8 @@ from benchmarks.contest import (
 )
 from benchmarks.sizes import LEARNING_RATE, SIZES, WEIGHT_DECAY, Job, Size
 
+# Attention in a window of several documents: kept apart, each token has fewer keys, and the kernels a mask to obey.
+APART, ACROSS = "apart", "seen across"
 NEEDS = {  # besides what sansgpu itself needs
     "hf-fp32": ("accelerate",),
     "hf-bf16": ("accelerate",),
@@ -40,6 +42,7 @@ COLUMNS = {
     "step s": ("median_step_seconds", ".3f"),
     "x ours": ("ratio", ".2f"),
     "tokens/s": ("tokens_per_second", ",.0f"),
+    "documents": ("documents", "s"),
     "micro-batch": ("variant", "s"),
     "first step s": ("first_step_seconds", ".1f"),
     "peak GB": ("peak_rss_gb", ".2f"),
@@ -134,6 +137,7 @@ def main() -> None:
         rows = take_turns([with_cache(contestant, folder) for contestant in field], given.rounds)
     add_ratios(rows, "median_step_seconds", to="sansgpu")
     for row in rows:
+        row["documents"] = APART if row["name"].startswith("sansgpu") else ACROSS if row["name"] in NEEDS else None
         if "median_step_seconds" in row:
             row["tokens_per_second"] = size.tokens_a_step / row["median_step_seconds"]
             row["peak_rss_gb"] = row["peak_rss_bytes"] / 1e9

@@ -52,6 +52,9 @@ def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
         assert row["median_step_seconds"] > 0
         assert row["peak_rss_bytes"] > 100e6
         assert 3 < row["loss"] < 7  # ln 300 is 5.7
+    assert {name: row["documents"] for name, row in found.items() if name != "hf-fp32"} == {
+        "sansgpu": "apart", "plain": "seen across",
+    }  # fmt: skip
     assert found["sansgpu"]["ratio"] == 1
     assert found["plain"]["ratio"] > 0
 
@@ -132,6 +135,7 @@ def test_graphs_are_learned_beside_a_plain_model(tmp_path: Path) -> None:
     arguments = [*changes, "--data", data, "--steps", "2", "--set", "model.dropout=0"]
     found = benchmark("graph", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
     assert [row["status"] for row in found] == ["measured"] * 4
+    assert [row["logits_of"] for row in found] == ["masked nodes", "all nodes"] * 2
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=0.05)
     assert all(row["nodes_per_second"] > 0 for row in found)
 

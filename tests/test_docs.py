@@ -1,5 +1,6 @@
 """The documentation is true: its commands run, its tables are the schema's."""
 
+import itertools
 import os
 import re
 import shutil
@@ -72,3 +73,28 @@ def test_the_readme_names_every_dependency() -> None:
     assert len(names) > 10
     table = (ROOT / "README.md").read_text().split("## Dependencies")[1]
     assert [name for name in names if name not in table] == []
+
+
+def test_the_readme_says_how_its_tables_are_measured() -> None:
+    """As many steps and rounds as the commands take, and where a contestant's work is not ours."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for name in ("peers", "fine_tuning", "graph"):
+        source = (ROOT / f"benchmarks/{name}.py").read_text(encoding="utf-8")
+        steps, rounds = (re.search(rf'"--{key}".*?default=(\d+)', source) for key in ("steps", "rounds"))
+        assert steps
+        assert rounds
+        assert re.search(rf"`{name}` of {steps[1]} (steps )?in (each of )?{rounds[1]}\b", text), name
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    tables = {name: [line for line in _table_after(lines, f"`python -m benchmarks.{name}")] for name in ("peers --size m80",
+              "peers --size cpu_small", "graph`")}  # fmt: skip
+    for name, rows in tables.items():
+        assert len(rows) >= 4
+        ours, others = ("masked nodes", "all nodes") if name == "graph`" else ("apart", "seen across")
+        for row in rows:
+            assert row.split(" | ")[1] == (ours if "sansgpu" in row else others), row
+
+
+def _table_after(lines: list[str], heading: str) -> list[str]:
+    """The rows of the table below a heading."""
+    below = lines[next(number for number, line in enumerate(lines) if line.startswith(heading)) + 2 :]
+    return list(itertools.takewhile(lambda line: line.startswith("|"), below))[2:]
