@@ -85,8 +85,8 @@ def test_the_readme_says_how_its_tables_are_measured() -> None:
         assert rounds
         assert re.search(rf"`{name}` of {steps[1]} (steps )?in (each of )?{rounds[1]}\b", text), name
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    tables = {name: [line for line in _table_after(lines, f"`python -m benchmarks.{name}")] for name in ("peers --size m80",
-              "peers --size cpu_small", "graph`")}  # fmt: skip
+    names = ("peers --size m80", "peers --size cpu_small", "graph`")
+    tables = {name: _table_after(lines, f"`python -m benchmarks.{name}") for name in names}
     for name, rows in tables.items():
         assert len(rows) >= 4
         ours, others = ("masked nodes", "all nodes") if name == "graph`" else ("apart", "seen across")
