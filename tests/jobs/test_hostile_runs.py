@@ -280,6 +280,21 @@ def test_a_cache_of_another_user_is_not_loaded_from(tmp_path: Path) -> None:
         compiled_in(tmp_path / "theirs/cache")
 
 
+def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: Path) -> None:
+    """As in a container whose volumes all are everybody's."""
+    places = {name: tmp_path / name for name in ("SANSGPU_CACHE", "XDG_CACHE_HOME", "TMPDIR")}
+    for place in places.values():
+        place.mkdir()
+        place.chmod(0o777)
+    command = [sys.executable, "-m", "sansgpu", "train", "--dry-run", *arguments({**processes.TINY, **FEW})]
+    command += ["--set", f"data.dataset_name={home / 'corpus.jsonl'}", "--set", "training.kernels=torch"]
+    own = {name: str(place) for name, place in places.items()}
+    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("can be written by other users") == 2
+    assert list(places["TMPDIR"].glob("sansgpu-compiled-*")) == []  # it is deleted at the end
+
+
 @NEEDS_COMPILER
 def test_a_shared_cache_costs_one_warning_and_no_run(home: Path, tmp_path: Path) -> None:
     shared, canary = tmp_path / "shared", tmp_path / "canary"

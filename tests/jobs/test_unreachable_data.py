@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,21 @@ def test_a_connection_or_its_proxy_decides(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("http_proxy", here)
         assert reachable("http://no-such-host.invalid")
     assert not reachable("http://no-such-host.invalid")
+
+
+def test_a_configurations_name_runs_nothing_in_start_sh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "x';touch pwned;'$(touch pwned)`touch pwned` \"#"
+    Path(f"{name}.yaml").write_text("{}")
+    command = ["bench", f"{name}.yaml", *arguments("pretrain"), "--steps", "2", "--no-what-if"]
+    assert cli(command) == 0
+    script = Path("bench") / name / "start.sh"
+    done = subprocess.run([script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not Path("pwned").exists()
+    for odd in ("x\ntouch pwned", "x\x1b[2J"):
+        Path(f"{odd}.yaml").write_text("{}")
+        assert cli(["bench", f"{odd}.yaml"]) == 2
+        assert "holds control characters" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from sansgpu.config import (
     save_config,
 )
 from sansgpu.data.shards import Progress
-from sansgpu.jobs.folders import anywhere
+from sansgpu.jobs.folders import anywhere, require_plain_name
 from sansgpu.jobs.measure import Request, Result, measure_apart
 from sansgpu.jobs.plan import roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare
@@ -60,6 +60,7 @@ class BenchRequest:
 
 def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[str], None]) -> Result:
     """Measure and write the files. Raises ConfigError, and SansGPUError where a measurement failed."""
+    require_plain_name(request.output_dir)
     config, notes = load_config(request.config_file, request.overrides)
     for note in notes:
         warn(note)

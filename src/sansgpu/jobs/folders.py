@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
 from sansgpu.jobs.runs import RUNS
 from sansgpu.train.checkpoint import snapshots
+from sansgpu.watch.escape import printable_line
 
 LOCAL = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
 LOOKING = 0.5  # seconds that one who looks whether a run is held may hold it
@@ -65,6 +66,12 @@ def require_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+
+
+def require_plain_name(folder: Path) -> None:
+    """Raises ConfigError if a folder that files will name has line ends or other control characters in its own name."""
+    if printable_line(str(folder)) != str(folder):
+        raise ConfigError(f"{folder} holds control characters, which no script can name; choose another --output-dir.")
 
 
 @contextmanager

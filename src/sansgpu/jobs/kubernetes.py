@@ -14,6 +14,7 @@ from sansgpu import __version__
 from sansgpu.config import Config, ConfigError, load_config
 from sansgpu.jobs import manifests
 from sansgpu.jobs.cluster_request import ClusterRequest, lying_here, on_claim, settle
+from sansgpu.jobs.folders import require_plain_name
 from sansgpu.jobs.manifests import ClusterJob, as_yaml
 
 PYTHON_IMAGE = "python:3.12.12-slim-bookworm"
@@ -29,8 +30,7 @@ def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str
         warn(note)
     job = settle(request, config, warn)
     folder = request.output_dir or Path("k8s") / request.config_name
-    if not str(folder).isprintable():
-        raise ConfigError(f"{folder} cannot be named in a Dockerfile; choose an --output-dir of printable characters.")
+    require_plain_name(folder)
     _write(folder, _texts(job, config, folder))
     return _summary(job, config, folder)
 

@@ -20,6 +20,8 @@ from sansgpu.machine.probe import cache_dir, user_cache_dir
 ROOT = 0  # the superuser's id
 PRIVATE = 0o700
 
+_made: list[Path] = []  # temporary folders of this process: safe by their random names, whatever is above them
+
 
 class NotPrivateError(OSError):
     """Other users could change what is in a folder."""
@@ -76,7 +78,7 @@ def make_private(folder: Path) -> None:
 
 def require_safe_path(folder: Path) -> None:
     """Raises NotPrivateError if another user could replace `folder`, or a folder or link on the way to it."""
-    if not hasattr(os, "getuid"):
+    if not hasattr(os, "getuid") or any(folder.is_relative_to(made) for made in _made):
         return
     for step in _steps(folder):
         facts = step.lstat()
@@ -124,5 +126,6 @@ def _steps(path: Path) -> Iterator[Path]:
 def _temporary() -> Path:
     """A folder that is deleted when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="sansgpu-compiled-"))
+    _made.append(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
