@@ -62,6 +62,9 @@ def _explained(error: BaseException) -> tuple[str, int]:
     """One sentence, and the exit code."""
     from sansgpu.config import SansGPUError  # not above: `--help` needs no schema
 
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = str(error.filename or error)
+        return f"the name {name[:200]}... has {len(name):,} characters, which is too long for the file system.", 2
     usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer names it in no public place
     if isinstance(error, SansGPUError):
         return str(error), error.exit_code

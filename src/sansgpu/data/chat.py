@@ -14,11 +14,12 @@ from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from sansgpu.config import ConfigError
 from sansgpu.data.conversations import BadRowError, Conversation, Turn, bad_row, read_conversation
 from sansgpu.data.files import Row
+from sansgpu.machine.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 __all__ = [
     "BadRowError",
@@ -39,7 +40,7 @@ THOUGHT_END = "</think>"
 # Some templates write today's date, and a run that is resumed tomorrow must see the same tokens: this is the date
 # that Llama 3's templates write by themselves.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # of a template
+RENDERED_AT_ONCE = 1 << 22  # characters of all prefixes of a conversation, at most
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def build_examples(
     bad: list[str] = []
     for count, row in enumerate(rows, 1):
         try:
-            masked = mask_conversation(read_conversation(row), tokenizer)
+            with tokenizer_errors(row.where):
+                masked = mask_conversation(read_conversation(row), tokenizer)
         except BadRowError as error:
             if on_bad_row == "fail":
                 raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
@@ -195,13 +197,15 @@ class _Rendered:
 
     def __init__(self, conversation: Conversation, tokenizer: Any) -> None:
         self._where, self._turns, self._first = conversation.where, conversation.turns, conversation.first
-        self._tokenizer = tokenizer
         try:
             template = str(tokenizer.get_chat_template())
         except ValueError as error:  # several templates, none of them the default
             raise ConfigError(f"{str(error).splitlines()[0]} Set data.chat_template to a jinja file.") from None
         self._template = FIXED_DATE + template if "strftime_now" in template else template
-        self.full = self._render(self._turns)
+        self._names = tokenizer.special_tokens_map
+        self._prefixes: dict[tuple[int, bool], Rendered] = {}
+        self._render_needed_prefixes()
+        self.full = self._prefix(len(self._turns))
         known = self.full + "".join(turn["content"] for turn in self._turns)
         unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in known)  # of private use
         self._start_mark, self._end_mark = next(unused), next(unused)
@@ -210,29 +214,43 @@ class _Rendered:
         """What is learned of the text; `stops` are where its tokens end. Raises BadRowError where it does not show."""
         if GENERATION.search(self._template):
             return self._generated()
-        learned = [n for n, turn in enumerate(self._turns) if n >= self._first and turn["role"] == "assistant"]
-        return [self._span(number, stops) for number in learned]
+        return [self._span(number, stops) for number in self._learned()]
 
-    def _render(self, turns: Sequence[Turn], prompt: bool = False) -> str:
-        """The text of `turns`, with the header of the answer to come where a `prompt` is wanted."""
-        text: str = self._tried(
-            lambda: self._tokenizer.apply_chat_template(
-                list(turns), chat_template=self._template, tokenize=False, add_generation_prompt=prompt
-            )
-        )
-        return text
+    def _learned(self) -> list[int]:
+        return [n for n, turn in enumerate(self._turns) if n >= self._first and turn["role"] == "assistant"]
 
-    def _tried(self, render: Callable[[], Any]) -> Any:
+    def _render_needed_prefixes(self) -> None:
+        """Asks once for all that `_span` compares: each request costs a tenth of a millisecond."""
+        count = len(self._turns)
+        characters = sum(len(turn["content"]) for turn in self._turns)
+        wanted = [(count, False)]
+        if not GENERATION.search(self._template) and count * characters < RENDERED_AT_ONCE:
+            wanted += [which for n in self._learned() for which in ((n, True), (n, False), (n + 1, False))]
+        wanted = list(dict.fromkeys(wanted))
+        self._prefixes.update(zip(wanted, self._asked(self._turns, wanted), strict=True))
+
+    def _prefix(self, count: int, prompt: bool = False) -> str:
+        """The text of the first turns, with the header of the answer to come if a `prompt` is wanted."""
+        if (count, prompt) not in self._prefixes:
+            return self._accepted(self._asked(self._turns[:count], [(count, prompt)])[0])
+        return self._accepted(self._prefixes[count, prompt])
+
+    def _render(self, turns: Sequence[Turn]) -> str:
+        return self._accepted(self._asked(turns, [(len(turns), False)])[0])
+
+    def _asked(self, turns: Sequence[Turn], wanted: Sequence[tuple[int, bool]]) -> list[Rendered]:
         try:
-            return render()
-        except TemplateSyntaxError as error:
-            raise ConfigError(
-                f"line {error.lineno} of the chat template is no Jinja ({error.message}); "
-                "mend it or set data.chat_template to another."
-            ) from None
-        except REFUSALS as error:
-            reason = str(error).strip().split("\n")[0].removesuffix(".") or type(error).__name__
-            raise bad_row(self._where, f"is refused by the chat template ({reason})") from None
+            return render_prefixes(self._template, self._names, turns, wanted)
+        except UnusableTemplateError as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: UnusableTemplateError) -> ConfigError:
+        return ConfigError(f"{self._where}: {error}; mend it or set data.chat_template to another.")
+
+    def _accepted(self, rendered: Rendered) -> str:
+        if rendered.refusal is not None:
+            raise bad_row(self._where, f"is refused by the chat template ({rendered.refusal})")
+        return rendered.text
 
     def _generated(self) -> list[Span]:
         """What the template itself marks as the model's own.
@@ -240,26 +258,19 @@ class _Rendered:
         Not by `return_assistant_tokens_mask`, which takes the same marks to tokens by itself: where a marked stretch
         ends in white space that has no token of its own, it learns all that follows.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        _, spans = self._tried(
-            lambda: render_jinja_template(
-                [list(self._turns)],
-                chat_template=self._template,
-                return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
-            )
-        )
-        before = self._render(self._turns[: self._first]) if self._first else ""
-        asked = _common(before, self.full)
-        return [(start, stop) for start, stop in spans[0] if start >= asked]
+        try:
+            marked = render_spans(self._template, self._names, self._turns)
+        except UnusableTemplateError as error:
+            raise self._unusable(error) from None
+        self._accepted(marked)
+        asked = _common(self._prefix(self._first), self.full) if self._first else 0
+        return [(start, stop) for start, stop in marked.spans if start >= asked]
 
     def _span(self, number: int, stops: np.ndarray) -> Span:
         """Of an assistant's turn, by what the template writes without it, and where that fails by its content."""
         header = self._header(number)
         start = len(header) if header is not None and self.full.startswith(header) else None
-        turns = self._turns[: number + 1]
-        alone = (self.full if len(turns) == len(self._turns) else self._render(turns)).rstrip()
+        alone = self._prefix(number + 1).rstrip()
         if start is not None and self.full.startswith(alone) and start < len(alone):
             return start, len(alone)
         found = self._find_content(number, start, stops)
@@ -269,12 +280,11 @@ class _Rendered:
 
     def _header(self, number: int) -> str | None:
         """All that stands before what the model writes in this turn; None where the template does not show it."""
-        before = self._turns[:number]
-        header, plain = self._render(before, prompt=True), self._render(before)
+        header, plain = self._prefix(number, prompt=True), self._prefix(number)
         if header != plain:
             return header
         # The template knows no generation prompt; a mark in place of the turn shows whether there is a header.
-        probe = self._render([*before, {"role": "assistant", "content": self._start_mark}])
+        probe = self._render([*self._turns[:number], {"role": "assistant", "content": self._start_mark}])
         written, mark, _ = probe.partition(self._start_mark)
         return written.rstrip(" ") if mark else None  # a space belongs to the token of the word behind it
 

@@ -13,9 +13,11 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.config.plain import MOST_BYTES, FlawError, parse_json, read_regular, shown
+from sansgpu.config.plain import shown
 from sansgpu.data.shards import Progress, cache_key, cached
 from sansgpu.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, rows_needed
+from sansgpu.machine.inputs import read_json
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 
 class Specials(NamedTuple):
@@ -68,12 +70,14 @@ class MaskTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
         """Tokens of each text with their offsets and words, no special one among them; in parallel."""
-        return list(self.backend.encode_batch(list(texts), add_special_tokens=False))
+        with tokenizer_errors():
+            return list(self.backend.encode_batch(list(texts), add_special_tokens=False))
 
     def encode_names(self, names: Iterable[str]) -> list[list[int]]:
         """Ids of names as they would stand within a text, behind a space."""
         texts = [f" {name.strip()}" for name in names]
-        return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with tokenizer_errors():
+            return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def enclosed(self, ids: np.ndarray) -> np.ndarray:
         """A text's ids with those that begin and end it, int64."""
@@ -158,10 +162,7 @@ class GraphCodec:
     def load(cls, folder: Path) -> GraphCodec:
         """What `save` wrote. Raises ConfigError where it cannot be read."""
         file = folder / RELATIONS_FILE
-        try:
-            relations = parse_json(read_regular(file, MOST_BYTES)) if file.is_file() else []
-        except (OSError, FlawError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}.") from None
+        relations = read_json(file) if file.exists() else []
         if not isinstance(relations, list) or not all(isinstance(name, str) for name in relations):
             raise ConfigError(f"{file} holds {shown(relations)}, not a list of relations' names.")
         return cls(of_tokenizer(load_tokenizer(folder), str(folder)), tuple(relations))

@@ -13,6 +13,7 @@ import numpy as np
 
 from sansgpu.config import ConfigError
 from sansgpu.data.files import Row, is_text
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 BATCH = 1000  # questions tokenised in one call, in parallel
 
@@ -177,6 +178,7 @@ def _answer(row: Row, context: str, text: Any, start: Any) -> tuple[int, str]:
     raise _bad(row, f"the answer {text!r} does not stand at character {start} of the context")
 
 
+@tokenizer_errors()
 def make_windows(questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int) -> list[QuestionWindow]:
     """Windows of at most `max_length` tokens for all questions, in order; those of one overlap by `doc_stride` tokens.
 

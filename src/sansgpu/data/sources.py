@@ -13,8 +13,9 @@ from typing import Any
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, Row, file_form, pieces, read_documents, read_rows, row_text
 from sansgpu.data.stdlib_chat import stdlib_conversations
-from sansgpu.machine.disk import file_sha256, require_ordinary
+from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import reading_hub
+from sansgpu.machine.inputs import require_ordinary
 
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
 TEST_NAMES = ("test", "testing")

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
 from sansgpu.machine.hub import quiet_hub
+from sansgpu.machine.inputs import read_object, read_text, require_ordinary
+from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
 END_OF_TEXT = "<|endoftext|>"
 # The split of GPT-4 and Qwen: numbers in threes, a word with its space, line ends apart from indentation.
@@ -46,15 +48,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no special token among them."""
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        with tokenizer_errors():
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, encoded in parallel."""
-        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with tokenizer_errors():
+            return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are written out."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
+        with tokenizer_errors():
+            text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 
     def token_bytes(self) -> np.ndarray:
@@ -142,12 +147,14 @@ class CharTokenizer(Tokenizer):
 
 def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokenizer:
     """A tokenizer.json that was read from `source`. Raises ConfigError where it is none, or has no end of text."""
+    if (flaw := tokenizer_flaw(text)) is not None:
+        raise ConfigError(f"{source} is no tokenizer that can be used: {flaw}.")
     try:
         return Tokenizer(Backend.from_str(text), end_of_text)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
-        raise ConfigError(f"{source} is no tokenizer: {str(error).splitlines()[0]}.") from None
+    except TypeError:
+        raise ConfigError(f"{source}: eos_token in tokenizer_config.json is no text.") from None
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
@@ -159,12 +166,9 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         settings = file.parent / "tokenizer_config.json"
-        try:
-            end = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
-            text = file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} is no tokenizer: {str(error).splitlines()[0]}.") from None
-        return parsed_tokenizer(text, end.get("content") if isinstance(end, dict) else end, file)
+        end = read_object(settings).get("eos_token") if settings.exists() else None
+        return parsed_tokenizer(read_text(file), end.get("content") if isinstance(end, dict) else end, file)
+    require_ordinary(file)
     if path.is_absolute() or path.suffix == ".json" or str(name).startswith((".", "~")):
         raise ConfigError(f"{name} does not exist; data.tokenizer is bpe, char, a tokenizer.json or a model's name.")
     import transformers  # a second of imports that a local tokenizer never needs

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from sansgpu.config import ConfigError
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _BLOCK_BYTES, _SECTOR_BYTES = 4 << 20, 4096  # of one write; what a write past the page cache is a multiple of
@@ -27,12 +25,6 @@ def free_disk_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def require_ordinary(path: Path) -> None:
-    """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ConfigError(f"{path} is a pipe, a device or a socket; give a regular file or a folder.")
 
 
 def file_sha256(path: Path) -> str:

@@ -9,6 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from sansgpu.config import ConfigError
+from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generate import Sampling, reading, write
 from sansgpu.models.unpadded import autocast_of
 
@@ -38,6 +40,7 @@ class PretrainedReader:
         return logits
 
 
+@tokenizer_errors()
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     """Ids of a conversation that the model is to go on with; without a chat template, of its last text alone.
 
@@ -46,10 +49,15 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer(messages[-1]["content"]).input_ids)
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever a template raises
-        raise ConfigError(f"the chat template refuses this conversation: {error}.") from None
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+        template = tokenizer.get_chat_template()
+        asked = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])
+    except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, none of them the default
+        raise ConfigError(
+            f"{str(error).splitlines()[0].removesuffix('.')}; give the model another chat template."
+        ) from None
+    if asked[0].refusal is not None:
+        raise ConfigError(f"the chat template refuses this conversation: {asked[0].refusal}.")
+    return list(tokenizer(asked[0].text, add_special_tokens=False).input_ids)
 
 
 def answer(
@@ -63,7 +71,8 @@ def continued(
     model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
     """How the model goes on with a text."""
-    ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id or tokenizer.eos_token_id]
+    with tokenizer_errors():
+        ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id or tokenizer.eos_token_id]
     return _written(model, tokenizer, ids, max_new_tokens, sampling)
 
 

@@ -19,6 +19,8 @@ from gguf import Keys, LlamaFileType
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain import cut
+from sansgpu.machine.contained import is_panic
+from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_reader import read_gguf
 from sansgpu.models.gguf_settings import (
     ACTIVATIONS,
@@ -145,11 +147,17 @@ class GGUFFile:
     def tokenizer(self) -> TokenizerParts:
         """Its tokenizer. Raises ConfigError where it has none that can be read."""
         try:
-            return read_tokenizer(self._metadata)
+            parts = read_tokenizer(self._metadata)
+            flaw = tokenizer_flaw(parts.json)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
-        except Exception as error:  # `tokenizers` raises bare Exception for merges that make no token
-            raise ConfigError(f"{self.path}: its tokens make no tokenizer ({error}).") from None
+        except BaseException as error:  # `tokenizers` raises bare Exception for merges that make no token, or panics
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            raise ConfigError(f"{self.path}: its tokens make no tokenizer ({cut(str(error))}).") from None
+        if flaw is not None:
+            raise ConfigError(f"{self.path}: its tokens make no tokenizer ({flaw}).")
+        return parts
 
     def weights(self) -> Weights:
         """Weights in fp32, by Hugging Face's names. Raises ConfigError where one has no place, or cannot be read."""

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from gguf import GGUFWriter, Keys, TokenType
@@ -50,12 +51,16 @@ class TokenizerParts:
         """The text of a token. Raises ConfigError where there is none."""
         if index is None:
             return None
-        raw = json.loads(self.json)
-        names = {i: name for name, i in raw["model"]["vocab"].items()}
-        names |= {token["id"]: token["content"] for token in raw["added_tokens"]}
-        if index not in names:
+        backend = _parsed(self.json)
+        name = backend.id_to_token(index) if type(index) is int and 0 <= index < 1 << 32 else None
+        if name is None:
             raise ConfigError(f"the tokenizer has no token {index}.")
-        return str(names[index])
+        return str(name)
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str) -> Backend:
+    return Backend.from_str(text)
 
 
 def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
+from sansgpu.machine.inputs import read_object
 from sansgpu.models.graph_encoder import INIT_STD, NORM_EPS, GraphEncoder
+from sansgpu.models.model_folder import require_sound_folder
+from sansgpu.models.weights_file import load_weights
 from sansgpu.models.whole_folder import written_whole
 
 MODEL_TYPE = "sansgpu-graph"  # of our own layout
@@ -94,24 +96,28 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
     settings = _settings(folder)
     try:
         config = ModelConfig.model_validate(settings["model"])
+        weights = load_weights(folder / "model.safetensors")
+        if config.n_layers > len(weights):
+            raise ConfigError(
+                f"{folder}: config.json names {config.n_layers} layers, but there are {len(weights)} weights."
+            )
         model = GraphEncoder(config, seed=None)
-        model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
-    except (KeyError, TypeError, OSError) as error:
+        model.load_state_dict(weights, assign=True)
+    except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is no graph encoder's folder: {error}; export the model anew.") from None
     except ValidationError as error:
         raise ConfigError(f"{folder}: config.json makes no model: {'; '.join(problems(error))}.") from None
-    except (SafetensorError, RuntimeError) as error:
+    except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{folder}: the weights do not fit config.json: {reason}") from None
     return model, {name: settings[name] for name in ("data", "training") if name in settings}
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if not (folder / "config.json").exists():
         return {}
-    return settings if isinstance(settings, dict) else {}
+    require_sound_folder(folder)
+    return read_object(folder / "config.json")
 
 
 def _to_bert(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:

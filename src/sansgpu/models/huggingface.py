@@ -9,15 +9,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy
+from sansgpu.machine.inputs import read_object
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
+from sansgpu.models.model_folder import require_sound_folder
 from sansgpu.models.text import TextCodec
+from sansgpu.models.weights_file import load_weights
 from sansgpu.models.whole_folder import written_whole
 
 
@@ -43,10 +45,8 @@ def load_decoder(folder: Path) -> TransformerLM | None:
     config = decoder_config(folder)
     if config is None:
         return None
-    try:
-        weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-    except SafetensorError as error:
-        raise ConfigError(f"{folder}: the weights do not fit its settings: {error}") from None
+    files = sorted(folder.glob("*.safetensors"))
+    weights = {name: tensor for file in files for name, tensor in load_weights(file).items()}
     return _filled(config, {name: tensor.float() for name, tensor in weights.items()}, folder)
 
 
@@ -57,10 +57,12 @@ def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
 
 
 def _filled(config: ModelConfig, weights: Weights, source: Path) -> TransformerLM:
-    model = TransformerLM(config, seed=None)
+    if config.n_layers > len(weights):
+        raise ConfigError(f"{source} names {config.n_layers} layers, but has {len(weights)} weights.")
     try:
+        model = TransformerLM(config, seed=None)
         model.load_state_dict(from_hugging_face(config, weights), assign=True)
-    except (RuntimeError, ConfigError) as error:
+    except (RuntimeError, MemoryError, ValueError, AssertionError, ConfigError) as error:
         reason = " ".join(str(error).split())[:300]  # torch names every weight that is missing
         raise ConfigError(f"{source}: the weights do not fit its settings: {reason}") from None
     return model
@@ -73,13 +75,10 @@ def decoder_config(source: Path) -> ModelConfig | None:
     """
     if is_gguf(str(source)):
         return _shape(open_gguf(source).settings, source)
-    try:
-        settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
-        raise ConfigError(f"{source} is no Hugging Face model folder: config.json cannot be read ({error}).") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{source}: config.json holds a {type(settings).__name__}, not keys and values.")
-    return _shape(settings, source)
+    if not (source / "config.json").exists():
+        raise ConfigError(f"{source} is no Hugging Face model folder: it has no config.json.")
+    require_sound_folder(source)
+    return _shape(read_object(source / "config.json"), source)
 
 
 def _shape(settings: dict[str, Any], source: Path) -> ModelConfig | None:
@@ -89,6 +88,8 @@ def _shape(settings: dict[str, Any], source: Path) -> ModelConfig | None:
         raise ConfigError(f"{source}: config.json has no {error.args[0]}; save the model anew.") from None
     except ValidationError as error:
         raise ConfigError(f"{source}: config.json makes no model: {'; '.join(problems(error))}.") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{source}: config.json has a value of another type than expected ({error}).") from None
 
 
 class HuggingFaceLM(torch.nn.Module):

@@ -24,10 +24,14 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, fold_seed
+from sansgpu.machine.contained import is_panic
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
+from sansgpu.machine.inputs import read_text, require_ordinary
+from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
+from sansgpu.models.model_folder import require_sound_folder
 from sansgpu.models.whole_folder import written_whole
 
 Head = Literal["causal", "qa", "masked"]
@@ -61,6 +65,7 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
         tokenizer: Any = _tokenizer_of(file)
     else:
         name, options = _source(model)
+        _require_sound_tokenizer(Path(name) / "tokenizer.json")
         with _one_sentence(f"the tokenizer of {name} cannot be loaded"):
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not getattr(tokenizer, "is_fast", False):
@@ -68,10 +73,7 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
     if chat_template is not None:
         ours = chat_template == SIMPLE_TEMPLATE
         path = _SIMPLE if ours else Path(chat_template).expanduser()
-        try:
-            tokenizer.chat_template = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"data.chat_template {chat_template} cannot be read: {error}.") from None
+        tokenizer.chat_template = read_text(path)
     return tokenizer
 
 
@@ -282,6 +284,11 @@ def _config_of(file: GGUFFile) -> PreTrainedConfig:
     return config
 
 
+def _require_sound_tokenizer(file: Path) -> None:
+    if file.is_file() and (flaw := tokenizer_flaw(read_text(file))) is not None:
+        raise ConfigError(f"{file} is no tokenizer that can be used: {flaw}.")
+
+
 def _tokenizer_of(file: GGUFFile) -> Any:
     parts = file.tokenizer
     return PreTrainedTokenizerFast(
@@ -308,7 +315,11 @@ def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"model.name_or_path {name} does not exist; give a folder, or a model's name on the hub.")
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
         raise ConfigError(f"{name} is no model's folder: it has no config.json.")
-    _require_no_import(path / "adapter_config.json")
+    if path.is_dir():
+        require_sound_folder(path)
+        _require_no_import(path / "adapter_config.json")
+    else:
+        require_ordinary(path)
     options = {"revision": model.revision} if model.revision else {}
     return str(path) if path.is_dir() else name, {**options, "trust_remote_code": model.trust_remote_code}
 
@@ -333,7 +344,9 @@ class _one_sentence:  # noqa: N801  read as a statement
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+        if error is None or isinstance(error, ConfigError):
+            return
+        if isinstance(error, Exception) or is_panic(error):
             if "trust_remote_code" in str(error):
                 raise ConfigError(
                     f"{self._what}: it comes with Python code of its own; read that code, and allow it with "

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.plain import FlawError, read_json
 from sansgpu.machine.disk import file_sha256, sync_to_disk
+from sansgpu.models.weights_file import load_weights, readable_weights
 from sansgpu.train.snapshot_schema import Manifest, State
 from sansgpu.train.tensor_file import Whole, as_it_is, save_tensors
 
@@ -95,19 +95,19 @@ class Snapshot:
 
     def shapes(self, file: str) -> dict[str, tuple[list[int], str]]:
         """Shape and safetensors' name for the type of every tensor in one of the files."""
-        with safe_open(self.folder / file, "pt") as tensors:
+        with readable_weights(self.folder / file), safe_open(self.folder / file, "pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
             return {name: (list(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
     def tensors(self, file: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of one of the files, in the order of their names, one at a time in memory."""
-        with safe_open(self.folder / file, "pt") as tensors:
+        with readable_weights(self.folder / file), safe_open(self.folder / file, "pt") as tensors:
             for name in sorted(tensors.keys()):
                 yield name, tensors.get_tensor(name)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's weights."""
-        return dict(load_file(self.folder / WEIGHTS))
+        return load_weights(self.folder / WEIGHTS)
 
     def size_bytes(self) -> int:
         """Its size on disk."""

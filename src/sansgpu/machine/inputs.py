@@ -1,0 +1,47 @@
+"""Files that anyone may have written, read with bounds: none can hang a process or fill its memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import ConfigError
+from sansgpu.config.plain import FlawError, read_regular
+
+MOST_TEXT_BYTES = 256 << 20  # the largest tokenizer.json have 35 MB
+MOST_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
+
+
+def require_ordinary(path: Path) -> None:
+    """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{path} is a pipe, a device or a socket; give a regular file or a folder.")
+
+
+def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """The text of a UTF-8 file. Raises ConfigError if it cannot be read, is too large or is no regular file."""
+    try:
+        return read_regular(path, most_bytes).decode()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: it is not UTF-8 text (byte {error.start:,}).") from None
+    except FlawError as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises ConfigError if it cannot be read or is no JSON."""
+    try:
+        return json.loads(read_text(path, MOST_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The keys and values of a JSON file. Raises ConfigError as `read_json`, or if it holds something else."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not keys and values.")
+    return value

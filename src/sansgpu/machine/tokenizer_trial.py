@@ -1,0 +1,130 @@
+"""Tries tokenizers in a child process before they are loaded, because their library may abort or panic on them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from sansgpu.config import ConfigError
+from sansgpu.config.plain import cut
+from sansgpu.machine.contained import Contained, ContainedError, is_panic
+
+MOST_ROWS = 1 << 24  # an embedding needs a row for each id up to the largest; 262,144 is the most in use
+MOST_GROWTH = 256  # times that replacements may lengthen a text
+MOST_REPLACEMENTS = 64
+MOST_PREPENDED = 100  # characters before each text
+MOST_WORD = 10_000  # characters of a word that WordPiece cuts, which takes the square of them
+# What makes normalizers, patterns and vocabularies fail: nothing, long runs, rare characters, special tokens.
+TEXTS = (
+    "",
+    "Hello, world! It's 12345.67\n\n\tdef main():",
+    "a" * 40 + "!",
+    "x" * 5000,
+    " " * 2000 + "9" * 2000,
+    "naïve 世界 🎉 e\u0301\u200b\ufeff\0 \u2028 ﷺ",
+    "<|endoftext|></s>[MASK]<s>",
+)
+
+_sound: set[bytes] = set()  # hashes of those tried in this process
+
+
+def tokenizer_flaw(text: str) -> str | None:
+    """Why a tokenizer.json cannot be used, as a clause; None if nothing is wrong with it."""
+    content = text.encode(errors="surrogatepass")
+    digest = hashlib.sha256(content).digest()
+    if digest in _sound:
+        return None
+    child = Contained(_try)
+    try:
+        flaw = child.ask(content).decode()
+    except ContainedError as error:
+        flaw = f"it {error}"
+    finally:
+        child.close()
+    if not flaw:
+        _sound.add(digest)
+    return flaw or None
+
+
+@contextmanager
+def tokenizer_errors(where: str = "") -> Iterator[None]:
+    """Raises what the library fails with on a text as ConfigError, which begins with `where`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not is_panic(error):  # it raises bare Exception where it does not panic
+            raise
+        place = f"{where}: " if where else ""
+        raise ConfigError(f"{place}the tokenizer fails on this text ({_first_line(error)}).") from None
+
+
+def _try(content: bytes) -> bytes:
+    try:
+        backend = Backend.from_str(content.decode())
+        flaw = _excess(backend)
+        if flaw is None:
+            _encode_probes(backend)
+    except BaseException as error:
+        if isinstance(error, MemoryError):
+            raise
+        flaw = _first_line(error)
+    return (flaw or "").encode()
+
+
+def _encode_probes(backend: Backend) -> None:
+    backend.no_padding()
+    backend.no_truncation()
+    for special in (False, True):
+        backend.encode_special_tokens = special
+        for text in TEXTS:
+            try:
+                ids = backend.encode(text).ids
+                backend.decode(ids, skip_special_tokens=False)
+            except Exception:  # a tokenizer without an unknown token cannot encode every text
+                continue
+
+
+def _excess(backend: Backend) -> str | None:
+    """What would take too much memory or time with some texts."""
+    rows = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if rows > MOST_ROWS:
+        return f"its largest token id is {rows - 1:,}, for which an embedding would need {rows:,} rows"
+    if getattr(backend.model, "max_input_chars_per_word", 0) > MOST_WORD:
+        return f"its max_input_chars_per_word is larger than {MOST_WORD:,}"
+    for part in (backend.normalizer, backend.decoder):
+        steps = list(_steps(json.loads(part.__getstate__()))) if part is not None else []
+        growth = 1.0
+        for step in steps:
+            growth *= _growth(step)
+        if growth > MOST_GROWTH or sum(step.get("type") == "Replace" for step in steps) > MOST_REPLACEMENTS:
+            return "its replacements could make a text longer without end"
+    return None
+
+
+def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    inner = component.get("normalizers", component.get("decoders"))
+    if inner is None:
+        yield component
+    else:
+        for part in inner:
+            yield from _steps(part)
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """How many times longer a step can make a text."""
+    if step.get("type") == "Prepend":
+        return 1.0 if len(step["prepend"]) <= MOST_PREPENDED else float("inf")
+    if step.get("type") != "Replace":
+        return 1.0
+    replaced = step["pattern"].get("String")  # a regular expression replaces one character at least
+    return max(1.0, len(step["content"]) / max(1, len(replaced or "")))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return cut(lines[0]).removesuffix(".") if lines else type(error).__name__

@@ -1,0 +1,46 @@
+"""Checks Hugging Face folders before a library reads them, which may wait, loop or leave the folder as they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import ConfigError
+from sansgpu.machine.inputs import read_json, read_object, require_ordinary
+
+MOST_PARTS = 10_000  # layers, experts or blocks that a config.json may name; each is a loop's turn and a module
+_PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
+
+
+def require_sound_folder(folder: Path) -> None:
+    """Raises ConfigError if a model's folder holds a pipe or device, or settings that no library could work with.
+
+    An index of weights may name files of its own folder only.
+    """
+    for path in sorted(folder.iterdir()):
+        require_ordinary(path)
+        if path.name.endswith(".index.json"):
+            _check_index(path)
+    for name in ("config.json", "adapter_config.json"):
+        if (folder / name).exists():
+            require_possible_sizes(read_json(folder / name), folder / name)
+
+
+def require_possible_sizes(settings: Any, source: Path) -> None:
+    """Raises ConfigError if a model's settings name more layers, experts or heads than any model has."""
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{source} holds a {type(settings).__name__}, not keys and values.")
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            require_possible_sizes(value, source)
+        elif _PARTS.search(key) and isinstance(value, (int, float)) and not -MOST_PARTS <= value <= MOST_PARTS:
+            raise ConfigError(f"{source}: {key} is larger than {MOST_PARTS:,}, which no model has.")
+
+
+def _check_index(path: Path) -> None:
+    files = read_object(path).get("weight_map", {})
+    names = list(files.values()) if isinstance(files, dict) else [files]
+    for name in dict.fromkeys(map(str, names)):
+        if name != Path(name).name or not (path.parent / name).is_file():
+            raise ConfigError(f"{path} names the weights {name[:200]!r}, which is no file of its folder.")
