@@ -177,7 +177,12 @@ def test_a_folder_whose_config_makes_no_model_is_refused(tmp_path: Path, content
 
 @pytest.mark.parametrize(
     ("damage", "named"),
-    [("rubbish", ""), ("missing", "embedding.weight"), ("other", "blocks.1"), ("foreign", "layers.0.experts.weight")],
+    [
+        ("rubbish", "holds no weights that can be read"),
+        ("missing", "do not fit.*embedding.weight"),
+        ("other", "do not fit.*blocks.1"),
+        ("foreign", "do not fit.*layers.0.experts.weight"),
+    ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, damage: str, named: str) -> None:
     export_model(model_of("modern"), TOKENIZER, tmp_path / "final")
@@ -192,7 +197,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, damage: str, named:
             weights.write_bytes((tmp_path / "other/model.safetensors").read_bytes())
         case "foreign":
             save_file({"model.layers.0.experts.weight": torch.zeros(2)}, weights)
-    with pytest.raises(ConfigError, match=f"do not fit.*{named}") as error:
+    with pytest.raises(ConfigError, match=named) as error:
         load_decoder(tmp_path / "final")
     assert str(tmp_path / "final") in str(error.value)
     assert "\n" not in str(error.value)

@@ -35,6 +35,7 @@ from sansgpu.models.gguf_settings import (
 )
 from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
 from sansgpu.models.layouts import TRANSPOSED, Weights, module_names
+from sansgpu.models.model_folder import require_layers
 from sansgpu.models.whole_folder import written_whole_file
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
@@ -184,8 +185,7 @@ class GGUFFile:
         embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
         tied = head is None or (self._architecture == "apertus" and np.array_equal(head.data, embedding.data))
         known = read_settings(self._architecture, self._metadata)
-        if _layers(known) > len(self._tensors):
-            raise ConfigError(f"its metadata name {_layers(known)} layers, but it has {len(self._tensors)} tensors.")
+        require_layers(_layers(known), len(self._tensors), "its metadata")
         return {**known, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
 

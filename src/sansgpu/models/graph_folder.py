@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.machine.inputs import read_object
 from sansgpu.models.graph_encoder import INIT_STD, NORM_EPS, GraphEncoder
-from sansgpu.models.model_folder import require_sound_folder
+from sansgpu.models.model_folder import require_layers, require_sound_folder
 from sansgpu.models.weights_file import load_weights
 from sansgpu.models.whole_folder import written_whole
 
@@ -97,10 +97,7 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
     try:
         config = ModelConfig.model_validate(settings["model"])
         weights = load_weights(folder / "model.safetensors")
-        if config.n_layers > len(weights):
-            raise ConfigError(
-                f"{folder}: config.json names {config.n_layers} layers, but there are {len(weights)} weights."
-            )
+        require_layers(config.n_layers, len(weights), folder)
         model = GraphEncoder(config, seed=None)
         model.load_state_dict(weights, assign=True)
     except (KeyError, TypeError) as error:

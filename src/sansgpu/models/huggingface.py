@@ -17,7 +17,7 @@ from sansgpu.machine.inputs import read_object
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
-from sansgpu.models.model_folder import require_sound_folder
+from sansgpu.models.model_folder import require_layers, require_sound_folder
 from sansgpu.models.text import TextCodec
 from sansgpu.models.weights_file import load_weights
 from sansgpu.models.whole_folder import written_whole
@@ -57,8 +57,7 @@ def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
 
 
 def _filled(config: ModelConfig, weights: Weights, source: Path) -> TransformerLM:
-    if config.n_layers > len(weights):
-        raise ConfigError(f"{source} names {config.n_layers} layers, but has {len(weights)} weights.")
+    require_layers(config.n_layers, len(weights), source)
     try:
         model = TransformerLM(config, seed=None)
         model.load_state_dict(from_hugging_face(config, weights), assign=True)

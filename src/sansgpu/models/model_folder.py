@@ -9,7 +9,8 @@ from typing import Any
 from sansgpu.config import ConfigError
 from sansgpu.machine.inputs import read_json, read_object, require_ordinary
 
-MOST_PARTS = 10_000  # layers, experts or blocks that a config.json may name; each is a loop's turn and a module
+MOST_PARTS = 10_000  # layers, experts or heads that a config.json may name; each is a turn of a loop or a module
+ORDINARY_LAYERS = 128  # are built whatever the weights are, so that what is missing is named
 _PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
 
 
@@ -36,6 +37,12 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
             require_possible_sizes(value, source)
         elif _PARTS.search(key) and isinstance(value, (int, float)) and not -MOST_PARTS <= value <= MOST_PARTS:
             raise ConfigError(f"{source}: {key} is larger than {MOST_PARTS:,}, which no model has.")
+
+
+def require_layers(layers: int, weights: int, source: Path | str) -> None:
+    """Raises ConfigError if a model names far more layers than it has weights: each would be built first."""
+    if layers > max(weights, ORDINARY_LAYERS):
+        raise ConfigError(f"{source}: the weights do not fit its settings: {layers} layers, but {weights} weights.")
 
 
 def _check_index(path: Path) -> None:
