@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.data.files import Row, is_text
+from sansgpu.data.files import Row, is_text, short
 
 Turn = dict[str, Any]  # role, content, and whatever else the chat template may read
 
@@ -43,7 +43,7 @@ class Conversation:
 
 def bad_row(where: str, problem: str) -> BadRowError:
     """The error for a row that must be changed."""
-    return BadRowError(f"{where} {problem}; mend or drop the row.")
+    return BadRowError(f"{where} {short(problem)}; mend or drop the row.")
 
 
 def read_conversation(row: Row) -> Conversation:

@@ -24,6 +24,7 @@ MOST_LINE = 64 << 20  # bytes or characters of a line, and characters of a field
 MOST_JSON = 256 << 20  # characters of a .json file, which is parsed whole
 MOST_VALUES = 8_000_000  # in one JSON text; Python takes up to 100 bytes for each
 MOST_DEPTH = 100  # levels of nesting in one row
+MOST_PROBLEM = 400  # characters of a message about a row
 MOST_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes below which the ratio does not matter
 
 
@@ -36,6 +37,11 @@ class Row(NamedTuple):
     where: str
     value: Any
     problem: str | None = None
+
+
+def short(problem: str) -> str:
+    """What is wrong with a row, without the rest of a long value that it quotes."""
+    return problem if len(problem) <= MOST_PROBLEM else problem[:MOST_PROBLEM] + "..."
 
 
 class Piece(NamedTuple):

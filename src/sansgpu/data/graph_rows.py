@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from sansgpu.config import ConfigError
-from sansgpu.data.files import Row, is_text, row_text
+from sansgpu.data.files import Row, is_text, row_text, short
 from sansgpu.data.graph import GraphDocument, Triple
 
 _T = TypeVar("_T")
@@ -62,7 +62,7 @@ class BadRows:
 
 def bad_row(row: Row, problem: str) -> ConfigError:
     """The error of a row with a problem."""
-    return ConfigError(f"{row.where}: {problem}; mend or drop the row.")
+    return ConfigError(f"{row.where}: {short(problem)}; mend or drop the row.")
 
 
 def read_graph_row(row: Row, column: str | None) -> GraphDocument | EntityText | Fact:

@@ -12,6 +12,7 @@ from sansgpu.data.files import Row, read_lines
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
 from sansgpu.data.graph_rows import BadRows, Fact, bad_row
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES
+from sansgpu.machine.inputs import require_ordinary
 
 TRAIN_FILE, ENTITY_FILE, RELATION_FILE = "train.tsv", "entity2text.txt", "relation2text.txt"
 
@@ -76,6 +77,8 @@ def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
     }
     if not (folder / TRAIN_FILE).is_file():
         return {}
+    for name in (name for names in parts.values() for name in (*names, ENTITY_FILE, RELATION_FILE)):
+        require_ordinary(folder / name)
     there = {part: next((name for name in names if (folder / name).is_file()), None) for part, names in parts.items()}
     texts = [name for name in (ENTITY_FILE, RELATION_FILE) if (folder / name).is_file()]
     return {part: {file: folder / file for file in (name, *texts)} for part, name in there.items() if name}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.files import Row, is_text
+from sansgpu.data.files import Row, is_text, short
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 BATCH = 1000  # questions tokenised in one call, in parallel
@@ -75,7 +75,7 @@ def read_questions(
 
 
 def _bad(row: Row, problem: str) -> ConfigError:
-    return ConfigError(f"{row.where}: {problem}; mend or drop the row.")
+    return ConfigError(f"{row.where}: {short(problem)}; mend or drop the row.")
 
 
 def _single_questions(rows: Iterable[Row]) -> Iterator[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # of characters that SPLIT does not part
 FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|im_end|>", "<|end_of_text|>", "[SEP]")
 
@@ -123,8 +124,18 @@ class BPETokenizer(Tokenizer):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        backend.train_from_iterator(texts, trainer)
+        backend.train_from_iterator(_with_short_words(texts), trainer)
         return cls(backend)
+
+
+def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, cut after every 1,000 characters of a word: the trainer takes the square of a word's length."""
+    for text in texts:
+        start = 0
+        for run in LONG_RUN.finditer(text):
+            yield text[start : run.end()]
+            start = run.end()
+        yield text[start:]
 
 
 class CharTokenizer(Tokenizer):

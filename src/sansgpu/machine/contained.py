@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-CPU_SECONDS = 5  # of one request, counted in processor time: a busy machine changes no result
 MEMORY_BYTES = 1 << 30  # that the child may take besides what this process has
 IDLE_SECONDS = 2.0  # after which a child ends; as long as it lives, pages that this process writes are copied
 _NO_MEMORY, _FAILED = 3, 4  # exit codes of a child
@@ -29,11 +28,12 @@ class ContainedError(Exception):
 class Contained:
     """A function from bytes to bytes that runs in a child process with bounded time and memory.
 
+    `cpu_seconds` are those of one request, counted in processor time: a busy machine changes no result.
     Where the system cannot fork (Windows), it runs in this process, without bounds.
     """
 
-    def __init__(self, serve: Callable[[bytes], bytes]) -> None:
-        self._serve = serve
+    def __init__(self, serve: Callable[[bytes], bytes], cpu_seconds: int) -> None:
+        self._serve, self._cpu_seconds = serve, cpu_seconds
         self._lock = threading.Lock()
         self._child = self._parent = 0
         self._pipe: Connection | None = None
@@ -53,7 +53,7 @@ class Contained:
                 except (EOFError, OSError):
                     status = self._reap()
                     if status != 0:  # else it had been idle and ended between two requests
-                        raise ContainedError(_reason(status)) from None
+                        raise ContainedError(_reason(status, self._cpu_seconds)) from None
                 except BaseException:  # an interrupt: the answer would be taken for the next one's
                     os.kill(self._child, signal.SIGKILL)
                     self._reap()
@@ -71,7 +71,7 @@ class Contained:
         self._child = os.fork()
         if not self._child:
             here.close()
-            _answer(there, self._serve)
+            _answer(there, self._serve, self._cpu_seconds)
         there.close()
         self._pipe = here
 
@@ -84,7 +84,7 @@ class Contained:
         return os.waitstatus_to_exitcode(status)
 
 
-def _answer(pipe: Connection, serve: Callable[[bytes], bytes]) -> None:
+def _answer(pipe: Connection, serve: Callable[[bytes], bytes], cpu_seconds: int) -> None:
     """The child's life. Never returns."""
     import resource  # not on Windows
 
@@ -99,7 +99,7 @@ def _answer(pipe: Connection, serve: Callable[[bytes], bytes]) -> None:
             _limit(resource.RLIMIT_AS, used + MEMORY_BYTES)
         while pipe.poll(IDLE_SECONDS):
             request = pipe.recv_bytes()
-            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             answer = serve(request)
             signal.setitimer(signal.ITIMER_PROF, 0)
             pipe.send_bytes(answer)
@@ -127,9 +127,9 @@ def _address_space_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _reason(status: int) -> str:
+def _reason(status: int, cpu_seconds: int) -> str:
     if status == -signal.SIGPROF:
-        return f"does not end within {CPU_SECONDS} seconds"
+        return f"does not end within {cpu_seconds} seconds"
     if status == _NO_MEMORY:
         return f"needs more than {MEMORY_BYTES >> 30} GB of memory"
     return f"fails in its library ({f'signal {-status}' if status < 0 else 'it panics'})"

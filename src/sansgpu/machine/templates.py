@@ -12,6 +12,7 @@ from typing import Any
 
 from sansgpu.machine.contained import Contained, ContainedError
 
+CPU_SECONDS = 2  # of all prefixes of a conversation, which take milliseconds
 MOST_CHARACTERS = 64 << 20  # of one rendered conversation
 Turn = Mapping[str, Any]
 
@@ -100,4 +101,4 @@ def _render(
     return text, found[0] if spans else [], None
 
 
-_RENDERER = Contained(_serve)
+_RENDERER = Contained(_serve, CPU_SECONDS)

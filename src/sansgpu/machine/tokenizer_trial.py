@@ -14,6 +14,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.plain import cut
 from sansgpu.machine.contained import Contained, ContainedError, is_panic
 
+CPU_SECONDS = 5  # the largest tokenizers take two
 MOST_ROWS = 1 << 24  # an embedding needs a row for each id up to the largest; 262,144 is the most in use
 MOST_GROWTH = 256  # times that replacements may lengthen a text
 MOST_REPLACEMENTS = 64
@@ -39,7 +40,7 @@ def tokenizer_flaw(text: str) -> str | None:
     digest = hashlib.sha256(content).digest()
     if digest in _sound:
         return None
-    child = Contained(_try)
+    child = Contained(_try, CPU_SECONDS)
     try:
         flaw = child.ask(content).decode()
     except ContainedError as error:

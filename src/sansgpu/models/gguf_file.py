@@ -20,6 +20,7 @@ from gguf import Keys, LlamaFileType
 from sansgpu.config import ConfigError
 from sansgpu.config.plain import cut
 from sansgpu.machine.contained import is_panic
+from sansgpu.machine.inputs import require_ordinary
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_reader import read_gguf
 from sansgpu.models.gguf_settings import (
@@ -61,8 +62,9 @@ class About:
 
 
 def is_gguf(target: str) -> bool:
-    """Whether a model is given as a file, or by a name that ends as one's."""
+    """Whether a model is given as a file, or by a name that ends as one's. Raises ConfigError for a pipe or device."""
     path = Path(target).expanduser()
+    require_ordinary(path)
     return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
 
 

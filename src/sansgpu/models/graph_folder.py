@@ -85,7 +85,8 @@ def is_graph_folder(folder: Path) -> bool:
 
 def fills_gaps(folder: Path) -> bool:
     """Whether it holds a model of transformers with a head for masked tokens."""
-    return any(str(name).endswith("ForMaskedLM") for name in _settings(folder).get("architectures") or ())
+    names = _settings(folder).get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names)
 
 
 def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.model_folder import require_layers, require_sound_folder
 from sansgpu.models.text import TextCodec
-from sansgpu.models.weights_file import load_weights
+from sansgpu.models.weights_file import load_weights, readable_weights
 from sansgpu.models.whole_folder import written_whole
 
 
@@ -46,8 +47,14 @@ def load_decoder(folder: Path) -> TransformerLM | None:
     if config is None:
         return None
     files = sorted(folder.glob("*.safetensors"))
-    weights = {name: tensor for file in files for name, tensor in load_weights(file).items()}
-    return _filled(config, {name: tensor.float() for name, tensor in weights.items()}, folder)
+    return _filled(config, {name: tensor for file in files for name, tensor in _wide(file)}, folder)
+
+
+def _wide(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in load_weights(file).items():
+        with readable_weights(file):  # torch cannot convert every type that it can name
+            wide = tensor.float()
+        yield name, wide
 
 
 def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:

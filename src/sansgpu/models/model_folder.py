@@ -10,6 +10,7 @@ from sansgpu.config import ConfigError
 from sansgpu.machine.inputs import read_json, read_object, require_ordinary
 
 MOST_PARTS = 10_000  # layers, experts or heads that a config.json may name; each is a turn of a loop or a module
+MOST_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself takes 100 MB
 ORDINARY_LAYERS = 128  # are built whatever the weights are, so that what is missing is named
 _PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
 
@@ -21,6 +22,8 @@ def require_sound_folder(folder: Path) -> None:
     """
     for path in sorted(folder.iterdir()):
         require_ordinary(path)
+        if path.suffix == ".safetensors":
+            require_short_header(path)
         if path.name.endswith(".index.json"):
             _check_index(path)
     for name in ("config.json", "adapter_config.json"):
@@ -37,6 +40,14 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
             require_possible_sizes(value, source)
         elif _PARTS.search(key) and isinstance(value, (int, float)) and not -MOST_PARTS <= value <= MOST_PARTS:
             raise ConfigError(f"{source}: {key} is larger than {MOST_PARTS:,}, which no model has.")
+
+
+def require_short_header(path: Path) -> None:
+    """Raises ConfigError if the header of a safetensors file names far more tensors than a file of weights has."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MOST_HEADER_BYTES:
+        raise ConfigError(f"{path} holds no weights that can be read: its header has {length:,} bytes.")
 
 
 def require_layers(layers: int, weights: int, source: Path | str) -> None:
