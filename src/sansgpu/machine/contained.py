@@ -6,6 +6,7 @@ The child is forked: nothing has to be imported again, so that it answers after 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -89,6 +90,7 @@ def _answer(pipe: Connection, serve: Callable[[bytes], bytes], cpu_seconds: int)
     import resource  # not on Windows
 
     code = _FAILED
+    faulthandler.disable()  # an abort is expected here
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a Rust library writes there why it fails
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, with which this process ends
