@@ -114,7 +114,7 @@ def test_what_is_within_the_bounds_is_read_to_the_character(tmp_path: Path) -> N
     """A line of 50 MB, a .gz of the ratio that real logs have, lines that end in a carriage return."""
     text = "naïve \u2028 text\r\n" * 50_000
     with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
-        file.write(("\ufeff" + json.dumps({"text": text}) + "\r\n").encode() * 3)
+        file.write(("\ufeff" + (json.dumps({"text": text}) + "\r\n") * 3).encode())
     assert [row.value for row in read_rows(tmp_path / "a.jsonl.gz")] == [{"text": text}] * 3
     long = "word " * 10_000_000
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": long}), encoding="utf-8")
@@ -144,7 +144,8 @@ DOORS: dict[str, list[str]] = {
     "extract": ["extract", LONG, "--text", "a"],
     "tokenizer": ["tokenizer", "encode", LONG, "--text", "a"],
     "snapshots": ["snapshots", "list", LONG],
-    "model": ["plan", "--set", "task=sft", "--set", f"model.name_or_path={LONG}", "--set", "data.dataset_name=/tmp"],
+    "model": ["train", "--dry-run", "--set", "task=sft", "--set", f"model.name_or_path={LONG}",
+              "--set", "data.dataset_name=python-stdlib-chat"],
     "output": ["train", "--output-dir", LONG],
 }  # fmt: skip
 

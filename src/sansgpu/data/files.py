@@ -305,7 +305,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         try:
             yield from _numbered(path, reader)
         except csv.Error as error:
-            raise ConfigError(f"{path}, line {reader.line_num} is no CSV: {error}.") from None
+            raise ConfigError(f"{path}, line {reader.reader.line_num} is no CSV: {error}.") from None
 
 
 def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
