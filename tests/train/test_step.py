@@ -6,7 +6,8 @@ import torch
 from sansgpu.config import ModelConfig, SansGPUError, TrainingConfig
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.models import TransformerLM
-from sansgpu.train.optim import Optimizer, choose_optimizer, split_parameters
+from sansgpu.train.optim import Optimizer, choose_optimizer
+from sansgpu.train.parameter_groups import parameter_groups
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import StepPlan, train_step
 
@@ -124,9 +125,9 @@ def test_the_optimizer_is_chosen_by_what_muon_costs_of_a_step() -> None:
 
 
 def test_a_tied_matrix_is_trained_once_and_as_an_embedding() -> None:
-    hidden, rest = split_parameters(model_of(MODERN))
-    assert [name for name, _ in rest if "embedding" in name or "head" in name] == ["embedding.weight"]
-    assert all(name.startswith("blocks") for name, _ in hidden)
+    groups = parameter_groups(model_of(MODERN))
+    assert [name for name, _ in groups.others if "embedding" in name or "head" in name] == ["embedding.weight"]
+    assert all(name.startswith("blocks") for name, _ in groups.matrices)
 
 
 def test_muon_steps_along_the_orthogonalised_momentum() -> None:

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sansgpu.config import TrainingConfig, fold_seed
+from sansgpu.config import ConfigError, TrainingConfig, fold_seed
 from sansgpu.kernels.newton_schulz import orthogonalise
 from sansgpu.kernels.quantised import adamw8, quantised_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
 from sansgpu.machine.group import ALONE, Group
+from sansgpu.train.parameter_groups import parameter_groups
 from sansgpu.train.reduce import Reducer
 from sansgpu.train.sharding import EVERYWHERE, Owned, Place, Rows, local_of, on_gradient, shard_blocks, spread
 
@@ -93,11 +94,14 @@ class Optimizer:
         self._model, self._training, self._compute_dtype, self._group = model, training, compute_dtype, group
         self._sharding = training.sharding if group.size > 1 else "none"
         cut = shard_blocks(model, group, compute_dtype) if self._sharding == "full" else set()
-        hidden, rest = split_parameters(model)
-        places = self._places(model, {name for name, _ in (*hidden, *rest)}, cut)
-        kinds = MUON if training.optimizer == "muon" else ADAMW
-        self.weights = [self._hold(name, p, kinds, training.weight_decay, places[name]) for name, p in hidden]
-        self.weights += [self._hold(name, p, ADAMW, 0.0, places[name]) for name, p in rest]
+        groups = parameter_groups(model)
+        if training.optimizer == "muon" and not groups.matrices:
+            raise ConfigError("training.optimizer is muon, but no matrix of the model is trained; set it to adamw.")
+        places = self._places(model, {name for name, p in model.named_parameters() if p.requires_grad}, cut)
+        kinds, decay = MUON if training.optimizer == "muon" else ADAMW, training.weight_decay
+        self.weights = [self._hold(name, p, kinds, decay, places[name]) for name, p in groups.matrices]
+        self.weights += [self._hold(name, p, ADAMW, decay, places[name]) for name, p in groups.filters]
+        self.weights += [self._hold(name, p, ADAMW, 0.0, places[name]) for name, p in groups.others]
         for parameter in model.parameters():
             if not parameter.requires_grad:  # as products read it, and in fp32 what no product does
                 parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
@@ -229,7 +233,8 @@ class Optimizer:
         )
 
     def _muon(self, weights: list[Weight], lr: float, scale: float) -> None:
-        """Momentum, orthogonalised (Jordan et al. 2024); matrices of one shape together.
+        """Steps along the orthogonalised momentum (Jordan et al. 2024), for weights of one shape together: matrices, or
+        stacks of matrices that are orthogonalised one by one.
 
         torch.optim.Muon computes in bf16 everywhere, which is slow where bf16 is emulated, and one matrix at a time.
         """
@@ -239,9 +244,12 @@ class Optimizer:
             gradient, momentum = weight.gradient.to(weight.master.dtype).mul_(scale), weight.moments["momentum"]
             momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
             updates.append(gradient.lerp_(momentum, MUON_MOMENTUM))  # Nesterov
-        size = MUON_UPDATE_RMS * max(weights[0].parameter.shape) ** 0.5
+        size = MUON_UPDATE_RMS * max(weights[0].parameter.shape[-2:]) ** 0.5
         whole = torch.stack([w.place.everywhere(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
-        for weight, update in zip(weights, orthogonalise(whole, self._compute_dtype), strict=True):
+        matrices = whole.view(-1, *whole.shape[-2:])
+        for some in matrices.split(max(1, MUON_NUMBERS // matrices[0].numel())):
+            some.copy_(orthogonalise(some, self._compute_dtype))
+        for weight, update in zip(weights, whole, strict=True):
             weight.master.mul_(1 - lr * weight.decay).add_(weight.place.mine(update), alpha=-lr * size)
             if weight.working is not None:
                 weight.working.copy_(weight.master)
@@ -315,18 +323,3 @@ def choose_optimizer(wanted: str, step_flops: float, muon_flops: float) -> str:
         return wanted
     cost = muon_flops * ORTHOGONALISE_PACE
     return "muon" if cost < MUON_MOST * (step_flops + cost) else "adamw"
-
-
-def split_parameters(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """(matrices of layers inside the model, everything else): what Muon and weight decay are for, and not.
-
-    Embeddings, the output head, norms and biases are in the second list. A tied parameter stands once.
-    """
-    find_head = getattr(model, "get_output_embeddings", lambda: getattr(model, "head", None))
-    head = find_head()
-    layers = [m for m in model.modules() if not isinstance(m, nn.Embedding) and m is not head]
-    inner = {id(m.weight) for m in layers if isinstance(getattr(m, "weight", None), nn.Parameter)}
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [(name, p) for name, p in trained if id(p) in inner and p.ndim > 1]
-    found = {id(p) for _, p in matrices}
-    return matrices, [(name, p) for name, p in trained if id(p) not in found]

@@ -1,0 +1,48 @@
+"""Which trained parameters get weight decay, and which of these Muon updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """The trained parameters of a model by role; a tied parameter is in one group only."""
+
+    matrices: Named  # multiplied with the states of tokens: (outputs, inputs), or a stack of them, one an expert
+    filters: Named  # of convolutions: decayed, but no product of matrices, which Muon is made for
+    others: Named  # embeddings, the output head, norms, biases: not decayed
+
+
+def parameter_groups(model: nn.Module) -> ParameterGroups:
+    """Groups the trained parameters by what their modules do with them, each group in the model's order.
+
+    Mixtures of transformers hold the matrices of all experts in parameters (experts, outputs, inputs) of a module that
+    is called `...Experts`.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: getattr(model, "head", None))()
+    tables = {
+        id(m.weight) for m in model.modules() if (isinstance(m, nn.Embedding) or m is head) and hasattr(m, "weight")
+    }
+    matrices: set[int] = set()
+    filters: set[int] = set()
+    for module in model.modules():
+        experts = "Experts" in type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in tables or parameter.ndim < 2:
+                continue
+            if name == "weight" and (isinstance(module, _ConvNd) or parameter.ndim > 3):
+                filters.add(id(parameter))
+            elif name == "weight" or (experts and parameter.ndim == 3):
+                matrices.add(id(parameter))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return ParameterGroups(
+        [(name, p) for name, p in trained if id(p) in matrices],
+        [(name, p) for name, p in trained if id(p) in filters],
+        [(name, p) for name, p in trained if id(p) not in matrices | filters],
+    )
