@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from sansgpu.kernels import attention as attention_module
 from sansgpu.kernels import cross_entropy, linear, native
@@ -164,6 +165,19 @@ def test_linear_cross_entropy_survives_logits_of_any_size(kernels: str) -> None:
     assert_near(ours, exact, torch.float32)
     nan = linear_cross_entropy(torch.tensor([[float("nan")]]), head, torch.tensor([0]))
     assert not bool(nan.isfinite())  # the step must see it
+
+
+@pytest.mark.parametrize("tokens", [40, 2 * cross_entropy.CHUNK_ROWS + 5])
+def test_without_gradients_linear_cross_entropy_computes_only_logits(kernels: str, tokens: int) -> None:
+    hidden, head = torch.ones(tokens, 8, requires_grad=True), torch.ones(30, 8, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        loss = linear_cross_entropy(hidden, head, targets)
+    assert counter.get_total_flops() == 3 * 2 * tokens * 8 * 30
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, head, targets)
+    assert counter.get_total_flops() == 2 * tokens * 8 * 30
+    assert torch.equal(evaluated, loss)
 
 
 def test_linear_cross_entropy_multiplies_in_autocasts_dtype_and_sums_in_fp32(kernels: str) -> None:

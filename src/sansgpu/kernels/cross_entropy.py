@@ -62,8 +62,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`reference_cross_entropy` in fp32, of the positions that have a target.
 
-    Products run in the dtype of `hidden`, or autocast's where it is on; sums in fp32 (fp64 for fp64). Gradients are
-    computed in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989).
+    Products run in the dtype of `hidden`, or autocast's where it is on; sums in fp32 (fp64 for fp64). Unless gradients
+    are disabled, they are computed in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989).
     """
     return _cross_entropy(hidden, weight, targets, shape, ignore_index, count=False)[0]
 
@@ -89,6 +89,8 @@ def _cross_entropy(
         kept = targets != ignore_index
         if not bool(kept.all()):
             hidden, targets = hidden[kept], targets[kept]
+        if not torch.is_grad_enabled():  # the function below would see only that the weight requires a gradient
+            hidden, weight = hidden.detach(), weight.detach()
         return cast(tuple[torch.Tensor, torch.Tensor], _LinearCrossEntropy.apply(hidden, weight, targets, shape, count))
 
 
