@@ -111,5 +111,5 @@ def record(run: Path) -> list[dict[str, object]]:
     """The events of a run without what differs between equal runs: times, and its folder's name."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line.get("cause") not in MEASURED_CAUSES]
-    measured = {*MEASURED_KEYS, "output_dir", "available_bytes", "gemm_flops_per_second"}
+    measured = {*MEASURED_KEYS, "output_dir", "available_bytes"}
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]

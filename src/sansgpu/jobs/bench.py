@@ -29,7 +29,7 @@ from sansgpu.jobs.plan import roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare
 from sansgpu.machine.compilation import missing_for_compile
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
-from sansgpu.machine.probe import has_native_bf16
+from sansgpu.machine.probe import best_gemm_rate, has_native_bf16
 from sansgpu.tasks import task_of
 from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.watch.bench_report import write_report
@@ -117,7 +117,7 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
     needed = task_of(prepared.config).work(prepared.config, tokens).needed
-    gemm = measured["gemm_flops_per_second"]
+    gemm = _gemm_rate(prepared, measured, needed / middle)
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
     config = prepared.config
@@ -342,6 +342,12 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
     result["files"] = [str(folder / name) for name in ("report.md", "report.html", "optimized.yaml", "start.sh")]
 
 
+def _gemm_rate(prepared: Prepared, measured: Result, reached: float) -> float:
+    """The best GEMM rate in FLOP/s, at least what the model reached."""
+    known, machine = measured["gemm_flops_per_second"], prepared.machine
+    return best_gemm_rate(known, reached, machine.precision, machine.device.type)
+
+
 def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]) -> Result:
     """The model alone, at the run's micro-batch and at one window."""
     rows = []
@@ -352,6 +358,7 @@ def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say
         measured = measure_apart(Request(one, request.steps, forward_only=True))
         seconds = median(measured["step_seconds"][-request.steps :])
         flops = task.work(chosen, size * window).needed / 3  # forward is a third of a step's products
+        gemm = _gemm_rate(prepared, measured, flops / seconds)
         rows.append(
             {
                 "batch_size": size,
@@ -359,7 +366,7 @@ def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say
                 "seconds": seconds,
                 "tokens_per_second": size * window / seconds,
                 "flops_per_second": flops / seconds,
-                "mfu": flops / seconds / measured["gemm_flops_per_second"],
+                "mfu": flops / seconds / gemm,
                 "peak_rss_bytes": measured["peak_rss_bytes"],
                 "model_seconds": measured["model_seconds"],
             }

@@ -173,6 +173,15 @@ def gemm_flops_per_second(precision: str, device: str = "cpu", threads: int = 0)
     return gemm_rate(GEMM_SIZE, precision, device)
 
 
+def best_gemm_rate(known: float, reached: float, precision: str, device: str, processes: int = 1) -> float:
+    """The GEMM rate in FLOP/s that a model's rate `reached` is compared with: `known`, or if the model beats it, a new
+    measurement, since another program must have slowed the first one down. Never less than `reached`.
+
+    A new measurement takes all `processes` to be as fast as this one.
+    """
+    return known if reached <= known else max(reached, processes * gemm_rate(GEMM_SIZE, precision, device))
+
+
 def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
     """`fp32` or `bf16`: bf16 where the flags promise it and timed products keep the promise."""
     wanted = training.wanted_precision

@@ -101,7 +101,7 @@ class Trainer:
         if not self._cut_by_rows:
             task.between_blocks(self._guard.look)
         self._controls = controls or Controls()
-        self._log = StepLog(task, gemm_flops_per_second, system)
+        self._log = StepLog(task, gemm_flops_per_second, plan, system)
         self._health = Health(training)
         self._snapshot: Snapshot | None = None  # the newest, perhaps still being written
         self._snapshot_said, self._save_seconds = True, 0.0
@@ -127,6 +127,7 @@ class Trainer:
         for event in recorded:  # so that it hears of nothing twice, and of the same as a run that went on
             if (event.get("step") or 0) <= snapshot.step:
                 self._health.see(event)
+        self._log.recall(recorded, self.environment)
         # One that was killed took time that no snapshot knows of.
         self._before = self.group.decide(lambda: max((e.get("elapsed_seconds") or 0.0 for e in recorded), default=0.0))
         laid = self.progress.total_steps

@@ -1,36 +1,55 @@
-"""What is said of steps: the means of those since it was last said."""
+"""Step events: means over the steps since the last event."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from sansgpu.machine.probe import Environment, best_gemm_rate
 from sansgpu.machine.usage import Usage
 from sansgpu.tasks import Task
 from sansgpu.train.schedule import UNKNOWN
 from sansgpu.train.state import Progress
-from sansgpu.train.step import PHASES, Phases, StepResult
+from sansgpu.train.step import PHASES, Phases, StepPlan, StepResult
 from sansgpu.watch.events import Event
 
 System = Callable[[], dict[str, Any] | None]  # what the machine went through since it was last asked
 
 
 class StepLog:
-    """Collects steps, and makes a step event of them."""
+    """Collects steps and makes step events of them.
 
-    def __init__(self, task: Task, gemm_flops_per_second: float, system: System = lambda: None) -> None:
-        self._task, self._gemm, self._system = task, gemm_flops_per_second, system
+    `gemm_flops_per_second` is the best GEMM rate of all processes of `plan` together, which `mfu` compares with.
+    """
+
+    def __init__(self, task: Task, gemm_flops_per_second: float, plan: StepPlan, system: System = lambda: None) -> None:
+        self._task, self._gemm, self._plan, self._system = task, gemm_flops_per_second, plan, system
         self._usage = Usage()
         self._steps: list[tuple[float, int, Phases]] = []  # seconds, tokens and phases
 
+    def recall(self, recorded: Sequence[Event], environment: Environment) -> None:
+        """Keep the best GEMM rate that the run's earlier processes recorded under the same conditions, so that `mfu`
+        means the same before and after a resume.
+        """
+        alike, names = False, ("device", "isa", "precision", "threads", "world_size")
+        for event in recorded:
+            if event["event"] == "start":
+                alike = all(event.get(name) == getattr(environment, name) for name in names)
+            elif event["event"] == "step" and alike:
+                self._gemm = max(self._gemm, event.get("gemm_flops_per_second") or 0.0)
+
     def add(self, seconds: float, tokens: int, phases: Phases) -> None:
-        """One more step."""
+        """Record one step."""
         self._steps.append((seconds, tokens, phases))
 
     def event(self, progress: Progress, result: StepResult, lr: float, total_steps: int) -> Event:
-        """The event of this step, but for what is known of the time. The next one begins anew."""
+        """The event of the steps since the last one, without what depends on the run's time."""
         steps, self._steps = self._steps, []
         seconds, tokens = sum(step[0] for step in steps), sum(step[1] for step in steps)
+        flops_per_second, plan = self._task.flops_per_token * tokens / seconds, self._plan
+        self._gemm = best_gemm_rate(
+            self._gemm, flops_per_second, plan.precision, plan.device.type, processes=plan.group.size
+        )
         event = {
             "event": "step",
             "step": progress.step,
@@ -41,7 +60,8 @@ class StepLog:
             "tokens": progress.tokens,
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds / len(steps),
-            "mfu": self._task.flops_per_token * tokens / seconds / self._gemm,
+            "mfu": flops_per_second / self._gemm,
+            "gemm_flops_per_second": self._gemm,
             "rss_bytes": self._usage.rss_bytes(),
             "cpu_percent": self._usage.cpu_percent(),
             "total_steps": None if total_steps == UNKNOWN else total_steps,

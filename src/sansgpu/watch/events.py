@@ -11,8 +11,8 @@ Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 
 # What differs between two runs of the same thing; everything else in an event does not.
 MEASURED_KEYS = (
-    "time", "tokens_per_second", "step_seconds", "mfu", "rss_bytes", "cpu_percent", "eta_seconds", "seconds",
-    "elapsed_seconds", "phase_seconds", "system",
+    "time", "tokens_per_second", "step_seconds", "mfu", "gemm_flops_per_second", "rss_bytes", "cpu_percent",
+    "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
 # Warnings with these causes are of the machine's state: of two equal runs one may hear them and the other not.
 MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat")
