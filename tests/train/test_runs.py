@@ -21,7 +21,7 @@ from tests.processes import digests, environment, finish, record, settings, star
 STEP_KEYS = {
     "event", "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "rss_bytes",
     "cpu_percent", "eta_seconds", "elapsed_seconds", "total_steps", "phase_seconds", "system",
-    "gemm_flops_per_second",
+    "gemm_flops_per_second", "threads",
 }  # fmt: skip
 EVAL_KEYS = {"event", "step", "loss", "perplexity", "bits_per_byte", "seconds"}
 END_KEYS = {"event", "step", "time", "reason", "seconds", "snapshot"}

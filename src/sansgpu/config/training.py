@@ -130,6 +130,11 @@ class TrainingConfig(Section):
     threads: PositiveInt | Literal["auto"] = Field(
         "auto", description="compute threads of a process; auto: OMP_NUM_THREADS, else its share of the physical cores"
     )
+    adapt_threads: bool = Field(
+        False,
+        description="use fewer threads while other programs use the cores; the result then depends on when they did, "
+        "in its last bits",
+    )
     seed: int = Field(42, ge=0, description="the only source of randomness")
     save_steps: int = Field(250, ge=0, description="steps between snapshots; 0: only the best and the last")
     eval_steps: int = Field(100, ge=0, description="steps between evaluations; 0: none but the final one")
@@ -177,6 +182,8 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainingConfig:
+        if self.adapt_threads and self.threads != "auto":
+            raise ValueError(f"adapt_threads changes the threads, but threads is {self.threads}; set it to auto")
         if self.use_amp is False and self.precision == "bf16":
             raise ValueError("use_amp false means fp32, but precision says bf16; give one of the two")
         if self.master_weights == "bf16" and self.wanted_precision == "fp32":

@@ -84,6 +84,8 @@ def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun
         for note in [*notes, *([world.note] if world.note else [])]:
             early.warn(note)
         _require_same(config, group)
+        if training.adapt_threads and group.size > 1:
+            raise ConfigError("training.adapt_threads is for a run of one process; set it to false.")
         place = _place(request, config, group, Sinks(heard).warn, held)  # of a resume, which is not in the record
         require_boards(list(training.report_to))
         outcome = _train_in(place, config, request, group, sinks, early.warn, kept, progress)

@@ -165,8 +165,8 @@ def _neighbour(event: Event) -> str | None:
         return None
     who = "other programs take" if others >= stolen else "the host of this virtual machine takes"
     return (
-        f"{who} {max(others, stolen) / 100:.1f} cores, and every step waits for the slowest: stop them, or lower "
-        "training.threads by as many."
+        f"{who} {max(others, stolen) / 100:.1f} cores, and every step waits for the slowest: stop them, lower "
+        "training.threads by as many, or let training.adapt_threads do so while they run, which changes the last bits."
     )
 
 

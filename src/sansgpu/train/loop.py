@@ -26,6 +26,7 @@ from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import Phases, StepPlan, StepResult, train_step
 from sansgpu.train.step_log import StepLog, System
 from sansgpu.train.tensor_file import Tensors, as_it_is, in_file_order
+from sansgpu.train.threads import AdaptiveThreads
 from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.controls import Controls, Wish
 from sansgpu.watch.events import Event, Sinks, now
@@ -83,11 +84,7 @@ class Trainer:
         self._before = 0.0  # seconds of the run's earlier processes
         weights, moments = (sum(t.nbytes for t in tensors.values()) for tensors in self._tensors())
         self._budget = Budget(
-            training,
-            self._elapsed,
-            evaluated,
-            snapshot_bytes=weights + moments,
-            export_bytes=weights,
+            training, self._elapsed, evaluated, snapshot_bytes=weights + moments, export_bytes=weights
         )
         self._guard = MemoryGuard(
             plan.micro_batch,
@@ -103,6 +100,7 @@ class Trainer:
         self._controls = controls or Controls()
         self._log = StepLog(task, gemm_flops_per_second, plan, system)
         self._health = Health(training)
+        self._threads = AdaptiveThreads(training, environment)
         self._snapshot: Snapshot | None = None  # the newest, perhaps still being written
         self._snapshot_said, self._save_seconds = True, 0.0
         self._unsettled: Snapshot | None = None  # what `_settle` has to say; all events wait for it
@@ -124,9 +122,8 @@ class Trainer:
         recorded, problem = read_record(self.paths.metrics) if self.group.first else ([], None)
         if problem:
             warn(problem)
-        for event in recorded:  # so that it hears of nothing twice, and of the same as a run that went on
-            if (event.get("step") or 0) <= snapshot.step:
-                self._health.see(event)
+        for event in (e for e in recorded if (e.get("step") or 0) <= snapshot.step):
+            self._health.see(event)  # so that it warns of nothing twice, and of the same as a run that went on
         self._log.recall(recorded, self.environment)
         # One that was killed took time that no snapshot knows of.
         self._before = self.group.decide(lambda: max((e.get("elapsed_seconds") or 0.0 for e in recorded), default=0.0))
@@ -276,7 +273,10 @@ class Trainer:
     def _say_step(self, result: StepResult, lr: float) -> None:
         event = self._log.event(self.progress, result, lr, self.total_steps)
         times = {"eta_seconds": self._eta_seconds(event["step_seconds"]), "elapsed_seconds": self._elapsed()}
-        self._say({**event, **times})
+        self._say({**event, **times, "threads": self.environment.threads})
+        if changed := self._threads.see(event):
+            self.environment = replace(self.environment, threads=changed[0])
+            self.sinks.emit({"event": "warning", "step": event["step"], "cause": "threads", "message": changed[1]})
 
     def _say(self, event: Event) -> None:
         """Emit an event, and what is to be said of how the run goes."""

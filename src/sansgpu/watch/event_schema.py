@@ -77,6 +77,7 @@ class _Step(_Event):
     tokens_per_second: Amount | None = None
     step_seconds: Amount | None = None
     mfu: Amount | None = None
+    threads: Count | None = None
     gemm_flops_per_second: Amount | None = None
     rss_bytes: Amount | None = None
     cpu_percent: Amount | None = None

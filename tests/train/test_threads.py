@@ -1,0 +1,76 @@
+"""`training.adapt_threads` gives way to other programs, which here are real processes that use every core."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sansgpu.config import load_config
+from sansgpu.jobs.train import TrainRequest, train
+from sansgpu.machine.monitor import Monitor
+from sansgpu.machine.probe import available_cores
+from sansgpu.watch.controls import Controls
+from sansgpu.watch.events import Event
+from tests.processes import record, settings, write_corpus
+
+ENOUGH_STEPS = 3000
+
+
+class StopsAfterOneThread:
+    """Ends the run one step after it went on with one thread."""
+
+    def __init__(self, controls: Controls) -> None:
+        self.controls = controls
+
+    def emit(self, event: Event) -> None:
+        if event["event"] == "step" and event["threads"] == 1:
+            self.controls.stop()
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def neighbors() -> Iterator[None]:
+    """As many busy programs as there are cores."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(available_cores())]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+def overrides(home: Path, *more: str) -> tuple[str, ...]:
+    chosen = settings(
+        data__dataset_name=write_corpus(home / "corpus.jsonl"), training__threads="auto",
+        training__max_steps=ENOUGH_STEPS, training__logging_steps=1, training__eval_steps=0, training__save_steps=0,
+    )  # fmt: skip
+    return (*(part for part in chosen if part != "--set"), *more)
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="one core has no thread to give up")
+def test_a_run_gives_way_to_its_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbors: None) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run, controls = tmp_path / "run", Controls()
+    given = overrides(tmp_path, "training.adapt_threads=true")
+    request = TrainRequest(None, given, run, controls=controls, monitor=Monitor(seconds=0.05))
+    train(request, [StopsAfterOneThread(controls)], lambda *_: None)
+    threads = [event["threads"] for event in record(run) if event["event"] == "step"]
+    assert threads[0] == available_cores()
+    assert threads[-1] == 1
+    assert torch.get_num_threads() == 1
+    said = [e for e in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if e.get("cause") == "threads"]
+    assert "the run goes on with 1 threads instead of" in said[-1]["message"]
+    (snapshot,) = (run / "snapshots").glob("step-*")
+    assert json.loads((snapshot / "state.json").read_text())["environment"]["threads"] == 1
+
+
+def test_threads_that_were_asked_for_do_not_change(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="threads is 2; set it to auto"):
+        load_config(None, ["training.threads=2", "training.adapt_threads=true"])
