@@ -14,7 +14,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
 from sansgpu.machine.compilation import is_long, missing_for_compile, resolve_compile
-from sansgpu.machine.launch import SPINS, share_cores
+from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, share_cores
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.remembered import remembered
 
@@ -82,12 +82,18 @@ def test_threads_and_memory_are_within_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+    ("given", "load", "expected"),
+    [
+        ({}, 0.0, str(SPINS)),
+        ({}, 1e6, str(CONTENDED_SPINS)),  # other programs use the cores
+        ({"GOMP_SPINCOUNT": "7"}, 1e6, "7"),
+        ({"OMP_WAIT_POLICY": "passive"}, 0.0, None),
+    ],
 )
 def test_threads_spin_briefly_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], load: float, expected: str | None
 ) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     for name, value in given.items():
