@@ -52,6 +52,7 @@ class Batch:
     targets: torch.Tensor  # (B, T) int64, IGNORE where nothing is predicted
     positions: torch.Tensor | None = None  # (B, T) int64
     document_ids: torch.Tensor | None = None  # (B, T) int64
+    target_bytes: torch.Tensor | None = None  # (B, 1) int64: UTF-8 bytes of the text that a row's targets cover
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -77,7 +78,7 @@ class Batch:
         inputs, targets = cut(self.inputs, 0), cut(self.targets, IGNORE)
         assert inputs is not None
         assert targets is not None
-        return Batch(inputs, targets, cut(self.positions, 0), cut(self.document_ids, 0))
+        return Batch(inputs, targets, cut(self.positions, 0), cut(self.document_ids, 0), cut(self.target_bytes, 0))
 
     def in_pieces(self, length: int) -> Batch:
         """The same tokens, cut every `length` places into pieces that do not see each other."""
@@ -100,5 +101,5 @@ class Batch:
         return self._map(lambda value: value.pin_memory())
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        positions, document_ids = (None if v is None else change(v) for v in (self.positions, self.document_ids))
-        return Batch(change(self.inputs), change(self.targets), positions, document_ids)
+        others = (self.positions, self.document_ids, self.target_bytes)
+        return Batch(change(self.inputs), change(self.targets), *(None if v is None else change(v) for v in others))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import numpy as np
 from sansgpu.config import ConfigError
 from sansgpu.data.conversations import BadRowError, Conversation, Turn, bad_row, read_conversation
 from sansgpu.data.files import Row
+from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
 from sansgpu.machine.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
@@ -45,10 +46,13 @@ RENDERED_AT_ONCE = 1 << 22  # characters of all prefixes of a conversation, at m
 
 @dataclass(frozen=True)
 class Masked:
-    """Token ids, and for each whether it is learned (as a target; the first of all has nothing to be told from)."""
+    """Token ids, whether each is learned (as a target, so that the first one never is), and how many UTF-8 bytes of the
+    text each covers.
+    """
 
     ids: list[int]
     learned: list[bool]
+    sizes: list[int] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Examples:
     tokens: np.ndarray  # (T,) int32
     learned: np.ndarray  # (T,) bool
     offsets: np.ndarray  # (N + 1,) int64
+    learned_bytes: np.ndarray  # (N,) int64: UTF-8 bytes of text that is learned, special tokens not counted
     truncated: int  # rows of which the beginning was cut off
     dropped: int  # rows that were too long, or of which nothing was left to learn
     skipped: int  # bad rows
@@ -88,7 +93,10 @@ def build_examples(
 
     Raises BadRowError for the first bad row unless it is to be skipped, and ConfigError where the tokenizer cannot do.
     """
-    tokens, learned, offsets = array("i"), array("b"), array("q", [0])
+    tokens, learned, offsets, sizes = array("i"), array("b"), array("q", [0]), array("q")
+    of_text = token_bytes(tokenizer.backend_tokenizer) > 0
+    if tokenizer.unk_token_id is not None:
+        of_text[tokenizer.unk_token_id] = True
     truncated = dropped = 0
     bad: list[str] = []
     for count, row in enumerate(rows, 1):
@@ -108,10 +116,12 @@ def build_examples(
                 tokens.extend(fitted.ids)
                 learned.extend(fitted.learned)
                 offsets.append(len(tokens))
+                counted = of_text[fitted.ids[1:]] & np.array(fitted.learned[1:])
+                sizes.append(int(np.array(fitted.sizes[1:])[counted].sum()))
         if progress is not None:
             progress(count)
     arrays = (np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64))
-    return Examples(*arrays, truncated, dropped, len(bad), bad[0] if bad else None)
+    return Examples(*arrays, np.array(sizes, np.int64), truncated, dropped, len(bad), bad[0] if bad else None)
 
 
 def fit(masked: Masked, max_length: int, long_rows: Literal["truncate", "drop"]) -> Masked | None:
@@ -119,7 +129,7 @@ def fit(masked: Masked, max_length: int, long_rows: Literal["truncate", "drop"])
     if len(masked.ids) > max_length:
         if long_rows == "drop":
             return None
-        masked = Masked(masked.ids[-max_length:], masked.learned[-max_length:])
+        masked = Masked(masked.ids[-max_length:], masked.learned[-max_length:], masked.sizes[-max_length:])
     return masked if any(masked.learned[1:]) else None
 
 
@@ -159,24 +169,30 @@ def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> Masked:
     end = tokenizer.eos_token_id
     if end is None:
         raise ConfigError("the model's tokenizer has no end token (eos_token); set one in its tokenizer_config.json.")
-    before = _encode(prompt, tokenizer)
-    after = _encode_behind(answer, tokenizer) if prompt else _encode(answer, tokenizer)
-    begin = tokenizer("x")["input_ids"][:1]
-    if begin == [tokenizer.bos_token_id] and (before or after)[:1] != begin:  # a text may have it written out
+    before = _encode(prompt, tokenizer)[0] if prompt else []
+    after, sizes = _encode_behind(answer, tokenizer) if prompt else _encode(answer, tokenizer)
+    begin = list(special_tokens_around(tokenizer.backend_tokenizer)[0])
+    if (before or after)[: len(begin)] != begin:  # a text may have it written out
         before = begin + before
     if after[-1:] != [end]:
-        after = [*after, end]
-    return Masked(before + after, [False] * len(before) + [True] * len(after))
+        after, sizes = [*after, end], [*sizes, 0]
+    learned = [False] * len(before) + [True] * len(after)
+    return Masked(before + after, learned, [0] * len(before) + sizes)
 
 
-def _encode(text: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def _encode(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids of a text without special tokens around it, and how many of its bytes each covers."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    sizes = bytes_between(text, [stop for _, stop in encoded["offset_mapping"]])
+    return list(encoded["input_ids"]), sizes.tolist()
 
 
-def _encode_behind(text: str, tokenizer: Any) -> list[int]:
-    """Ids of a text that follows another: without the space that SentencePiece puts before a text's first word."""
-    newline, ids = _encode("\n", tokenizer), _encode("\n" + text, tokenizer)
-    return ids[len(newline) :] if ids[: len(newline)] == newline else _encode(text, tokenizer)
+def _encode_behind(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The same for a text that follows another, without the space that SentencePiece puts before a first word."""
+    (newline, _), (ids, sizes) = _encode("\n", tokenizer), _encode("\n" + text, tokenizer)
+    if newline and ids[: len(newline)] == newline:
+        return ids[len(newline) :], sizes[len(newline) :]
+    return _encode(text, tokenizer)
 
 
 def _mask_chat(conversation: Conversation, tokenizer: Any) -> Masked:
@@ -189,7 +205,8 @@ def _mask_chat(conversation: Conversation, tokenizer: Any) -> Masked:
         # A token may begin in the header: the space of `Answer: ` is one with the word behind it, which is learned.
         visible = stop - len(rendered.full[start:stop].lstrip())
         learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
-    return Masked(list(encoded["input_ids"]), learned.tolist())
+    sizes = bytes_between(rendered.full, stops.tolist())
+    return Masked(list(encoded["input_ids"]), learned.tolist(), sizes.tolist())
 
 
 class _Rendered:

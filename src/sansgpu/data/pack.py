@@ -6,12 +6,13 @@ Each document is [end-of-text, its tokens]; the next end-of-text is what its las
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.split import TokenRanges
 
@@ -25,6 +26,9 @@ class Windows(Protocol):
 
     def batch(self, indices: np.ndarray) -> Batch:
         """The examples of these numbers, one a row."""
+
+    def target_bytes(self, indices: np.ndarray) -> np.ndarray:
+        """UTF-8 bytes of the text that the targets of each of these examples cover, (B,) int64."""
 
 
 def make_windows(part: TokenRanges, window: int, end_id: int, pack: bool) -> PackedWindows | PaddedWindows:
@@ -73,19 +77,28 @@ class PackedWindows:
             return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
         return Batch(*map(torch.from_numpy, (inputs, targets, _positions(documents), documents)))
 
+    def target_bytes(self, indices: np.ndarray) -> np.ndarray:
+        """UTF-8 bytes of the text that the targets of each window cover, (B,) int64."""
+        starts = [int(index) * self._window + 1 for index in indices]
+        ranges = [self._ranges(start, start + self._window) for start in starts]
+        return np.array([sum(self._part.bytes_between(*r) for r in found) for found in ranges], np.int64)
+
     def _read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start..stop of the stream, which ends with an end-of-text token."""
-        pieces = []
-        document = int(np.searchsorted(self._offsets, start, side="right")) - 1
-        while start < stop and document < len(self._part.starts):
-            place = int(self._part.starts[document]) + start - int(self._offsets[document])
-            piece = self._part.tokens[place : min(place + stop - start, int(self._part.stops[document]))]
-            pieces.append(piece.astype(np.int64))
-            start += len(piece)
-            document += 1
-        if start < stop:
+        pieces = [self._part.tokens[first:last].astype(np.int64) for first, last in self._ranges(start, stop)]
+        if stop > self._offsets[-1]:
             pieces.append(np.array([self._end_id], np.int64))
         return np.concatenate(pieces)
+
+    def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where in the store tokens start..stop of the stream are, document by document."""
+        document = int(np.searchsorted(self._offsets, start, side="right")) - 1
+        while start < stop and document < len(self._part.starts):
+            first = int(self._part.starts[document]) + start - int(self._offsets[document])
+            last = min(first + stop - start, int(self._part.stops[document]))
+            yield first, last
+            start += last - first
+            document += 1
 
 
 class PaddedWindows:
@@ -104,14 +117,67 @@ class PaddedWindows:
         shape = (len(indices), self._window)
         inputs, targets = np.full(shape, self._end_id, np.int64), np.full(shape, IGNORE, np.int64)
         for row, index in enumerate(indices):
-            document = int(np.searchsorted(self._offsets, index, side="right")) - 1
-            start = int(self._part.starts[document]) + (int(index) - int(self._offsets[document])) * self._window
-            stop = int(self._part.stops[document])
-            tokens = self._part.tokens[start : min(start + self._window + 1, stop)].astype(np.int64)
-            if start + self._window >= stop:
+            start, stop, ends = self._range(int(index))
+            tokens = self._part.tokens[start : stop + (not ends)].astype(np.int64)
+            if ends:
                 tokens = np.append(tokens, self._end_id)
             inputs[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+
+    def target_bytes(self, indices: np.ndarray) -> np.ndarray:
+        """UTF-8 bytes of the text that the targets of each window cover, (B,) int64."""
+        ranges = [self._range(int(index)) for index in indices]
+        return np.array([self._part.bytes_between(a + 1, b + (not ends)) for a, b, ends in ranges], np.int64)
+
+    def _range(self, index: int) -> tuple[int, int, bool]:
+        """Where in the store a window's inputs are, and whether they are the last of their document."""
+        document = int(np.searchsorted(self._offsets, index, side="right")) - 1
+        start = int(self._part.starts[document]) + (index - int(self._offsets[document])) * self._window
+        stop = min(start + self._window, int(self._part.stops[document]))
+        return start, stop, stop == int(self._part.stops[document])
+
+
+class TextWindows:
+    """Documents as `tokenizer(text)` of transformers writes them, for models that read one document a row.
+
+    A document's last token predicts nothing. A longer document than T tokens is cut, and every piece begins with the
+    `before` tokens that the tokenizer puts before a text, as models with a beginning-of-text token need; the next token
+    is the last one of the piece before. Rows are in the order of their lengths, so that batches have little padding.
+    """
+
+    def __init__(self, part: TokenRanges, window: int, before: int, end_id: int) -> None:
+        if before >= window:
+            raise ConfigError(f"a window of {window} tokens has no room beside the {before} that begin a text.")
+        self._part, self._before, self._end_id = part, before, end_id
+        rows: list[tuple[int, int, int, int]] = []  # document's start; its head's length, then a stretch of it
+        for start, stop in zip(part.starts.tolist(), part.stops.tolist(), strict=True):
+            head, first = 0, start
+            while first + 1 < stop:
+                last = min(first + window - head, stop - 1)
+                rows.append((start, head, first, last))
+                head, first = before, last
+        lengths = np.array([head + last - first for _, head, first, last in rows], np.int64)
+        self._rows = [rows[place] for place in np.argsort(-lengths, kind="stable")]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """Rows of these numbers, as long as the longest of them."""
+        rows = [self._rows[index] for index in indices]
+        shape = (len(rows), max(head + last - first for _, head, first, last in rows))
+        inputs, targets = np.full(shape, self._end_id, np.int64), np.full(shape, IGNORE, np.int64)
+        for row, (start, head, first, last) in enumerate(rows):
+            stop = head + last - first
+            inputs[row, :head] = self._part.tokens[start : start + head]
+            inputs[row, head:stop] = self._part.tokens[first:last]
+            targets[row, head:stop] = self._part.tokens[first + 1 : last + 1]
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+
+    def target_bytes(self, indices: np.ndarray) -> np.ndarray:
+        """UTF-8 bytes of the text that the targets of each row cover, (B,) int64."""
+        rows = [self._rows[index] for index in indices]
+        return np.array([self._part.bytes_between(first + 1, last + 1) for _, _, first, last in rows], np.int64)
 
 
 def _positions(documents: np.ndarray) -> np.ndarray:

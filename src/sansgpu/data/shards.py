@@ -1,15 +1,16 @@
 """Tokens on disk: streamed there once, mapped from there ever after.
 
-A store is a folder of the cache: `tokens.bin` (each document is an end-of-text token and its tokens) and
-`documents.bin` (one record a document). It is named by a hash of all it was made from, built under a lock in a
-temporary folder beside it and renamed, so that it is whole or not there.
+A store is a folder of the cache: `tokens.bin` (each document's tokens, enclosed in the tokenizer's special tokens),
+`documents.bin` (one record a document) and `sizes.bin` (the bytes of text that each token covers), which is there only
+if the token's id does not determine them. The folder is named by a hash of all it was made from, built under a lock in
+a temporary folder beside it and renamed, so that it is whole or not there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -27,9 +28,24 @@ FORMAT = 1  # of the store; part of every key
 ENCODE_CHARS = 4 << 20  # text encoded at once: enough to keep every thread busy, little memory
 CHECKED_AT_ONCE = 1 << 24  # tokens, a small share of the memory a run has
 BYTES_PER_TOKEN = 2  # at least, of ordinary text; characters and rare scripts have less
+SIZE = np.dtype("<u4")
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset behind its last token
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class TokenSizes:
+    """How many UTF-8 bytes of the text each token of a store covers."""
+
+    tokens: np.ndarray  # (N,), mapped
+    by_id: np.ndarray  # (V,) int64
+    counted: np.ndarray | None  # (N,) uint32, mapped; None where `by_id` holds for every token
+
+    def between(self, start: int, stop: int) -> int:
+        """Bytes of tokens start..stop."""
+        sizes = self.by_id[self.tokens[start:stop]] if self.counted is None else self.counted[start:stop]
+        return int(sizes.sum(dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,7 @@ class TokenStore:
     name: str
     tokens: np.ndarray  # (N,) uint16 or uint32, mapped
     documents: np.ndarray  # (D,) DOCUMENT
+    sizes: TokenSizes | None = None
 
 
 def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Progress) -> Tokenizer:
@@ -64,11 +81,11 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Pro
     """Tokenize `source`, unless the cache has it. Raises ConfigError where the source holds no text."""
     tokenizer_key = hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
-    key = cache_key("tokens", source.fingerprint, tokenizer_key, tokenizer.end_id, ENCODE_CHARS)
+    key = cache_key("tokens", source.fingerprint, tokenizer_key, tokenizer.before, tokenizer.after, ENCODE_CHARS)
 
     def build(folder: Path) -> None:
-        with (folder / "tokens.bin").open("wb") as tokens, (folder / "documents.bin").open("wb") as documents:
-            _tokenize(source, tokenizer, dtype, tokens, documents, progress)
+        with _Writer(folder, tokenizer, dtype) as writer:
+            _tokenize(source, tokenizer, writer, progress)
 
     if not (cache / "tokens" / key).is_dir():
         _require_space(source, cache, dtype)
@@ -77,14 +94,19 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Pro
     if not len(documents):
         raise ConfigError(f"{source.name} holds no text; give data.dataset_name a corpus that is not empty.")
     tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
-    _require_whole(folder, tokens, documents, tokenizer.vocab_size)
-    return TokenStore(source.name, tokens, documents)
+    file = folder / "sizes.bin"
+    counted = np.memmap(file, dtype=SIZE, mode="r") if file.is_file() else None
+    _require_whole(folder, tokens, documents, counted, tokenizer.vocab_size)
+    return TokenStore(source.name, tokens, documents, TokenSizes(tokens, tokenizer.token_bytes(), counted))
 
 
-def _require_whole(folder: Path, tokens: np.ndarray, documents: np.ndarray, vocab_size: int) -> None:
+def _require_whole(
+    folder: Path, tokens: np.ndarray, documents: np.ndarray, counted: np.ndarray | None, vocab_size: int
+) -> None:
     """Every id must have a row in the embedding: one beyond it would read another's memory."""
     blocks = (tokens[start : start + CHECKED_AT_ONCE] for start in range(0, len(tokens), CHECKED_AT_ONCE))
-    if len(tokens) != documents["end"][-1] or any(int(block.max()) >= vocab_size for block in blocks):
+    lengths = {len(tokens), int(documents["end"][-1]), len(tokens if counted is None else counted)}
+    if len(lengths) > 1 or any(int(block.max()) >= vocab_size for block in blocks):
         raise ConfigError(f"the cached tokens in {folder} are damaged; delete that folder, and they are made anew.")
 
 
@@ -97,22 +119,63 @@ def _require_space(source: Source, cache: Path, dtype: np.dtype) -> None:
         )
 
 
-def _tokenize(
-    source: Source, tokenizer: Tokenizer, dtype: np.dtype, tokens: IO[bytes], documents: IO[bytes], progress: Progress
-) -> None:
-    end, starts, content = 0, True, hashlib.blake2b(digest_size=8)
+class _Writer:
+    """Writes the files of a store, document by document."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+        self._folder, self._dtype, self._by_id = folder, dtype, tokenizer.token_bytes()
+        self._tokens, self._documents = ((folder / name).open("wb") for name in ("tokens.bin", "documents.bin"))
+        self._sizes: IO[bytes] | None = None
+        self._end = 0
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._tokens, self._documents, self._sizes):
+            if file is not None:
+                file.close()
+
+    def add(self, ids: Sequence[int], sizes: np.ndarray | None = None) -> None:
+        """Tokens, with the bytes that each covers where their ids do not tell."""
+        if sizes is not None and self._sizes is None:
+            self._begin_sizes()
+        tokens = np.asarray(ids, dtype=self._dtype)
+        self._tokens.write(tokens.tobytes())
+        self._end += len(tokens)
+        if self._sizes is not None:
+            self._sizes.write((self._by_id[tokens] if sizes is None else sizes).astype(SIZE).tobytes())
+
+    def end_document(self, content_hash: int) -> None:
+        """What comes next is of another document."""
+        self._documents.write(np.array([(self._end, content_hash)], dtype=DOCUMENT).tobytes())
+
+    def _begin_sizes(self) -> None:
+        """Have sizes of all tokens so far, whose ids tell them."""
+        self._tokens.flush()
+        self._sizes = (self._folder / "sizes.bin").open("wb")
+        if self._end:
+            tokens = np.memmap(self._folder / "tokens.bin", dtype=self._dtype, mode="r")
+            for start in range(0, self._end, CHECKED_AT_ONCE):
+                self._sizes.write(self._by_id[tokens[start : start + CHECKED_AT_ONCE]].astype(SIZE).tobytes())
+
+
+def _tokenize(source: Source, tokenizer: Tokenizer, writer: _Writer, progress: Progress) -> None:
+    by_id, starts, content = tokenizer.token_bytes(), True, hashlib.blake2b(digest_size=8)
     for batch in _batches(_watched(source, "tokenizing", progress)):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
-        for piece, ids in zip(batch, encoded, strict=True):
+        raw = [piece.text.encode() for piece in batch]
+        odd = [n for n, ids in enumerate(encoded) if int(by_id[ids].sum()) != len(raw[n])]
+        sizes = dict(zip(odd, tokenizer.covered_bytes([batch[n].text for n in odd]), strict=True))
+        for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
             if starts:
-                ids = [tokenizer.end_id, *ids]
-            tokens.write(np.asarray(ids, dtype=dtype).tobytes())
-            end += len(ids)
-            content.update(piece.text.encode())
+                writer.add(tokenizer.before)
+            writer.add(ids, sizes.get(number))
+            content.update(raw[number])
             starts = piece.ends_document
             if starts:
-                content_hash = int.from_bytes(content.digest(), "little")
-                documents.write(np.array([(end, content_hash)], dtype=DOCUMENT).tobytes())
+                writer.add(tokenizer.after)
+                writer.end_document(int.from_bytes(content.digest(), "little"))
                 content = hashlib.blake2b(digest_size=8)
 
 

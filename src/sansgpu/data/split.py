@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sansgpu.data.shards import TokenStore
+from sansgpu.data.shards import TokenSizes, TokenStore
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,23 @@ class TokenRanges:
     tokens: np.ndarray
     starts: np.ndarray  # (D,) int64
     stops: np.ndarray  # (D,) int64
+    sizes: TokenSizes | None = None
 
     @property
     def token_count(self) -> int:
         """Tokens in all."""
         return int((self.stops - self.starts).sum())
 
+    def bytes_between(self, start: int, stop: int) -> int:
+        """UTF-8 bytes of the text that tokens start..stop cover."""
+        assert self.sizes is not None
+        return self.sizes.between(start, stop)
+
 
 def all_documents(store: TokenStore) -> TokenRanges:
     """The whole store."""
     stops = store.documents["end"].astype(np.int64)
-    return TokenRanges(store.tokens, np.concatenate([[0], stops[:-1]]), stops)
+    return TokenRanges(store.tokens, np.concatenate([[0], stops[:-1]]), stops, store.sizes)
 
 
 def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, TokenRanges]:
@@ -58,8 +64,8 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
     held_order = np.argsort(~twins[held], kind="stable")
     trained = ~held | (twins & (train_stops > whole.starts))
     return (
-        TokenRanges(store.tokens, whole.starts[trained], train_stops[trained]),
-        TokenRanges(store.tokens, validation_starts[held][held_order], whole.stops[held][held_order]),
+        TokenRanges(store.tokens, whole.starts[trained], train_stops[trained], store.sizes),
+        TokenRanges(store.tokens, validation_starts[held][held_order], whole.stops[held][held_order], store.sizes),
     )
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -24,13 +25,18 @@ SPLIT = (
 )
 LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # of characters that SPLIT does not part
 FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+Ids = tuple[int, ...]
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|im_end|>", "<|end_of_text|>", "[SEP]")
 
 
 class Tokenizer:
-    """A `tokenizers` model with the id that ends (and so begins) a document."""
+    """A `tokenizers` model with the special tokens that enclose a document.
 
-    def __init__(self, backend: Backend, end_of_text: str | None = None) -> None:
+    `before` and `after` are the ids that come before and after a document's text. By default a document begins with
+    the end-of-text token, which so also ends the one before it, as in the training of models from scratch.
+    """
+
+    def __init__(self, backend: Backend, end_of_text: str | None = None, around: tuple[Ids, Ids] | None = None) -> None:
         names = [end_of_text] if end_of_text else KNOWN_ENDS
         found = next((name for name in names if backend.token_to_id(name) is not None), None)
         if found is None:
@@ -41,6 +47,7 @@ class Tokenizer:
         self.backend = backend
         self.end_of_text = found
         self.end_id = int(backend.token_to_id(found) or 0)
+        self.before, self.after = around or ((self.end_id,), ())
 
     @property
     def vocab_size(self) -> int:
@@ -64,21 +71,36 @@ class Tokenizer:
         return text
 
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes each id stands for, (V,) int64."""
-        return token_bytes(self.backend)
+        """UTF-8 bytes that each id stands for in most texts, (V,) int64; `covered_bytes` counts those of a text."""
+        sizes = token_bytes(self.backend)
+        sizes[[*self.before, *self.after]] = 0
+        return sizes
+
+    def covered_bytes(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """UTF-8 bytes of each text that each of its tokens covers, (T,) int64; of a text with tokens they sum to its
+        size.
+        """
+        with tokenizer_errors():
+            encoded = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        return [bytes_between(text, [stop for _, stop in e.offsets]) for text, e in zip(texts, encoded, strict=True)]
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them."""
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self.end_of_text,
-            "eos_token": self.end_of_text,
-            "pad_token": self.end_of_text,
-            "clean_up_tokenization_spaces": False,
-        }
+        settings = json.dumps(_settings(self.end_of_text), indent=2)
         (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+
+
+def _settings(end_of_text: Any) -> dict[str, Any]:
+    """The tokenizer_config.json of a tokenizer with which a model was trained from scratch here."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_of_text,
+        "eos_token": end_of_text,
+        "pad_token": end_of_text,
+        "clean_up_tokenization_spaces": False,
+    }
 
 
 def rows_needed(backend: Backend) -> int:
@@ -87,19 +109,50 @@ def rows_needed(backend: Backend) -> int:
 
 
 def token_bytes(backend: Backend) -> np.ndarray:
-    """UTF-8 bytes each id stands for, (V,) int64; 0 for special tokens. Sums to a text's size."""
+    """UTF-8 bytes that each id stands for, (V,) int64; 0 for special tokens.
+
+    They sum to a text's size for byte-level BPE. Tokenizers that normalize a text, drop its spaces or have a token for
+    unknown words need `bytes_between`.
+    """
     vocabulary = backend.get_vocab(with_added_tokens=True)
     sizes = np.zeros(rows_needed(backend), dtype=np.int64)
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    byte_level = "ByteLevel" in json.dumps(json.loads(backend.to_str()).get("decoder"))
+    added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"), ensure_ascii=False)
+    byte_level, spaced = "ByteLevel" in decoder, "▁" in decoder
     for token, index in vocabulary.items():
-        if token in special:
-            continue
-        if byte_level:  # one character of the token a byte
+        if token in added:  # written as it is in a text
+            sizes[index] = 0 if added[token] else len(token.encode())
+        elif byte_level:  # one character of the token a byte
             sizes[index] = len(token)
+        elif FALLBACK_BYTE.fullmatch(token):
+            sizes[index] = 1
         else:
-            sizes[index] = 1 if FALLBACK_BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+            sizes[index] = len((token.replace("▁", " ") if spaced else token).encode())
     return sizes
+
+
+def bytes_between(text: str, stops: Sequence[int]) -> np.ndarray:
+    """UTF-8 bytes of `text` from each of the places `stops` (T,) back to the one before, (T,) int64.
+
+    Places are characters, where tokens end; the first token has all before it, and the last one all after it too.
+    """
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
+    sizes = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])  # of the text up to each character
+    places = np.maximum.accumulate(np.asarray(stops, np.int64))
+    places[-1:] = len(text)
+    return np.diff(sizes[places], prepend=0)
+
+
+def special_tokens_around(backend: Backend) -> tuple[Ids, Ids]:
+    """The ids that a tokenizer puts before and after a single text."""
+    backend.no_padding()
+    backend.no_truncation()
+    encoded = backend.encode("a")
+    special = encoded.special_tokens_mask
+    first = special.index(0) if 0 in special else len(special)
+    last = len(special) - special[::-1].index(0) if 0 in special else len(special)
+    return tuple(encoded.ids[:first]), tuple(encoded.ids[last:])
 
 
 class BPETokenizer(Tokenizer):
@@ -182,14 +235,34 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     require_ordinary(file)
     if path.is_absolute() or path.suffix == ".json" or str(name).startswith((".", "~")):
         raise ConfigError(f"{name} does not exist; data.tokenizer is bpe, char, a tokenizer.json or a model's name.")
+    return Tokenizer(*_loaded_by_transformers(name))
+
+
+def load_tokenizer_of_model(name: str | Path, remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a Hugging Face model, which encloses a text in the special tokens that `tokenizer(text)` of
+    transformers sets. `remote_code` allows Python code that comes with the model to run.
+
+    A model that was trained from scratch here reads a text as it did in training, after the end-of-text token.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        own, settings = load_tokenizer(path), path / "tokenizer_config.json"  # which refuses a file that is unsound
+        if settings.exists() and read_object(settings) == _settings(own.end_of_text):
+            return own
+    backend, end_of_text = _loaded_by_transformers(path if path.is_dir() else name, remote_code)
+    return Tokenizer(backend, end_of_text, special_tokens_around(backend))
+
+
+def _loaded_by_transformers(name: str | Path, remote_code: bool = False) -> tuple[Backend, str | None]:
+    """The tokenizer and the name of its end-of-text token."""
     import transformers  # a second of imports that a local tokenizer never needs
 
     quiet_hub()
     try:
-        loaded = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
+        loaded = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=remote_code)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{name} is no local tokenizer, and from the hub it cannot be loaded: {reason}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the tokenizer of {name} cannot be loaded: {reason}") from None
     if not getattr(loaded, "is_fast", False):
         raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
-    return Tokenizer(Backend.from_str(loaded.backend_tokenizer.to_str()), loaded.eos_token)
+    return Backend.from_str(loaded.backend_tokenizer.to_str()), loaded.eos_token

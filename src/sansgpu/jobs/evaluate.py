@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sansgpu.config import Config, ConfigError, DataConfig
-from sansgpu.data.pack import make_windows
+from sansgpu.data.pack import PackedWindows, TextWindows, Windows
 from sansgpu.data.shards import Progress, build_store
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
@@ -85,7 +85,7 @@ def _own_validation(loaded: LoadedModel, folder: Path, objective: str | None, pr
         raise ConfigError("only a run has a validation part of its own; name the text with --data.")
     config = with_objective(loaded.config, folder, objective)
     _, corpus = task_of(config).prepare(config, cache_dir(config.data.cache_dir), progress)
-    return LanguageModelling(loaded.model, corpus.tokenizer, corpus.validation)
+    return LanguageModelling(loaded.model, corpus.validation)
 
 
 def _on_data(
@@ -96,6 +96,13 @@ def _on_data(
         raise ConfigError(f"--window {window} is longer than the model's context of {loaded.context} tokens.")
     settings = DataConfig(dataset_name=name, text_column=config.data.text_column)
     store = build_store(open_single(name, settings), loaded.tokenizer, cache_dir(config.data.cache_dir), progress)
-    packed = isinstance(loaded.model, TransformerLM)  # other models have no packed documents
-    windows = make_windows(all_documents(store), window, loaded.tokenizer.end_id, packed)
-    return LanguageModelling(loaded.model, loaded.tokenizer, windows)
+    tokenizer, documents = loaded.tokenizer, all_documents(store)
+    # As in training from scratch, the next document's first token is what a document's last one predicts.
+    continuous = isinstance(loaded.model, TransformerLM) and (tokenizer.before, tokenizer.after) == (
+        (tokenizer.end_id,), ()
+    )  # fmt: skip
+    if continuous:
+        windows: Windows = PackedWindows(documents, window, tokenizer.end_id)
+    else:
+        windows = TextWindows(documents, window, len(tokenizer.before), tokenizer.end_id)
+    return LanguageModelling(loaded.model, windows)

@@ -69,4 +69,4 @@ def _measured(
             raise ConfigError(f"{data} holds nothing to evaluate on.")
     if config.task == "qa":
         return asking.AnswerReader(objective, part, config.data)
-    return talking.AnswerLoss(objective, loaded.tokenizer, part)
+    return talking.AnswerLoss(objective, part)

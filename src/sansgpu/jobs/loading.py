@@ -9,7 +9,13 @@ from pathlib import Path
 from torch import nn
 
 from sansgpu.config import FINE_TUNING, GRAPH, MASKED, PRETRAIN, Config, ConfigError
-from sansgpu.data.tokenizer import Tokenizer, load_tokenizer, parsed_tokenizer
+from sansgpu.data.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    load_tokenizer_of_model,
+    parsed_tokenizer,
+    special_tokens_around,
+)
 from sansgpu.jobs.folders import open_run
 from sansgpu.models import TransformerLM
 from sansgpu.models.gguf_file import is_gguf, open_gguf
@@ -120,14 +126,18 @@ def load_model(target: str, snapshot_name: str, warn: Callable[[str], None], rem
             raise ConfigError(f"{folder} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
         decoder = load_decoder(folder)
         model = decoder if decoder is not None else HuggingFaceLM(str(folder), remote_code)
-        return LoadedModel(model.eval(), load_tokenizer(folder))
+        return LoadedModel(model.eval(), load_tokenizer_of_model(folder, remote_code))
     if folder.is_absolute() or target.startswith((".", "runs/")):
         raise ConfigError(f"{target} does not exist; give a run's folder or a Hugging Face model.")
-    return LoadedModel(HuggingFaceLM(target, remote_code).eval(), load_tokenizer(target))
+    return LoadedModel(HuggingFaceLM(target, remote_code).eval(), load_tokenizer_of_model(target, remote_code))
 
 
 def _load_gguf(path: Path) -> LoadedModel:
     file = open_gguf(path)
     parts, decoder = file.tokenizer, load_gguf_decoder(file)
     model = decoder if decoder is not None else HuggingFaceLM(str(path))
-    return LoadedModel(model.eval(), parsed_tokenizer(parts.json, parts.token(parts.eos_id), path))
+    tokenizer = parsed_tokenizer(parts.json, parts.token(parts.eos_id), path)
+    tokenizer.before, tokenizer.after = special_tokens_around(tokenizer.backend)
+    if parts.begins and parts.bos_id is not None and not tokenizer.before:
+        tokenizer.before = (parts.bos_id,)
+    return LoadedModel(model.eval(), tokenizer)

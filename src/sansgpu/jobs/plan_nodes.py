@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.data.batch import IGNORE
 from sansgpu.jobs.fitting import OUTSIDE_BLOCKS, fits, memory_of
 from sansgpu.jobs.forecast import execution, forecast_of, length_of
 from sansgpu.jobs.nodes import (
@@ -220,8 +219,8 @@ def _critical_batch(prepared: Prepared) -> Result:
 
 
 def _bytes_per_token(corpus: TextCorpus) -> float:
-    targets = corpus.validation.batch(np.arange(min(len(corpus.validation), SAMPLED_WINDOWS))).targets.numpy()
-    return float(corpus.tokenizer.token_bytes()[targets[targets != IGNORE]].mean())
+    sample = np.arange(min(len(corpus.validation), SAMPLED_WINDOWS))
+    return float(corpus.validation.target_bytes(sample).sum()) / corpus.validation.batch(sample).target_count()
 
 
 def _quantity(option: str, text: str, units: dict[str, int], example: str) -> float:

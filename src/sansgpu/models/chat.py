@@ -47,7 +47,7 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     Raises ConfigError where the template refuses it.
     """
     if tokenizer.chat_template is None:
-        return list(tokenizer(messages[-1]["content"]).input_ids)
+        return _begun(tokenizer, messages[-1]["content"])
     try:
         template = tokenizer.get_chat_template()
         asked = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])
@@ -71,9 +71,17 @@ def continued(
     model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
     """How the model goes on with a text."""
+    return _written(model, tokenizer, _begun(tokenizer, prompt), max_new_tokens, sampling)
+
+
+def _begun(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text to go on with: the special tokens that the tokenizer puts before a text, and the text's own."""
     with tokenizer_errors():
-        ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id or tokenizer.eos_token_id]
-    return _written(model, tokenizer, ids, max_new_tokens, sampling)
+        probe = tokenizer("a", return_special_tokens_mask=True)
+        before = probe.input_ids[: (*probe.special_tokens_mask, 0).index(0)]
+        ids = [*before, *tokenizer(text, add_special_tokens=False).input_ids]
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return ids or [first]
 
 
 def _written(

@@ -77,10 +77,8 @@ class DecoderReader:
 def generate(
     model: TransformerLM, tokenizer: TextCodec, prompt: str, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    """Text as it is written, until the end of the text or `max_new_tokens`; the prompt begins a document, as in
-    training.
-    """
-    ids = [tokenizer.end_id, *tokenizer.encode(prompt)]
+    """Yields text until the end-of-text token or `max_new_tokens`; the prompt begins a document, as in training."""
+    ids = [*tokenizer.before, *tokenizer.encode(prompt)] or [tokenizer.end_id]
     with reading(model):
         yield from write(DecoderReader(model), ids, {tokenizer.end_id}, tokenizer.decode, max_new_tokens, sampling)
 

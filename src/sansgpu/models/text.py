@@ -11,6 +11,7 @@ class TextCodec(Protocol):
     """Text <-> ids; `data.tokenizer.Tokenizer` is one."""
 
     end_id: int
+    before: tuple[int, ...]  # ids that come before a text
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""

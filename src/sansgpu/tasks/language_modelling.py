@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from sansgpu.data.batch import IGNORE, Batch
+from sansgpu.data.batch import Batch
 from sansgpu.data.pack import Windows
-from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.tasks.task import Sums
 
 
@@ -32,10 +32,9 @@ class CausalModel(Protocol):
 class LanguageModelling:
     """A causal model and the windows it is measured on."""
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, windows: Windows) -> None:
+    def __init__(self, model: nn.Module, windows: Windows) -> None:
         self.model = model
         self._windows = windows
-        self._token_bytes = tokenizer.token_bytes()
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Cross-entropy summed over the targets."""
@@ -46,13 +45,15 @@ class LanguageModelling:
         """The windows in order, `size` at a time, the last ones filled up: a compiled graph knows one shape."""
         windows = self._windows
         for start in range(0, len(windows), size):
-            yield windows.batch(np.arange(start, min(start + size, len(windows)))).rows(0, size)
+            numbers = np.arange(start, min(start + size, len(windows)))
+            sizes = torch.from_numpy(windows.target_bytes(numbers))[:, None]
+            yield replace(windows.batch(numbers), target_bytes=sizes).rows(0, size)
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Loss, targets and the bytes they stand for."""
-        targets = batch.targets[batch.targets != IGNORE].cpu().numpy()
-        size = int(self._token_bytes[targets].sum())
-        return {"loss": float(self.loss(batch)), "tokens": float(len(targets)), "bytes": float(size)}
+        """Loss, targets and the bytes of text that they cover."""
+        assert batch.target_bytes is not None
+        size = float(batch.target_bytes.sum())
+        return {"loss": float(self.loss(batch)), "tokens": float(batch.target_count()), "bytes": size}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Loss, perplexity and bits per byte."""

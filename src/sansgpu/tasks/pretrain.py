@@ -104,7 +104,7 @@ class Pretrain(PretrainObjective):
         super().__init__(config)
         self.corpus, self._config = corpus, config
         self._effective_batch = effective_batch
-        self._measured = LanguageModelling(self.model, corpus.tokenizer, corpus.validation)
+        self._measured = LanguageModelling(self.model, corpus.validation)
         self.fingerprint, self.notes = corpus.fingerprint, ()
         self.flops_per_token = self.work(config, 1).needed
 

@@ -20,7 +20,6 @@ from sansgpu.data.sequences import Sequences
 from sansgpu.data.shards import Progress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
-from sansgpu.data.tokenizer import token_bytes
 from sansgpu.kernels.cross_entropy import PLAIN, LossShape
 from sansgpu.models.chat import answer
 from sansgpu.models.generate import Sampling
@@ -56,7 +55,11 @@ class Conversations:
         """The examples at these places, each shifted so that a token stands at what it is told from."""
         pairs = [self.examples.example(self.numbers[index]) for index in indices]
         targets = [np.where(learned[1:], ids[1:], IGNORE) for ids, learned in pairs]
-        return Sequences.of([ids[:-1] for ids, _ in pairs], targets)
+        return Sequences.of([ids[:-1] for ids, _ in pairs], targets, numbers=self.numbers[indices])
+
+    def target_bytes(self, numbers: np.ndarray) -> int:
+        """UTF-8 bytes of what is learned of the examples of these numbers."""
+        return int(self.examples.learned_bytes[numbers].sum())
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class SFT(SFTObjective):
     def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
         super().__init__(config)
         self.corpus, self._effective_batch = corpus, effective_batch
-        self._measured = AnswerLoss(self, corpus.tokenizer, corpus.validation)
+        self._measured = AnswerLoss(self, corpus.validation)
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
         share = corpus.train.targets / corpus.train_tokens
         self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
@@ -165,9 +168,8 @@ class SFT(SFTObjective):
 class AnswerLoss:
     """A model and the conversations whose answers it is to foretell."""
 
-    def __init__(self, objective: SFTObjective, tokenizer: Any, part: Conversations) -> None:
+    def __init__(self, objective: SFTObjective, part: Conversations) -> None:
         self._objective, self._part = objective, part
-        self._token_bytes = token_bytes(tokenizer.backend_tokenizer)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -182,9 +184,10 @@ class AnswerLoss:
 
     def evaluate(self, batch: Sequences) -> Sums:
         """Loss, targets and the bytes they stand for."""
-        targets = batch.targets[batch.targets != IGNORE].cpu().numpy()
+        assert batch.numbers is not None
+        size = self._part.target_bytes(batch.numbers.cpu().numpy())
         loss = float(self._objective.plain_loss(batch))
-        return {"loss": loss, "tokens": float(len(targets)), "bytes": float(self._token_bytes[targets].sum())}
+        return {"loss": loss, "tokens": float(batch.target_count()), "bytes": float(size)}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Loss, perplexity and bits per byte, of what is learned."""

@@ -1,0 +1,146 @@
+"""Texts are enclosed in the special tokens that `tokenizer(text)` of transformers sets, wherever a model reads one."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sansgpu.cli import run as cli
+from sansgpu.models.chat import continued
+from sansgpu.models.generate import Sampling
+from tests.processes import settings
+from tests.tasks.tokenizer_kinds import KINDS, TEXT, folder_of, tokenizer_of
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+
+
+@cache
+def folder(kind: str) -> Path:
+    return folder_of(Path(mkdtemp(prefix=f"tiny-{kind}-")), kind)
+
+
+def loaded(kind: str) -> tuple[Any, Any]:
+    """The model and tokenizer of transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder(kind)).eval(), AutoTokenizer.from_pretrained(folder(kind))
+
+
+def answer(capsys: Captured, *arguments: object) -> dict[str, float]:
+    capsys.readouterr()
+    assert cli([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    values: dict[str, float] = json.loads(capsys.readouterr().out)
+    return values
+
+
+def loss_of(model: Any, rows: list[tuple[list[int], int]]) -> float:
+    """Cross-entropy summed over each row's ids from the number given on."""
+    total = 0.0
+    for ids, first in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, first - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[first:]), reduction="sum"))
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eval_begins_and_ends_a_text_as_transformers_does(kind: str, tmp_path: Path, capsys: Captured) -> None:
+    texts = [TEXT, "A second, shorter text."]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model, tokenizer = loaded(kind)
+    rows = [tokenizer(text).input_ids for text in texts]
+    total, tokens = loss_of(model, [(ids, 1) for ids in rows]), sum(len(ids) - 1 for ids in rows)
+    found = answer(capsys, "eval", folder(kind), "--data", tmp_path / "texts.jsonl")
+    assert found["loss"] == pytest.approx(total / tokens, rel=1e-4)
+    size = sum(len(text.encode()) for text in texts)
+    if KINDS[kind] is None:  # the first token has none before it that it could be predicted from
+        size -= sum(tokenizer(text, return_offsets_mapping=True).offset_mapping[0][1] for text in texts)
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-4)
+
+
+def test_every_window_of_a_long_text_begins_as_a_text_does(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    model = AutoModelForCausalLM.from_pretrained(folder("glm")).eval()
+    ids = AutoTokenizer.from_pretrained(folder("glm"))(TEXT).input_ids
+    before, rows, place = ids[:2], [(ids[:17], 1)], 16
+    while place + 1 < len(ids):  # 16 inputs: the two that begin a text, the last token of the window before, 13 more
+        rows.append(([*before, *ids[place : place + 15]], 3))
+        place += 14
+    found = answer(capsys, "eval", folder("glm"), "--data", tmp_path / "text.txt", "--window", 16)
+    assert found["loss"] == pytest.approx(loss_of(model, rows) / (len(ids) - 1), rel=1e-4)
+    assert cli(["eval", str(folder("glm")), "--data", str(tmp_path / "text.txt"), "--window", "2"]) == 2
+    assert "no room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_gone_on_with_from_what_begins_it_and_before_what_ends_it(kind: str) -> None:
+    model, tokenizer = loaded(kind)
+    ids = tokenizer("The café").input_ids
+    ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+    with torch.no_grad():
+        expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)[0]
+    written = "".join(continued(model, tokenizer, "The café", 6, Sampling(temperature=0)))
+    assert written == tokenizer.decode(expected[len(ids) :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reads_a_text_as_transformers_begins_it(kind: str, tmp_path: Path, capsys: Captured) -> None:
+    """The end-of-text token is learned, whether the tokenizer sets it or not."""
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in [TEXT, "one"] * 2)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    run = tmp_path / "run"
+    chosen = {
+        "task": "sft", "model.name_or_path": folder(kind), "data.dataset_name": tmp_path / "rows.jsonl",
+        "data.validation_name": tmp_path / "rows.jsonl", "data.max_length": 512, "training.max_steps": 1,
+        "training.learning_rate": 1e-12, "training.warmup_steps": 0, "training.batch_size": 1, "training.threads": 1,
+        "training.gradient_accumulation_steps": 1, "training.precision": "fp32", "training.compile": "off",
+        "training.report_to": "none", "device": "cpu", "training.weight_decay": 0,
+    }  # fmt: skip
+    given = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
+    assert cli(["train", *given, "--output-dir", str(run)]) == 0
+    model, tokenizer = loaded(kind)
+    texts = [tokenizer(text).input_ids for text in (TEXT, "one")]
+    ended = [ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id] for ids in texts]
+    first = 2 if kind == "glm" else 1  # none of the tokens that begin a text is learned
+    total, tokens = loss_of(model, [(ids, first) for ids in ended]), sum(len(ids) - first for ids in ended)
+    found = answer(capsys, "eval", run)
+    assert found["loss"] == pytest.approx(total / tokens, rel=1e-4)
+    size = len((TEXT + "one").encode())
+    if KINDS[kind] is None:
+        size -= sum(tokenizer(t, return_offsets_mapping=True).offset_mapping[0][1] for t in (TEXT, "one"))
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "llama", "added", "char"])
+def test_bits_per_byte_of_training_count_the_bytes_of_the_text(kind: str, tmp_path: Path, capsys: Captured) -> None:
+    """WordPiece drops spaces and accents and joins unknown words, SentencePiece puts a space before a text."""
+    text = "Zoë's naïve café ▁ déjà vu 世界, ÄÖÜß! "
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in (text, "x" + text)))
+    name = "char"
+    if kind != "char":
+        made = tokenizer_of("gpt2" if kind == "added" else kind)
+        made.add_tokens(["ÄÖÜß", "世界"])
+        made.save(str(tmp_path / "tokenizer.json"))
+        name = str(tmp_path / "tokenizer.json")
+    data = tmp_path / "text.jsonl"
+    chosen = settings(
+        data__dataset_name=data, data__validation_name=data, data__tokenizer=name, training__max_steps=1,
+        model__vocab_size="null", data__max_length=16,
+    )  # fmt: skip
+    assert cli(["train", *chosen, "--output-dir", str(tmp_path / "run")]) == 0
+    found = answer(capsys, "eval", tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/tokenizer")
+    tokens = sum(len(tokenizer(t, add_special_tokens=False).input_ids) + 1 for t in (text, "x" + text))
+    size = 2 * len(text.encode()) + 1
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * tokens / math.log(2) / size, rel=1e-6)
