@@ -303,6 +303,24 @@ def test_an_answer_stands_in_the_context(home: Path, capsys: Captured) -> None:
     assert result["nbest"][0]["text"] == printed
 
 
+def test_predict_tells_the_probability_and_start_of_the_answer_itself(home: Path, capsys: Captured) -> None:
+    """A threshold may choose another candidate than the best: the best span, or that there is no answer."""
+    against_the_best = 0
+    for threshold in (-1e6, 1e6):
+        run = made(home, f"threshold{threshold}", "qa", data__null_score_diff_threshold=threshold)
+        result = json.loads(predicted(capsys, run, "--json"))
+        assert bool(result["answer"]) == (threshold > 0)
+        (own,) = [
+            candidate
+            for candidate in result["nbest"]
+            if (candidate["text"], candidate.get("start")) == (result["answer"], result.get("start"))
+            and candidate["probability"] == result["probability"]
+        ][:1]
+        assert own["text"] == TEXT[own.get("start", 0) :][: len(own["text"])]
+        against_the_best += own is not result["nbest"][0]
+    assert against_the_best, "one of the thresholds goes against the best candidate, whichever it is"
+
+
 def evaluated(capsys: Captured, run: Path, *more: str) -> dict[str, Any]:
     capsys.readouterr()
     assert cli(["eval", str(run), "--json", *more]) == 0

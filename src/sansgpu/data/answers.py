@@ -41,11 +41,19 @@ class Candidate(_Scored, total=False):
 
 @dataclass(frozen=True)
 class Answer:
-    """The chosen text, "" for none; its rivals, best first; how much better null is than the best span, in logits."""
+    """The chosen candidate; all candidates, best first; how much better null is than the best span, in logits.
 
-    text: str
+    The chosen one need not be the best: a threshold decides between null and the best span that has some text.
+    """
+
+    chosen: Candidate
     nbest: list[Candidate]
     null_score_diff: float | None
+
+    @property
+    def text(self) -> str:
+        """The chosen text, "" for no answer."""
+        return self.chosen["text"]
 
 
 def best_answers(
@@ -68,15 +76,15 @@ def best_answers(
         if chosen is None:
             chosen = Candidate(start_logit=0.0, end_logit=0.0, text=NO_SPAN, probability=0.0)
             candidates.insert(0, chosen)
-        return Answer(chosen["text"], _with_probabilities(candidates), None)
+        return _answer(chosen, candidates, None)
     null = min((_null(window, start, end) for window, (start, end) in pairs), key=_score)
     place = int(np.count_nonzero(_scores(best) >= _score(null)))
     candidates.insert(place, null)
     if place < rules.n_best_size:
         del candidates[rules.n_best_size :]
     difference = _score(null) - (_score(chosen) if chosen else 0.0)
-    text = "" if chosen is None or difference > rules.null_score_diff_threshold else chosen["text"]
-    return Answer(text, _with_probabilities(candidates), difference)
+    is_null = chosen is None or difference > rules.null_score_diff_threshold
+    return _answer(null if chosen is None or is_null else chosen, candidates, difference)
 
 
 def _spans(window: QuestionWindow, start: np.ndarray, end: np.ndarray, rules: AnswerRules) -> np.ndarray:
@@ -113,13 +121,14 @@ def _null(window: QuestionWindow, start: np.ndarray, end: np.ndarray) -> Candida
     return Candidate(start_logit=start_logit, end_logit=end_logit, text="", probability=0.0)
 
 
-def _with_probabilities(candidates: list[Candidate]) -> list[Candidate]:
-    """Softmax over the scores of these candidates."""
+def _answer(chosen: Candidate, nbest: list[Candidate], null_score_diff: float | None) -> Answer:
+    """Sets the candidates' probabilities, a softmax over their scores; null may have cut the chosen one off `nbest`."""
+    candidates = nbest if any(candidate is chosen for candidate in nbest) else [*nbest, chosen]
     scores = np.array([_score(candidate) for candidate in candidates])
     weights = np.exp(scores - scores.max())
     for candidate, probability in zip(candidates, (weights / weights.sum()).tolist(), strict=True):
         candidate["probability"] = probability
-    return candidates
+    return Answer(chosen, nbest, null_score_diff)
 
 
 def exact_match_f1(questions: list[Question], predictions: dict[str, str]) -> dict[str, float]:

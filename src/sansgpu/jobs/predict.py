@@ -25,9 +25,9 @@ def predict(
     warn: Callable[[str], None],
     remote_code: bool = False,
 ) -> dict[str, Any]:
-    """The answer, its probability and place, and the rivals it was weighed against.
+    """Returns the answer with its probability and its start in the context, and all candidates.
 
-    `null_answers` says whether there may be none; by default as the run learned it.
+    `null_answers` allows the answer to be empty; by default as in the run's training.
     """
     if not question.strip() or not context.strip():
         raise ConfigError("--question and --context need some text.")
@@ -40,6 +40,6 @@ def predict(
     reader = AnswerReader(loaded.objective, asked, data)
     evaluate(reader, StepPlan(WINDOWS, resolve_device(loaded.config.training), "fp32"))
     answer = reader.answers["question"]
-    best = answer.nbest[0]
-    place = {"start": best["start"]} if "start" in best else {}
-    return {"answer": answer.text, "probability": best["probability"], **place, "nbest": answer.nbest}
+    chosen = answer.chosen
+    place = {"start": chosen["start"]} if "start" in chosen else {}
+    return {"answer": answer.text, "probability": chosen["probability"], **place, "nbest": answer.nbest}
