@@ -162,14 +162,19 @@ def test_padding_that_was_asked_for_is_no_news(home: Path) -> None:
     assert not warnings_of(events, "in one row")
 
 
-def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) -> list[float]:
-    """The mean loss of the first batch, cut into micro-batches of each size."""
-    overrides = settings(home, architecture, model_folder(architecture), data__pack_sequences=pack)
+def task_of(home: Path, overrides: tuple[str, ...]) -> Any:
+    """A task without dropout."""
     config, _ = load_config(None, overrides)
     kind: Any = TASKS[config.kind]
     config, corpus = kind.prepare(config, home / "cache", lambda *_: None)
     task = kind(config, corpus, ROWS)
-    task.model.eval()  # without dropout
+    task.model.eval()
+    return task
+
+
+def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) -> list[float]:
+    """The mean loss of the first batch, cut into micro-batches of each size."""
+    task = task_of(home, settings(home, architecture, model_folder(architecture), data__pack_sequences=pack))
     assert task.unpadded.packs == (pack and PACKS[architecture])
     batch = task.batch(0)
     with torch.no_grad():

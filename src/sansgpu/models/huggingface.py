@@ -105,11 +105,13 @@ class HuggingFaceLM(torch.nn.Module):
         super().__init__()
         from sansgpu.models.patches import use_our_kernels  # these import transformers, which takes seconds
         from sansgpu.models.pretrained import load_pretrained
+        from sansgpu.models.rotary import LengthDependentRotary
         from sansgpu.models.unpadded import head_is_plain
 
         self.model = load_pretrained(ModelConfig(name_or_path=name, trust_remote_code=remote_code), "causal", seed=0)
         use_our_kernels(self.model)
         self.model.eval()
+        self._rotary = LengthDependentRotary(self.model)
         self._loss_shape = LossShape(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
         with torch.no_grad():
             self._fused = head_is_plain(self.model, self._loss_shape.softcap)
@@ -130,6 +132,18 @@ class HuggingFaceLM(torch.nn.Module):
         """Cross-entropy summed over the targets (B, T); each row is one document."""
         if positions is not None or document_ids is not None:
             raise ValueError("packed documents are not supported; give windows of one document each")
+        if not self._rotary:
+            return self._loss(inputs, targets)
+        known = targets != -100
+        lengths = (known * torch.arange(1, targets.shape[1] + 1, device=known.device)).amax(dim=1).tolist()
+        losses = []
+        for rows in self._rotary.groups(lengths):  # padding must not lengthen a row
+            self._rotary.forget()
+            stop = max(1, max(lengths[row] for row in rows))
+            losses.append(self._loss(inputs[rows, :stop], targets[rows, :stop]))
+        return torch.stack(losses).sum()
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._fused:
             hidden = self.model.base_model(inputs).last_hidden_state.flatten(0, 1)
             weight = self.model.get_output_embeddings().weight

@@ -5,7 +5,10 @@ B examples, N tokens in all, T tokens of the longest, D width.
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,18 +20,27 @@ from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges
 from sansgpu.kernels.cross_entropy import PLAIN, LossShape, linear_cross_entropy
 from sansgpu.models.attention_interface import NAME, ranges_mask
 from sansgpu.models.generate import reading
+from sansgpu.models.modules import blocks_of
+from sansgpu.models.rotary import LengthDependentRotary
 
-PROBE_LENGTHS = (5, 7)  # of the examples that are tried together and apart
+PROBE_SHORT = 5  # tokens of the first example that is tried; the second one begins in the middle of any block
+PROBE_LONG = 65  # tokens of the second one at least: more than the blocks of 32 and 64 that no configuration names
+PROBE_LONGEST = 1024  # and at most, where the length of the examples is not known
+PROBE_FLOPS = 2e12  # some seconds: a model that would take more is tried by its first blocks
+OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the largest output
 
 Flat = Callable[[torch.Tensor], torch.Tensor]  # a model's output by row -> (N, ...)
 
 
 class UnpaddedModel:
-    """`packs` says whether examples are read in one row, not seeing each other; else each has a padded row."""
+    """`packs` says whether examples are read in one row, not seeing each other; else each has a padded row.
 
-    def __init__(self, model: PreTrainedModel, pack: bool) -> None:
-        self.model = model
+    Examples of at most `longest` tokens. Those whose rotary frequencies differ by their length are read apart.
+    """
+
+    def __init__(self, model: PreTrainedModel, pack: bool, longest: int = PROBE_LONGEST) -> None:
+        self.model, self._rotary = model, LengthDependentRotary(model)
         self._text: Any = model.config.get_text_config()
         self._by_ranges = model.config._attn_implementation == NAME and not _has_windows(self._text)
         attending = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
@@ -36,7 +48,7 @@ class UnpaddedModel:
         self._offset = _position_offset(model)
         self._softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
-            self.packs = pack and self._packs_well()
+            self.packs = pack and self._packs_well(longest)
             self.fused = head_is_plain(model, self._softcap)
 
     def inputs(
@@ -70,6 +82,12 @@ class UnpaddedModel:
         self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossShape = PLAIN
     ) -> torch.Tensor:
         """Of a causal model, cross-entropy summed over the targets (N,), -100 where nothing is predicted: ()."""
+        losses = [self._loss(tokens[p], some, targets[p], shape) for p, some in self._alike(lengths)]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _loss(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossShape
+    ) -> torch.Tensor:
         given, flat = self.inputs(tokens, lengths)
         shape = LossShape(shape.label_smoothing, shape.z_loss, self._softcap)
         head: Any = self.model.get_output_embeddings()
@@ -85,13 +103,22 @@ class UnpaddedModel:
     def spans(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a model for questions, how likely each token is to begin and to end the answer: (N,) and (N,), fp32."""
-        given, flat = self.inputs(tokens, lengths, types)
-        output = self.model(**given)
-        return flat(output.start_logits).float(), flat(output.end_logits).float()
+        """Start and end logits of each token, from a model for questions: (N,) and (N,), fp32."""
+
+        def both(places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            given, flat = self.inputs(tokens[places], lengths, None if types is None else types[places])
+            output = self.model(**given)
+            return torch.stack((flat(output.start_logits), flat(output.end_logits)), dim=1).float()
+
+        starts, ends = self._by_token(lengths, both).unbind(dim=1)
+        return starts, ends
 
     def gap_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
-        """Of a model that fills gaps, the logits of the tokens at `gaps` (N,) bool alone: (M, V)."""
+        """Logits of the tokens at `gaps` (N,) bool alone, from a model that fills gaps: (M, V)."""
+        parts = [(p[gaps[p]], self._gap_logits(tokens[p], some, gaps[p])) for p, some in self._alike(lengths)]
+        return _in_order(parts)
+
+    def _gap_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
         given, flat = self.inputs(tokens, lengths)
         base: Any = self.model.base_model
 
@@ -106,27 +133,101 @@ class UnpaddedModel:
             hook.remove()
         return logits
 
+    def _alike(self, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Examples that may be read together: the places of their tokens (n,), and their lengths (b,)."""
+        everything = torch.arange(int(lengths.sum()), device=lengths.device)
+        groups = self._rotary.groups(lengths.tolist()) if self._rotary else []
+        if not self._rotary:
+            yield everything, lengths
+        for group in groups:
+            self._rotary.forget()
+            chosen = torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
+            chosen[group] = True
+            yield everything[torch.repeat_interleave(chosen, lengths)], lengths[chosen]
+
+    def _by_token(
+        self, lengths: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `run` gives for each token, in the tokens' order: (N, ...)."""
+        return _in_order([(places, run(places, some)) for places, some in self._alike(lengths)])
+
     @property
     def _filler(self) -> int:
         return int(self._text.pad_token_id or 0)
 
-    def _packs_well(self) -> bool:
-        """Whether two examples in one row come out as they do apart; models with states of their own mix them."""
-        lengths = torch.tensor(PROBE_LENGTHS)
-        tokens = torch.arange(int(lengths.sum())) * 7 % self._text.vocab_size
-        self.packs = True
-        try:
-            together = self._output(tokens, lengths)
-            apart = [self._output(part, torch.tensor([len(part)])) for part in tokens.split(PROBE_LENGTHS)]
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            return False
+    def _packs_well(self, longest: int) -> bool:
+        """True if two examples in one row give what the model gives for each by itself, called plainly.
+
+        Models with states of their own, or with positions that do not begin at 0, give something else.
+        """
+        lengths = self._probe_lengths(longest)
+        tokens = torch.arange(sum(lengths)) * 7 % self._text.vocab_size
+        flops = 4.0 * sum(lengths) * sum(p.numel() for p in self.model.base_model.parameters())
+        with _first_blocks_of(self.model, self._text) if flops > PROBE_FLOPS else nullcontext():
+            try:
+                self.packs = True
+                together = self._output(tokens, torch.tensor(lengths))
+                self.packs = False
+                apart = [self._output(part, torch.tensor([len(part)])) for part in tokens.split(lengths)]
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+                return False
         error = (together - torch.cat(apart)).abs().max() / together.abs().max()
         return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(self.model), min(PROBE_TOLERANCE.values())))
 
+    def _probe_lengths(self, longest: int) -> list[int]:
+        """A short example, and one that is longer than every window or block that the configuration names, as far as
+        examples are; none is so long that rotary frequencies would depend on it, as those are read apart.
+        """
+        places = int(getattr(self._text, "max_position_embeddings", None) or 0)
+        limits = [longest, *([places - self._offset] if places > 0 else []), self._rotary.unscaled or longest]
+        named = 1 + max(_possible_windows(self.model.config.to_dict()), default=0)
+        return [min(PROBE_SHORT, *limits), min(max(PROBE_LONG, named), *limits)]
+
     def _output(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         given, flat = self.inputs(tokens, lengths)
-        output = self.model(**given)
-        return flat(output.logits if "logits" in output else output.start_logits).float()
+        return flat(self.model.base_model(**given).last_hidden_state).float()
+
+
+def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Rows of several tensors by the places that they belong to."""
+    if len(parts) == 1:
+        return parts[0][1]
+    places, values = (torch.cat(side) for side in zip(*parts, strict=True))
+    return values[places.argsort()]
+
+
+def _possible_windows(settings: Any, name: str = "") -> Iterator[int]:
+    """Every whole number of a configuration that may be a window, a block, a chunk or a stride."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            yield from _possible_windows(value, str(key))
+    elif isinstance(settings, (list, tuple)):
+        for value in settings:
+            yield from _possible_windows(value, name)
+    elif isinstance(settings, int) and not isinstance(settings, bool) and not OTHER_SIZES.search(name):
+        yield settings
+
+
+@contextmanager
+def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
+    """Has a model compute its first blocks alone, of each type of layer at least one."""
+    blocks = blocks_of(model)
+    types = (getattr(config, "layer_types", None) or [])[: len(blocks)]
+    count = max([2, *(types.index(kind) + 1 for kind in dict.fromkeys(types))])
+    if not blocks:
+        yield
+        return
+    lists = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    parent, name, whole = next(
+        (parent, name, child)
+        for parent, name, child in lists
+        if isinstance(child, nn.ModuleList) and len(child) == len(blocks) and all(map(operator.is_, child, blocks))
+    )
+    setattr(parent, name, whole[:count])
+    try:
+        yield
+    finally:
+        setattr(parent, name, whole)
 
 
 def autocast_of(model: PreTrainedModel) -> torch.autocast:

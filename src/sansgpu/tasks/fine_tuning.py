@@ -56,7 +56,7 @@ class FineTuning(ABC):
             self.model = load_pretrained(settings, self.head, seed)
         self._loaded_as = {n: p.dtype for n, p in self.model.named_parameters(remove_duplicate=False)}
         kept = use_our_kernels(self.model)
-        self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences)
+        self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
         self._adapted = with_adapter(self.model, settings, seed) if settings.adapter != "none" else None
         use_our_layers(self.model)  # of the adapter
         self.notes: Sequence[str] = list(self._notes(kept))

@@ -1,0 +1,151 @@
+"""Examples read in one row, or beside each other, give what each gives by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MraConfig,
+    MraForQuestionAnswering,
+)
+
+from sansgpu.cli import run as cli
+from sansgpu.models.unpadded import UnpaddedModel
+from tests.tasks.folders import chat_rows, model_folder, squad
+from tests.tasks.test_architectures import settings, task_of
+
+TRAINED = 48  # tokens, beyond which rotary frequencies are scaled by the length
+PHI3_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.5 + n for n in range(8)]}
+SCALED: dict[str, dict[str, Any]] = {
+    "phi3": {
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": TRAINED,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": TRAINED, **PHI3_FACTORS
+        },
+    },
+    "llama": {
+        "max_position_embeddings": TRAINED,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+
+
+def scaled_folder(folder: Path, architecture: str) -> Path:
+    """A model whose rotary frequencies depend on the length of what it reads."""
+    made = model_folder(architecture)
+    config = {**json.loads((made / "config.json").read_text()), **SCALED[architecture], "initializer_range": 0.2}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    AutoTokenizer.from_pretrained(made).save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+def by_itself(folder: Path, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+    """The summed loss of one example, from a model of transformers that has read nothing else."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0]
+    return float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("architecture", SCALED)
+def test_frequencies_that_depend_on_the_length_are_those_of_each_example(
+    tmp_path: Path, architecture: str, pack: bool
+) -> None:
+    chat_rows(tmp_path / "chat.jsonl")
+    folder = scaled_folder(tmp_path / "model", architecture)
+    task = task_of(tmp_path, settings(tmp_path, architecture, folder, data__pack_sequences=pack))
+    assert task.unpadded.packs == pack
+    batch = task.batch(0)
+    assert batch.lengths.min() < TRAINED < batch.lengths.max()
+    examples = zip(batch.tokens.split(batch.lengths.tolist()), batch.targets.split(batch.lengths.tolist()), strict=True)
+    expected = sum(by_itself(folder, tokens, targets) for tokens, targets in examples)
+    for size in (1, 3, 8):
+        with torch.no_grad():
+            found = sum(float(task.loss(piece)) for piece in batch.micro_batches(size))
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_texts_of_any_length_are_evaluated_as_each_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = scaled_folder(tmp_path / "model", "phi3")
+    texts = ["red house", "blue light is quiet and dark " * 9, "a slow fox " * 22]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    rows = [torch.tensor(AutoTokenizer.from_pretrained(folder)(text).input_ids) for text in texts]
+    assert min(map(len, rows)) < TRAINED < max(map(len, rows))
+    expected = sum(by_itself(folder, row[:-1], row[1:]) for row in rows) / sum(len(row) - 1 for row in rows)
+    capsys.readouterr()
+    assert cli(["eval", str(folder), "--data", str(tmp_path / "texts.jsonl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_whose_positions_begin_elsewhere_is_padded(tmp_path: Path) -> None:
+    """MRA counts positions from 2, which a row of several examples would not."""
+    folder = model_folder("bert")
+    mra = tmp_path / "mra"
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    MraForQuestionAnswering(MraConfig(vocab_size=1024, initializer_range=0.3, **shape)).save_pretrained(mra)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(mra)
+    squad(tmp_path / "squad.json")
+    chosen = settings(tmp_path, "bert", mra)
+    task = task_of(tmp_path, chosen)
+    assert not task.unpadded.packs
+    batch = task.batch(0)
+    with torch.no_grad():
+        together = float(task.loss(batch))
+        apart = sum(float(task.loss(piece)) for piece in batch.micro_batches(1))
+    assert together == pytest.approx(apart, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("named", "packs"),
+    [({"attention_window": 200}, False), ({"some": {"block_sizes": [16, 200]}}, False), ({"unnamed": 16}, True)],
+)
+def test_examples_are_tried_beyond_every_window_that_the_configuration_names(
+    named: dict[str, Any], packs: bool
+) -> None:
+    """This model mixes a token with the one 200 places before, whosoever it is."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=100, use_cache=False, **shape, **named)).eval()
+
+    def mixed(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+        before = torch.zeros_like(output)
+        before[:, 200:] = output[:, :-200]
+        return output + before
+
+    model.model.embed_tokens.register_forward_hook(mixed)
+    assert UnpaddedModel(model, pack=True, longest=512).packs == packs
+    assert UnpaddedModel(model, pack=True, longest=100).packs, "examples are no longer than this"
+
+
+def test_a_large_model_is_tried_by_its_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "num_hidden_layers": 5}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=100, use_cache=False, **shape)).eval()
+    for number, block in enumerate(model.model.layers):
+        block.register_forward_pre_hook(lambda *_, number=number: seen.append(number))
+    monkeypatch.setattr("sansgpu.models.unpadded.PROBE_FLOPS", 1)
+    assert UnpaddedModel(model, pack=True).packs
+    assert seen.count(1) > seen.count(4)
+    assert len(model.model.layers) == 5
