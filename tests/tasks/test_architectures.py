@@ -77,7 +77,7 @@ def run_job(folder: Path, overrides: tuple[str, ...], resume: str | None = None)
 
 
 @cache
-def trained(home: Path, architecture: str, adapter: str, precision: str = "fp32") -> tuple[Path, list[Event]]:
+def trained(home: Path, architecture: str, adapter: str, precision: str) -> tuple[Path, list[Event]]:
     """A run of four steps, made once for all tests."""
     run = home / f"{architecture}-{adapter}-{precision}"
     chosen = {"model__adapter": adapter, "training__precision": precision}
@@ -97,7 +97,7 @@ def test_every_architecture_is_tested() -> None:
 @pytest.mark.parametrize(("architecture", "adapter"), RUNS)
 def test_a_run_resumed_in_its_middle_is_the_run_that_was_not(home: Path, architecture: str, adapter: str) -> None:
     """gpt2, the encoders and the adapters draw dropout on the way."""
-    straight, _ = trained(home, architecture, adapter)
+    straight, _ = trained(home, architecture, adapter, "fp32")
     resumed = fork_snapshot(straight, "2", home / f"{architecture}-{adapter}-resumed", pytest.fail)
     run_job(resumed, (), resume="latest")
     last = [{k: v for k, v in digests(run).items() if "step-000002" not in k} for run in (straight, resumed)]
@@ -152,7 +152,7 @@ def test_the_last_snapshot_exports_to_the_bytes_of_final(
 
 @pytest.mark.parametrize(("architecture", "packs"), PACKS.items())
 def test_what_cannot_be_packed_is_padded_and_that_is_said_once(home: Path, architecture: str, packs: bool) -> None:
-    _, events = trained(home, architecture, "none")
+    _, events = trained(home, architecture, "none", "fp32")
     assert len(warnings_of(events, "in one row")) == (0 if packs else 1)
 
 
