@@ -91,6 +91,8 @@ def fit(
     several processes (torchrun) rank 0 alone speaks, and has the callbacks.
     Raises ConfigError before any work is done, and SansGPUError where the work fails.
     """
+    if output_dir is not None and not str(output_dir):
+        raise ConfigError("output_dir is empty; give a folder.")
     values = as_config(config) if isinstance(config, dict) else config
     request = TrainRequest(
         config_file=Path(values) if isinstance(values, (str, Path)) else None,

@@ -115,7 +115,7 @@ def test_a_folder_with_other_files_is_left_as_it_is(capsys: pytest.CaptureFixtur
     Path("search").mkdir()
     Path("search/notes.txt").write_text("mine")
     assert cli(arguments("--trials", "2")) == 2
-    assert "holds other files and no search" in capsys.readouterr().err
+    assert "search holds files that sansgpu did not write, such as notes.txt" in capsys.readouterr().err
     assert [path.name for path in Path("search").iterdir()] == ["notes.txt"]
 
 

@@ -13,6 +13,7 @@ from transformers import ApertusConfig, AutoModelForCausalLM, AutoTokenizer, GPT
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.models import TransformerLM
 from sansgpu.models.huggingface import HuggingFaceLM, export_model, load_decoder
+from sansgpu.models.whole_folder import written_whole
 from tests.models.small import LAYOUTS, TOKENIZER, model_of, tokens
 
 QWEN3 = {
@@ -66,13 +67,33 @@ def test_transformers_computes_the_same_from_the_export(layout: str, tmp_path: P
     assert torch.equal(ours.eval()(inputs), model(inputs))
 
 
-def test_an_export_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[], ["notes.md", "more/notes.md"]])
+def test_an_export_takes_the_place_of_the_one_before(others: list[str], tmp_path: Path) -> None:
     for layout in ("classic", "modern"):
         export_model(model_of(layout), TOKENIZER, tmp_path / "final")
-        (tmp_path / "final" / f"left-by-{layout}").write_text("")
+        for name in others:
+            (tmp_path / "final" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "final" / name).write_text(f"beside {layout}")
     assert json.loads((tmp_path / "final/config.json").read_text())["model_type"] == "qwen3"
-    assert not (tmp_path / "final/left-by-classic").exists()
+    assert all((tmp_path / "final" / name).read_text() == "beside modern" for name in others)
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert not list((tmp_path / "final").glob(".sansgpu-*"))
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_files_of_the_model_before_are_deleted_and_others_stay(others: bool, tmp_path: Path) -> None:
+    def shards(folder: Path) -> None:
+        for name in ("config.json", "model-1.safetensors", "more/model-2.safetensors"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(f"a part: {name}")
+
+    folder = tmp_path / "final"
+    written_whole(folder, shards)
+    if others:
+        (folder / "notes.md").write_text("mine")
+    written_whole(folder, lambda new: (new / "model.safetensors").touch())
+    mark, notes = ".sansgpu.json", ["notes.md"] if others else []
+    assert sorted(path.name for path in folder.iterdir()) == [mark, "model.safetensors", *notes]
 
 
 def test_an_export_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_several_runs_are_told_apart_and_beside_each_other(home: Path, tmp_path:
 def test_pictures_are_of_the_same_plots(home: Path, tmp_path: Path) -> None:
     run = home / "a/tiny"
     assert cli(["report", str(run), "--format", "svg", "--output", str(tmp_path / "plots")]) == 0
-    assert {path.stem for path in (tmp_path / "plots").iterdir()} == drawn(run).keys()
+    assert {path.stem for path in (tmp_path / "plots").glob("*.svg")} == drawn(run).keys()
     loss = (tmp_path / "plots/loss.svg").read_text()
     for words in ("loss (nats per token)", "step", "training", "validation"):
         assert f">{words}<" in loss
@@ -235,9 +235,12 @@ def test_a_report_that_cannot_be_written_ends_no_run(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
-    (tmp_path / "run/report.html").mkdir(parents=True)
     (tmp_path / "corpus.jsonl").symlink_to(home / "corpus.jsonl")
     run = train(tmp_path, "run", training__max_steps=2)
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    capsys.readouterr()
+    assert cli(["train", "--resume", "--output-dir", str(run), "--max-steps", "4"]) == 0
     assert "could not be written" in capsys.readouterr().out
     assert Record.open(run).ending == "done"
     assert (run / "final/config.json").is_file()

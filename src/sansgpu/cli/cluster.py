@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, show, warn
+from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, show, warn, written_path
 
 
 class Allocator(str, Enum):
@@ -45,7 +45,9 @@ def k8s(
     name: Annotated[str | None, typer.Option(help="Of the run; by default the configuration's.")] = None,
     allocator: Annotated[Allocator, typer.Option(help="Preloaded in place of the C library's.")] = Allocator.TCMALLOC,
     openmp: Annotated[OpenMP, typer.Option(help="libiomp: Intel's, preloaded; x86-64 only.")] = OpenMP.LIBGOMP,
-    output_dir: Annotated[Path | None, typer.Option(help="Where the files go; by default k8s/NAME.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(parser=written_path, metavar="DIR", help="Folder for the files. Default: k8s/NAME.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a Dockerfile and the manifests of a run by Kubeflow: a PyTorchJob, or a TrainJob.

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import SnapshotOption, app, print_json, show_json, warn
+from sansgpu.cli.options import SnapshotOption, app, print_json, show_json, warn, written_path
 
 
 @app.command()
@@ -31,7 +31,10 @@ def extract(
     min_score: Annotated[float | None, typer.Option(help="Leave out what scores less: mean log-probability.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Tails that are followed at once, where they are spelled.")] = 10,
     top: Annotated[int, typer.Option(min=1, help="Tails of each head and relation, the best first.")] = 1,
-    output: Annotated[Path | None, typer.Option(help="Write the triples here, not to stdout.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(parser=written_path, metavar="FILE", help="New file for the triples. Default: stdout."),
+    ] = None,
     snapshot: SnapshotOption = "latest",
     as_json: Annotated[
         bool, typer.Option("--json", help="With --output: how it agrees, as one JSON object on stdout.")
@@ -46,11 +49,14 @@ def extract(
     from contextlib import ExitStack
 
     from sansgpu.jobs.extract import extract as job
+    from sansgpu.watch.outputs import require_file
     from sansgpu.watch.tables import print_extraction
     from sansgpu.watch.terminal import PreparationBar, RunConsole
 
     if as_json and output is None:
         raise typer.BadParameter("--json needs --output: stdout has the triples")
+    if output is not None:
+        require_file(output)
     errors = RunConsole(stderr=True)
     bar = PreparationBar(errors)
     with ExitStack() as stack:

@@ -37,6 +37,15 @@ OverrideOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")
 ]
 LARGEST_SEED = 2**63 - 1  # that torch's generators take
+
+
+def written_path(name: str) -> Path:
+    """The path that an option names to write to. An empty one, often of an unset variable, would be this folder."""
+    if not name.strip():
+        raise typer.BadParameter("the name is empty; give a file or a folder")
+    return Path(name)
+
+
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, warn
+from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, warn, written_path
 
 
 @app.command()
@@ -18,7 +18,8 @@ def plan(
     hours: Annotated[float | None, typer.Option(help="Propose the best model for so many hours.")] = None,
     data: Annotated[str | None, typer.Option(help="What it is to learn, as data.dataset_name.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where the proposal is written; by default proposed.yaml.")
+        Path | None,
+        typer.Option(parser=written_path, metavar="FILE", help="New file for the proposal. Default: proposed.yaml."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Also on so many machines like this one.")] = None,
     network: Annotated[
@@ -77,7 +78,10 @@ def bench(
     config: ConfigArgument = None,
     override: OverrideOption = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 20,
-    output_dir: Annotated[Path | None, typer.Option(help="Where the report goes; by default bench/NAME.")] = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(parser=written_path, metavar="DIR", help="Folder for the report. Default: bench/NAME."),
+    ] = None,
     from_step: Annotated[int, typer.Option(min=0, help="Also project from a snapshot of this step.")] = 0,
     what_if: Annotated[bool, typer.Option(help="Measure changes of the configuration, too.")] = True,
     forward_only: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import JsonOption, app, print_json, show, warn
+from sansgpu.cli.options import JsonOption, app, print_json, show, warn, written_path
 
 
 @app.command()
@@ -15,7 +15,11 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option(help="The page's file, or the pictures' folder; by default RUN/report.html and RUN/plots."),
+        typer.Option(
+            parser=written_path,
+            metavar="PATH",
+            help="File for the page, or folder for the pictures. Default: RUN/report.html or RUN/plots.",
+        ),
     ] = None,
     form: Annotated[
         str, typer.Option("--format", metavar="html|png|svg", help="html: one page; png, svg: a picture a plot.")

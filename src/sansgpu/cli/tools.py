@@ -17,13 +17,14 @@ from sansgpu.cli.options import (
     snapshots_app,
     tokenizer_app,
     warn,
+    written_path,
 )
 
 
 @tokenizer_app.command("train")
 def tokenizer_train(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A file, a folder, a dataset or python-stdlib.")],
-    output: Annotated[Path, typer.Option(help="The tokenizer's folder.")],
+    output: Annotated[Path, typer.Option(parser=written_path, metavar="DIR", help="The tokenizer's folder.")],
     vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 8192,
     sample_mb: Annotated[int, typer.Option(min=1, help="Megabytes of text to learn from.")] = 32,
     as_json: JsonOption = False,
@@ -133,7 +134,7 @@ def snapshots_prune(
 @snapshots_app.command("fork")
 def snapshots_fork(
     run: RunArgument,
-    output_dir: Annotated[Path, typer.Option(help="The new run's folder.")],
+    output_dir: Annotated[Path, typer.Option(parser=written_path, metavar="DIR", help="The new run's folder.")],
     snapshot: SnapshotOption = "latest",
 ) -> None:
     """Begin a new run as a copy of a snapshot, to go on with other settings.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sansgpu.cli.options import OverrideOption, RemoteCodeOption, app, show
+from sansgpu.cli.options import OverrideOption, RemoteCodeOption, app, show, written_path
 
 
 @app.command()
@@ -20,7 +20,10 @@ def train(
     config_option: Annotated[
         Path | None, typer.Option("-f", "--config", metavar="FILE", help="The same as CONFIG.")
     ] = None,
-    output_dir: Annotated[Path | None, typer.Option("--output-dir", "--output_dir", help="The run's folder.")] = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option("--output-dir", "--output_dir", parser=written_path, metavar="DIR", help="The run's folder."),
+    ] = None,
     override: OverrideOption = None,
     resume: Annotated[str | None, typer.Option(metavar="[latest|SNAPSHOT]", help="Go on from a snapshot.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer updates.")] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, warn
+from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, warn, written_path
 
 
 class Pruner(str, Enum):
@@ -32,7 +32,10 @@ def tune(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Trials at a time, which share the cores.")] = 1,
     pruner: Annotated[Pruner, typer.Option(help="What ends trials that promise little.")] = Pruner.MEDIAN,
-    output_dir: Annotated[Path | None, typer.Option(help="The search's folder; by default runs/tune-NAME.")] = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(parser=written_path, metavar="DIR", help="The search's folder. Default: runs/tune-NAME."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The source of all randomness, as training.seed.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="What is searched and how long it takes.")] = False,
     as_json: JsonOption = False,

@@ -18,6 +18,7 @@ from sansgpu.cli.options import (
     print_json,
     show,
     warn,
+    written_path,
 )
 
 
@@ -185,7 +186,10 @@ def export(
     ] = None,
     snapshot: SnapshotOption = "latest",
     output: Annotated[
-        Path | None, typer.Option(help="Where to write; by default RUN/export, or RUN/NAME-TYPE.gguf.")
+        Path | None,
+        typer.Option(
+            parser=written_path, metavar="PATH", help="Where to write. Default: RUN/export or RUN/NAME-TYPE.gguf."
+        ),
     ] = None,
     merge: Annotated[
         bool | None,

@@ -13,6 +13,7 @@ from sansgpu.config.by_task import (
     SIMPLE_TEMPLATE,
 )
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
+from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
     PRESETS,
     acting_values,
@@ -58,11 +59,13 @@ __all__ = [
     "change_config",
     "default_values",
     "fold_seed",
+    "identity",
     "load_config",
     "load_space",
     "measure_of",
     "problems",
     "recorded_values",
+    "require_identity",
     "save_config",
     "spread",
 ]

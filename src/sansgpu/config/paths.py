@@ -61,6 +61,12 @@ class RunPaths:
         return self.root / "report.html"
 
     @property
+    def written(self) -> tuple[Path, ...]:
+        """The files and folders that training writes, but for the mark of the folder."""
+        files = self.config, self.environment, self.metrics, self.report, self.lock
+        return (*files, self.snapshots, self.tensorboard, self.final, self.tokenizer)
+
+    @property
     def lock(self) -> Path:
         """Held by the process that trains the run."""
         return self.root / ".lock"

@@ -22,7 +22,8 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import Piece
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
-from sansgpu.machine.disk import free_disk_bytes, sync_to_disk
+from sansgpu.machine.disk import free_disk_bytes
+from sansgpu.watch.files import sync_to_disk
 
 FORMAT = 1  # of the store; part of every key
 ENCODE_CHARS = 4 << 20  # text encoded at once: enough to keep every thread busy, little memory

@@ -33,6 +33,7 @@ from sansgpu.machine.probe import best_gemm_rate, has_native_bf16
 from sansgpu.tasks import task_of
 from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.watch.bench_report import write_report
+from sansgpu.watch.outputs import filled_folder, require_folder
 
 PROJECTED = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 WHAT_IF_STEPS = 4  # timed for each question
@@ -66,6 +67,8 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
         warn(note)
     if request.forward_only:
         config = task_of(config).with_vocabulary(config)
+    else:
+        require_folder(request.output_dir, "bench")
     prepared = prepare(config, None, progress, warn, data="unread" if request.forward_only else "wanted")
     chosen = _with_choices(config, prepared)
     if request.forward_only:
@@ -324,19 +327,19 @@ def _optimized(chosen: Config, rows: Sequence[Result]) -> tuple[Config, list[str
 def _write_files(result: Result, optimized: Config, request: BenchRequest) -> None:
     folder = request.output_dir
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(anywhere(optimized), folder / "optimized.yaml")
-        start = folder / "start.sh"
-        run = f"runs/{result['name']}-optimized"
-        start.write_text(
-            "#!/bin/sh\n# Trains as measured by sansgpu bench. Arguments are handed on, as --resume is.\nset -eu\n"
-            'here=$(CDPATH= cd "$(dirname "$0")" && pwd)\n'
-            f'exec {shlex.quote(sys.executable)} -m sansgpu train "$here/optimized.yaml" '
-            f'--output-dir {shlex.quote(run)} "$@"\n',
-            encoding="utf-8",
-        )
-        start.chmod(0o755)
-        write_report(result, folder)
+        with filled_folder(folder, "bench", "--output-dir") as new:
+            save_config(anywhere(optimized), new / "optimized.yaml")
+            start = new / "start.sh"
+            run = f"runs/{result['name']}-optimized"
+            start.write_text(
+                "#!/bin/sh\n# Trains as measured by sansgpu bench. Takes train's arguments, as --resume.\nset -eu\n"
+                'here=$(CDPATH= cd "$(dirname "$0")" && pwd)\n'
+                f'exec {shlex.quote(sys.executable)} -m sansgpu train "$here/optimized.yaml" '
+                f'--output-dir {shlex.quote(run)} "$@"\n',
+                encoding="utf-8",
+            )
+            start.chmod(0o755)
+            write_report(result, new)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
     result["files"] = [str(folder / name) for name in ("report.md", "report.html", "optimized.yaml", "start.sh")]

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from sansgpu.config import Config, ConfigError, DataConfig
+from sansgpu.config.by_task import QA
 from sansgpu.data.shards import Progress
 from sansgpu.data.sources import open_single
 from sansgpu.jobs.fine_tuned import HEADS, FineTuned, load_fine_tuned
 from sansgpu.jobs.folders import open_run, with_objective
+from sansgpu.jobs.runs import require_run
 from sansgpu.machine.probe import cache_dir, resolve_device
 from sansgpu.tasks import Evaluated, task_of
 from sansgpu.tasks import qa as asking
@@ -32,6 +34,8 @@ def evaluate_fine_tuned(
 ) -> dict[str, Any]:
     """The eval event of a run on `data`, or on its own validation part; of questions, the answers are written too."""
     config, _ = open_run(run)
+    if config.kind == QA:
+        require_run(run)
     loaded = load_fine_tuned(str(run), HEADS[config.kind], snapshot, warn, remote_code)
     own = with_objective(loaded.config, run, objective) if data is None else loaded.config
     measured = _measured(loaded, own, data, progress, warn)

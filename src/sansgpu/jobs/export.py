@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import PRETRAIN, Config, ConfigError
+from sansgpu.config.by_task import SFT
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.jobs.graph_model import is_graph, load_graph
 from sansgpu.jobs.loading import is_fine_tuning, load_model
 from sansgpu.jobs.report import leave_card
-from sansgpu.models.gguf_file import TYPES, About, starts_as_gguf, write_gguf
+from sansgpu.jobs.runs import require_run
+from sansgpu.models.gguf_file import TYPES, About, write_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.models.huggingface import export_model
 from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
 from sansgpu.tasks.graph import how_learned
+from sansgpu.watch.marks import read_mark
+from sansgpu.watch.outputs import GGUF, require_file, require_folder
+from sansgpu.watch.unmarked import is_unmarked
 
-KNOWN = ("config.json", "adapter_config.json")
 _Parts = tuple[dict[str, Any], Weights, TokenizerParts]  # config.json, weights by Hugging Face's names, tokenizer
 
 
@@ -36,8 +40,10 @@ def export_run(
     `merge` says whether an adapter becomes part of the model; by default as the run's configuration does.
     """
     folder = output or run / "export"
-    if output is not None and output.exists() and not any((output / n).is_file() for n in KNOWN):
-        raise ConfigError(f"{output} exists and is no exported model; choose another --output.")
+    if output is None:
+        require_run(run)
+    require_folder(folder, "model", "--output")
+    _require_no_other_run(folder, run)
     if is_fine_tuning(str(run)):
         _export_fine_tuned(run, snapshot, folder, merge, warn, remote_code)
         return folder
@@ -52,6 +58,14 @@ def export_run(
     export_model(loaded.decoder, loaded.tokenizer, folder)
     leave_card(run, folder, loaded.snapshot.step, warn)
     return folder
+
+
+def _require_no_other_run(folder: Path, run: Path) -> None:
+    """Raises ConfigError if `folder` belongs to another run, as its `final/` does."""
+    owner = folder.resolve().parent
+    mark = read_mark(owner)
+    if owner != run.resolve() and ((mark and mark.kind == "run") or is_unmarked(owner, "run")):
+        raise ConfigError(f"{folder} is a folder of the run {owner}, not of {run}; choose another --output.")
 
 
 def _export_graph(run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None]) -> None:
@@ -87,15 +101,16 @@ def export_gguf(
     if kind not in TYPES:
         raise ConfigError(f"--type is {kind}, but known are {', '.join(TYPES)}.")
     config, _ = open_run(run)
+    if config.kind not in (PRETRAIN, SFT):
+        raise ConfigError(f"{run} is of task {config.task}; --format gguf takes decoders, of task pretrain or sft.")
     path = output or run / f"{run.resolve().name}-{kind}.gguf"
-    if path.exists() and not (path.is_file() and starts_as_gguf(path)):
-        raise ConfigError(f"{path} exists and is no GGUF file; choose another --output.")
+    if output is None:
+        require_run(run)
+    require_file(path, GGUF)
     if config.kind == PRETRAIN:
         step, parts = _pretrained_parts(run, snapshot, warn)
-    elif config.kind == "sft":
-        step, parts = _fine_tuned_parts(run, snapshot, warn, remote_code)
     else:
-        raise ConfigError(f"{run} is of task {config.task}; --format gguf takes decoders, of task pretrain or sft.")
+        step, parts = _fine_tuned_parts(run, snapshot, warn, remote_code)
     apart = write_gguf(path, *parts, kind, _about(run, config, step))
     if apart:
         warn(f"{len(apart)} matrices have rows of no multiple of 32 and are f16, beginning with {apart[0]}")

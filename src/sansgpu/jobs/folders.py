@@ -12,9 +12,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
+from sansgpu.jobs.claims import require_own_configuration
 from sansgpu.jobs.runs import RUNS
 from sansgpu.train.checkpoint import snapshots
 from sansgpu.watch.escape import printable_line
+from sansgpu.watch.files import make_folder, scratch, write_text
+from sansgpu.watch.outputs import require_folder
 
 LOCAL = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
 LOOKING = 0.5  # seconds that one who looks whether a run is held may hold it
@@ -30,15 +33,16 @@ def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
 def open_output(asked: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
     """The folder of the run to start or resume; by default runs/NAME of the configuration's name.
 
-    Raises ConfigError where a new run would write over an old one, or the folder cannot be written.
+    Raises ConfigError if the folder holds anything else than this run, or cannot be written.
     """
     if asked is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
         asked = Path(resume).absolute().parent.parent
     if asked is None:
         name = config_file.stem if config_file else "default"
         taken = [p for p in _numbered(name) if holds_run(p)]
-        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if not holds_run(p))
-    elif not resume and not dry_run and holds_run(asked):
+        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if _is_free(p))
+    require_folder(asked, "run")
+    if not resume and not dry_run and holds_run(asked):
         raise ConfigError(f"{asked} holds a run already; go on with it by --resume, or choose another --output-dir.")
     if not dry_run:
         require_writable(asked)
@@ -52,18 +56,26 @@ def _numbered(name: str, endless: bool = False) -> list[Path]:
     return found if endless else found[:-1]
 
 
+def _is_free(folder: Path) -> bool:
+    """Whether a new run may go there."""
+    try:
+        require_folder(folder, "run")
+    except ConfigError:
+        return False
+    return not holds_run(folder)
+
+
 def holds_run(folder: Path) -> bool:
     """Whether something was trained into it."""
     return bool(snapshots(folder / "snapshots")) or (folder / "final").exists()
 
 
 def require_writable(folder: Path) -> None:
-    """Make it. Raises ConfigError where nothing can be written there."""
-    probe = folder / ".writable"
+    """Make a folder. Raises ConfigError if nothing can be written there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
+        make_folder(folder)
+        with scratch(folder, is_folder=False) as probe:
+            probe.write_bytes(b"x")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
 
@@ -93,7 +105,8 @@ def open_run(folder: Path) -> tuple[Config, RunPaths]:
     The configuration allows no Python code from outside sansgpu, whatever the folder says: a run may come from anybody,
     so `objective` and `model.trust_remote_code` are honored only where the command line repeats them.
     """
-    config = _recorded(folder)
+    config = recorded_config(folder)
+    require_own_configuration(run_paths(folder, config))
     model = config.model.model_copy(update={"trust_remote_code": False})
     return config.model_copy(update={"objective": None, "model": model}), run_paths(folder, config)
 
@@ -103,7 +116,7 @@ def with_objective(config: Config, folder: Path, asked: str | None) -> Config:
 
     Raises ConfigError if `asked` is not the run's `objective`.
     """
-    recorded = _recorded(folder).objective
+    recorded = recorded_config(folder).objective
     if recorded and asked is None:
         raise ConfigError(
             f"{folder} was trained with objective {recorded}, which is Python code: add --objective {recorded} to "
@@ -131,7 +144,8 @@ def require_allowed(config: Config, file: Path, overrides: Sequence[str]) -> Non
         )
 
 
-def _recorded(folder: Path) -> Config:
+def recorded_config(folder: Path) -> Config:
+    """The configuration of a run as its folder has it, which may name code of others. Raises ConfigError."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is no run: it has no config.yaml.")
     return load_config(folder / "config.yaml")[0]
@@ -140,7 +154,7 @@ def _recorded(folder: Path) -> Config:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write one JSON object. Raises SansGPUError where the disk refuses."""
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
         raise SansGPUError(f"{path} cannot be written: {error.strerror}.") from None
 

@@ -16,6 +16,7 @@ from sansgpu.jobs import manifests
 from sansgpu.jobs.cluster_request import ClusterRequest, lying_here, on_claim, settle
 from sansgpu.jobs.folders import require_plain_name
 from sansgpu.jobs.manifests import ClusterJob, as_yaml
+from sansgpu.watch.outputs import filled_folder
 
 PYTHON_IMAGE = "python:3.12.12-slim-bookworm"
 INTEL_OPENMP = "intel-openmp==2026.2.0"
@@ -69,12 +70,9 @@ def _recipe(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
     try:
-        others = sorted(path.name for path in folder.iterdir() if path.name not in FILES) if folder.exists() else []
-        if others:
-            raise ConfigError(f"{folder} holds other files, as {others[0]}; choose another --output-dir.")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        with filled_folder(folder, "cluster", "--output-dir") as new:
+            for name, text in texts.items():
+                (new / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
 

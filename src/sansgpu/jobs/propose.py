@@ -20,6 +20,8 @@ from sansgpu.jobs.prepare import Prepared, Warn, prepare, silent
 from sansgpu.machine.compilation import is_long_time, missing_for_compile
 from sansgpu.tasks import Corpus, task_of
 from sansgpu.train.scaling_law import MOST_EPOCHS, expected_bits_per_byte
+from sansgpu.watch.files import write_text
+from sansgpu.watch.outputs import require_file
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 HEAD_DIM, WIDTH_A_LAYER, LEAST_LAYERS, FEED_FORWARD = 64, 48, 4, 3
@@ -66,8 +68,7 @@ def propose(
         raise ConfigError(f"--hours is {hours:g}; give the time the run may take, as 0.5 or 8.")
     if others := [setting for setting in overrides if not setting.startswith("data.")]:
         raise ConfigError(f"--hours chooses the model and its training, so --set {others[0]} has no place beside it.")
-    if output.exists():
-        raise ConfigError(f"{output} exists already; choose another --output.")
+    require_file(output)
     base = _base(data, overrides, progress, warn)
     corpus: Corpus = base.corpus
     say(f"{corpus.train_tokens:,} tokens; timing products of {len(WIDTHS)} sizes and blocks of {len(MEASURED_WIDTHS)}")
@@ -191,7 +192,6 @@ def _write(config: Config, output: Path, best: Candidate, corpus: Corpus) -> Non
         f"over its {corpus.train_tokens / 1e6:.1f}M.\n"
     )
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(head + yaml.safe_dump({"task": config.task, **values}, sort_keys=False), encoding="utf-8")
+        write_text(output, head + yaml.safe_dump({"task": config.task, **values}, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}; choose another --output.") from None

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
-from sansgpu.jobs.runs import is_held
+from sansgpu.jobs.runs import is_held, require_run
 from sansgpu.watch.files import write_text
 from sansgpu.watch.model_card import model_card
+from sansgpu.watch.outputs import PAGE, README, add_text, filled_folder, require_file, require_folder
 from sansgpu.watch.paper_plots import write_plots
 from sansgpu.watch.record import Record
 from sansgpu.watch.run_report import default_file, run_plots, run_report
@@ -30,13 +31,20 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
     for problem in (record.problem for record in records if record.problem):
         warn(problem)
     target = output or default_file(records, form)
+    if output is None and len(records) == 1:
+        require_run(records[0].paths.root)
+    if form == "html":
+        require_file(target, PAGE)
+    else:
+        require_folder(target, "plots", "--output")
     try:
         if form != "html":
             drawn = [plot for _, plots in run_plots(records) for plot in plots]
             if not drawn:
                 raise ConfigError(f"{' '.join(map(str, runs))}: there is no step yet to draw; train first.")
-            return write_plots(drawn, target, form)
-        target = target / "report.html" if target.is_dir() else target
+            with filled_folder(target, "plots") as new:
+                names = [path.name for path in write_plots(drawn, new, form)]
+            return [target / name for name in names]
         write_text(target, run_report(records, [is_held(record.paths) for record in records]))
     except OSError as error:
         raise SansGPUError(f"{target} cannot be written: {error.strerror}; choose another --output.") from None
@@ -44,23 +52,24 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
 
 
 def leave_behind(paths: RunPaths, warn: Callable[[str], None]) -> None:
-    """At the end of a run: its report.html, and a model card beside the model. What fails is warned of."""
+    """Write report.html and the model card at the end of a run. What fails is warned of."""
     with _warned(f"the report of {paths.root}", warn):
         record = Record.read(paths)
-        write_text(paths.report, run_report([record], [False]))
         if record.ending != "interrupted":
-            _write_card(record, paths.final)
+            leave_card(paths.root, paths.final, None, warn)
+        require_file(paths.report, PAGE)
+        write_text(paths.report, run_report([record], [False]))
 
 
-def leave_card(run: Path, folder: Path, step: int, warn: Callable[[str], None]) -> None:
-    """The model card of a run's snapshot, in the folder that it was exported to. What fails is warned of."""
+def leave_card(run: Path, folder: Path, step: int | None, warn: Callable[[str], None]) -> None:
+    """Write the model card of a run's last model, or of the snapshot after `step`. What fails is warned of.
+
+    A card that somebody changed stays.
+    """
     with _warned(f"the model card of {folder}", warn):
-        _write_card(Record.open(run), folder, step)
-
-
-def _write_card(record: Record, folder: Path, step: int | None = None) -> None:
-    adapter = (folder / "adapter_config.json").is_file()
-    write_text(folder / "README.md", model_card(record, step, adapter))
+        adapter = (folder / "adapter_config.json").is_file()
+        if not add_text(folder, README, model_card(Record.open(run), step, adapter)):
+            warn(f"{folder / README} stays, as somebody else wrote or changed it; it may speak of an earlier model.")
 
 
 @contextmanager

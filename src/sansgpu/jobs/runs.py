@@ -9,6 +9,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from sansgpu.config import ConfigError, RunPaths
+from sansgpu.watch.outputs import require_folder
 from sansgpu.watch.record import Record
 from sansgpu.watch.results import changed, numbers, size_bytes
 
@@ -44,9 +45,16 @@ def run_folders(folder: Path) -> Iterator[Path]:
             yield from run_folders(path)
 
 
+def require_run(run: Path) -> None:
+    """Raises ConfigError unless the folder of a run, which was named to be read, may also be written to."""
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is no run: it has no config.yaml.")
+    require_folder(run.resolve(), "run", "--output")
+
+
 def is_held(paths: RunPaths) -> bool:
     """Whether a process trains the run now."""
-    if not paths.lock.exists():
+    if paths.lock.is_symlink() or not paths.lock.is_file():
         return False
     try:
         with FileLock(paths.lock, timeout=0):

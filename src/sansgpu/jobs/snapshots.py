@@ -7,11 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, SansGPUError
-from sansgpu.jobs.folders import open_run, run_paths
+from sansgpu.config import ConfigError, RunPaths, SansGPUError, save_config
+from sansgpu.jobs.claims import claim_run
+from sansgpu.jobs.folders import open_run, recorded_config
 from sansgpu.jobs.loading import run_snapshot
 from sansgpu.train.checkpoint import Snapshot, clear_leftovers, prune, snapshots
+from sansgpu.watch.files import make_folder, scratch
 from sansgpu.watch.jsonl import Metrics
+from sansgpu.watch.marks import MARK, read_mark
+from sansgpu.watch.outputs import filled_folder, require_folder
+from sansgpu.watch.unmarked import is_unmarked
 
 
 def list_snapshots(run: Path) -> list[dict[str, Any]]:
@@ -60,19 +65,30 @@ def prune_snapshots(run: Path, keep_last: int) -> list[str]:
 def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None]) -> Path:
     """A new run that begins as a copy of `run` at one snapshot; resume it with other settings."""
     _, snapshot = run_snapshot(run, name, warn)
-    if output.exists():
-        raise ConfigError(f"{output} exists; fork into a new folder.")
-    paths, forked = open_run(run)[1], run_paths(output)
-    partial = output.with_name(output.name + ".partial")
+    require_folder(output, "run")
+    if read_mark(output) or is_unmarked(output, "run"):
+        raise ConfigError(f"{output} holds a run already; fork into a new folder.")
+    _, paths = open_run(run)
+    config = recorded_config(run)
+    here = config.training.model_copy(update={"checkpoint_dir": None, "logging_dir": None})
+    config = config.model_copy(update={"training": here})
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(snapshot.folder, partial / "snapshots" / snapshot.folder.name)
-        shutil.copytree(paths.tokenizer, partial / forked.tokenizer.name)
-        for file in (paths.config, paths.environment, paths.metrics):
-            shutil.copy2(file, partial / file.name)
-        Metrics(partial / paths.metrics.name, snapshot.step).close()
-        partial.rename(output)
+        make_folder(output.parent)
+        with scratch(output.parent, is_folder=True) as new:
+            forked = RunPaths(new)
+            shutil.copytree(snapshot.folder, forked.snapshots / snapshot.folder.name)
+            with filled_folder(forked.tokenizer, "tokenizer") as tokenizer:
+                shutil.copytree(paths.tokenizer, tokenizer, ignore=shutil.ignore_patterns(MARK), dirs_exist_ok=True)
+            for file, copy in ((paths.environment, forked.environment), (paths.metrics, forked.metrics)):
+                shutil.copy2(file, copy)
+            Metrics(forked.metrics, snapshot.step).close()
+            claim_run(forked, config)
+            save_config(config, forked.config)
+            if output.exists():
+                for path in sorted(new.iterdir()):  # the mark first
+                    path.rename(output / path.name)
+            else:
+                new.rename(output)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise SansGPUError(f"{output} cannot be written: {error.strerror or error}.") from None
     return output

@@ -5,24 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, as_config
+from sansgpu.config import ConfigError, SansGPUError, as_config
 from sansgpu.data.shards import Progress, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer
 from sansgpu.machine.probe import available_cores, cache_dir, limit_tokenizer_threads
+from sansgpu.watch.outputs import filled_folder, require_folder
 
 
 def train_tokenizer(source: str, vocab_size: int, sample_mb: int, output: Path, progress: Progress) -> dict[str, Any]:
     """Train byte-level BPE on a source and write it to a folder that AutoTokenizer loads."""
     if vocab_size < 257:
         raise ConfigError(f"--vocab-size {vocab_size} is too small: the 256 bytes and the end of text need 257.")
-    if output.exists() and not (output / "tokenizer.json").is_file() and any(output.iterdir()):
-        raise ConfigError(f"{output} exists and is no tokenizer; choose another --output.")
+    require_folder(output, "tokenizer", "--output")
     limit_tokenizer_threads(available_cores())
     settings = {"dataset_name": source, "vocab_size": vocab_size, "tokenizer_sample_mb": sample_mb}
     data = as_config({"data": settings}, "the request").data
     tokenizer = build_tokenizer(data, open_sources(data).train, cache_dir(None), progress)
-    tokenizer.save(output)
+    try:
+        with filled_folder(output, "tokenizer") as new:
+            tokenizer.save(new)
+    except OSError as error:
+        raise SansGPUError(f"{output} cannot be written: {error.strerror}; choose another --output.") from None
     return {"output": str(output), "vocab_size": tokenizer.vocab_size}
 
 

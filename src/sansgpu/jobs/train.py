@@ -12,6 +12,7 @@ from typing import Any
 
 from sansgpu.config import Config, ConfigError, RunPaths, change_config, load_config, save_config
 from sansgpu.data.shards import Progress
+from sansgpu.jobs.claims import claim_elsewhere, claim_run, require_own_configuration, require_places
 from sansgpu.jobs.fitting import Shortage
 from sansgpu.jobs.folders import held_run, open_output, require_allowed, run_paths, write_json
 from sansgpu.jobs.prepare import Prepared, prepare
@@ -31,7 +32,9 @@ from sansgpu.train.resume import recorded_environment
 from sansgpu.watch.boards import TensorBoard, WeightsAndBiases, require_boards
 from sansgpu.watch.controls import Controls
 from sansgpu.watch.events import Kept, Sink, Sinks, now
+from sansgpu.watch.files import whole_file
 from sansgpu.watch.jsonl import Metrics
+from sansgpu.watch.outputs import filled_folder
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,13 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
     def find() -> dict[str, Any]:
         folder = open_output(request.output_dir, request.config_file, resume, dry_run=request.dry_run)
         paths = run_paths(folder, config)
+        require_places(paths, bool(resume))
         if not request.dry_run:
             held.enter_context(held_run(folder))
             clear_leftovers(paths.snapshots)
             if not resume and snapshots(paths.snapshots):
                 raise ConfigError(f"{paths.snapshots} holds another run's snapshots; choose another checkpoint_dir.")
+            claim_elsewhere(paths)
         snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
         if resume and snapshot is None:
             warn(f"{folder} has no snapshot yet; training starts at the first step.")
@@ -165,10 +170,12 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
     if request.config is not None:
         return change_config(request.config, request.overrides), []
     file = request.config_file
-    if file is None and request.resume:
-        folder = open_output(request.output_dir, None, request.resume, dry_run=True)  # rank 0 alone writes there
+    if request.resume:
+        folder = open_output(request.output_dir, file, request.resume, dry_run=True)  # rank 0 alone writes there
         recorded = run_paths(folder).config
-        if recorded.is_file():
+        if recorded.is_file() and (file is None or (file.is_file() and file.samefile(recorded))):
+            require_own_configuration(run_paths(folder, load_config(recorded)[0]))
+        if file is None and recorded.is_file():
             config, notes = load_config(recorded, request.overrides)
             require_allowed(config, recorded, request.overrides)
             return config, notes
@@ -229,10 +236,12 @@ def _run(
 
 def _write_run_files(prepared: Prepared, paths: RunPaths, task: Task) -> None:
     try:
-        paths.root.mkdir(parents=True, exist_ok=True)
-        save_config(prepared.config, paths.config)
+        claim_run(paths, prepared.config)
+        with whole_file(paths.config) as partial:
+            save_config(prepared.config, partial)
         write_json(paths.environment, describe_machine(prepared.environment))
-        task.save_tokenizer(paths.tokenizer)
+        with filled_folder(paths.tokenizer, "tokenizer") as new:
+            task.save_tokenizer(new)
     except OSError as error:
         raise ConfigError(f"{paths.root} cannot be written: {error.strerror}; choose another --output-dir.") from None
 

@@ -28,7 +28,7 @@ from sansgpu.config import (
 )
 from sansgpu.config.plain import FlawError, read_json
 from sansgpu.data.shards import Progress
-from sansgpu.jobs.folders import holds_run, require_writable
+from sansgpu.jobs.folders import require_writable
 from sansgpu.jobs.forecast import forecast_of, length_of
 from sansgpu.jobs.plan import plan_prepared
 from sansgpu.jobs.prepare import Warn, prepare
@@ -40,6 +40,8 @@ from sansgpu.machine.probe import resolve_threads
 from sansgpu.train.forecast import done_at
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.watch.files import write_text
+from sansgpu.watch.marks import Mark, write_mark
+from sansgpu.watch.outputs import require_folder, require_no_links
 
 FEW_EVALUATIONS, EVALUATIONS = 5, 8  # of a trial: too few to prune by, and how many it has then
 SAME_FAILURES = 3  # at the start of a search, which would all be like this
@@ -177,8 +179,11 @@ class _RecordedSearch(BaseModel):
 
 
 def _kept(folder: Path, config: Config, space: Space) -> Length | None:
-    """The length of the search in `folder`, if any. Raises ConfigError where there is another, or other files."""
+    """The length of the search in `folder`; None if there is none. Raises ConfigError if it holds anything else."""
     file = folder / "tune.json"
+    require_folder(folder, "search")
+    names = ("study.db", "trials", ".lock", "best.yaml", "trials.csv", "report.html")
+    require_no_links([file, *(folder / name for name in names)])
     if file.is_file():
         try:
             kept = read_json(file, _RecordedSearch)
@@ -186,14 +191,13 @@ def _kept(folder: Path, config: Config, space: Space) -> Length | None:
             raise ConfigError(f"{file} cannot be read: {error}; choose another --output-dir.") from None
         require_same(folder, kept, _asked(config, space))
         return Length(**{field.name: kept["length"][field.name] for field in fields(Length)})
-    if holds_run(folder) or (folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir())):
-        raise ConfigError(f"{folder} holds other files and no search; choose another --output-dir.")
     return None
 
 
 def _keep(folder: Path, config: Config, space: Space, length: Length) -> None:
     try:
         kept = {**_asked(config, space), "length": length.to_json()}
+        write_mark(folder, Mark("search"))
         write_text(folder / "tune.json", json.dumps(kept, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None

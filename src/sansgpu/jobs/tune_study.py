@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,11 @@ import optuna
 from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
-from sansgpu.config import ConfigError, Parameter, Space, fold_seed, spread
+from sansgpu.config import ConfigError, Parameter, RunPaths, Space, fold_seed, spread
 from sansgpu.jobs.folders import held_run
 from sansgpu.jobs.tune_trial import Length, Outcome
+from sansgpu.train.checkpoint import delete_snapshots
+from sansgpu.watch.outputs import remove_folder
 
 NAME = "tune"
 SPREAD_TRIALS = 5  # with the first, spread over the space before there is anything to learn from
@@ -171,8 +172,9 @@ class Study:
         best = _best(trials)
         for trial in trials:
             if trial.state.is_finished() and (best is None or trial.number != best.number):
-                for name in ("snapshots", "final"):
-                    shutil.rmtree(self.run_folder(trial.number) / name, ignore_errors=True)
+                run = RunPaths(self.run_folder(trial.number))
+                delete_snapshots(run.snapshots)
+                remove_folder(run.final, "model")
 
 
 def _best(trials: list[FrozenTrial]) -> FrozenTrial | None:

@@ -16,8 +16,12 @@ from sansgpu.jobs.folders import anywhere
 from sansgpu.machine.children import ending_with_us
 from sansgpu.machine.memory import effective_batch
 from sansgpu.train.checkpoint import snapshots
+from sansgpu.watch.files import make_folder, whole_file
 from sansgpu.watch.jsonl import read_events
+from sansgpu.watch.marks import Mark, read_mark, write_mark
+from sansgpu.watch.outputs import require_no_links
 from sansgpu.watch.record import seconds_of
+from sansgpu.watch.unmarked import is_unmarked
 
 SAVING_SECONDS = 600  # that a trial has to save, once it was asked to end
 
@@ -92,11 +96,15 @@ class TrialRun:
     """A trial's run in a process of its own, which does not outlive this one."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        """Raises OSError where the folder cannot be written."""
+        """Raises OSError if the folder cannot be written, and ConfigError if it is a link."""
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._file = folder / "trial.yaml"
-        save_config(anywhere(config), self._file)
+        require_no_links([folder, folder / "log.txt"])
+        if read_mark(folder) is None:
+            write_mark(folder, Mark("run", made_by_0_1=is_unmarked(folder, "run")))
+        with whole_file(self._file) as partial:
+            save_config(anywhere(config), partial)
         self._process: subprocess.Popen[str] | None = None
         self._end = threading.Lock()
         self._asked: str | None = None

@@ -17,6 +17,7 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+_MODE = 0o666  # of new files, of which the umask takes its part
 _BLOCK_BYTES, _SECTOR_BYTES = 4 << 20, 4096  # of one write; what a write past the page cache is a multiple of
 
 
@@ -34,15 +35,6 @@ def file_sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def sync_to_disk(path: Path) -> None:
-    """Wait until a file or a folder's list of names survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_hashed(path: Path, parts: Iterable[Bytes]) -> str:
@@ -78,8 +70,8 @@ def _open_direct(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # tmpfs and others know no direct writes
-            return os.open(path, flags | os.O_DIRECT, 0o644)
-    return os.open(path, flags, 0o644)
+            return os.open(path, flags | os.O_DIRECT, _MODE)
+    return os.open(path, flags, _MODE)
 
 
 def _write_all(descriptor: int, block: Bytes) -> None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from sansgpu.config import SansGPUError
-from sansgpu.machine.disk import sync_to_disk
 from sansgpu.watch.files import whole_file
+from sansgpu.watch.outputs import filled_folder
 
 
 def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a new folder, which takes `folder`'s place when it is whole. Raises SansGPUError."""
-    partial = folder.with_name(folder.name + ".partial")
+    """Have `write` fill a new folder, which takes `folder`'s place when it is whole.
+
+    Raises ConfigError if `folder` is not ours to write to, and SansGPUError if the disk refuses.
+    """
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with filled_folder(folder, "model") as new:
+            write(new)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise SansGPUError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
 
 
@@ -32,6 +29,5 @@ def written_whole_file(path: Path, write: Callable[[Path], None]) -> None:
     try:
         with whole_file(path) as partial:
             write(partial)
-            sync_to_disk(partial)
     except OSError as error:
         raise SansGPUError(f"{path} cannot be written: {error.strerror or error}.") from None

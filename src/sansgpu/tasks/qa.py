@@ -25,6 +25,7 @@ from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights
 from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.task import Gather, Sums
+from sansgpu.watch.files import write_text
 
 PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 
@@ -254,7 +255,7 @@ class AnswerReader:
             if value:
                 try:
                     text = json.dumps(value, indent=4, ensure_ascii=False)
-                    (folder / name).write_text(text + "\n", encoding="utf-8")
+                    write_text(folder / name, text + "\n")
                 except OSError as error:
                     raise SansGPUError(f"{folder / name} cannot be written: {error.strerror}.") from None
                 written.append(folder / name)

@@ -6,8 +6,10 @@ with the SHA-256 of each. It is written beside its place, synced to disk and ren
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,14 +23,16 @@ from safetensors import safe_open
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.plain import FlawError, read_json
-from sansgpu.machine.disk import file_sha256, sync_to_disk
+from sansgpu.machine.disk import file_sha256
 from sansgpu.models.weights_file import load_weights, readable_weights
 from sansgpu.train.snapshot_schema import Manifest, State
 from sansgpu.train.tensor_file import Whole, as_it_is, save_tensors
+from sansgpu.watch.files import make_folder, sync_to_disk
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 LAID = "total_steps"  # of the progress, what time has to do with: steps as laid over what is left of it
 _NAME = re.compile(r"step-([0-9]{6,18})")
+_LEFTOVER = re.compile(r"\.(step-[0-9]{6,18})\.(?:partial|replaced|deleted)")
 _MOST_DIGITS = 18  # of a step
 
 
@@ -174,7 +178,7 @@ def save_snapshot(
     final = Snapshot.of(folder, step).folder
     partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         files = {file: save_tensors(t, partial / file, whole) for file, t in ((WEIGHTS, weights), (MOMENTS, moments))}
@@ -188,7 +192,7 @@ def save_snapshot(
             final.rename(replaced)
         partial.rename(final)
         sync_to_disk(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _delete(replaced)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         reason = error.strerror or str(error)
@@ -201,19 +205,43 @@ def save_snapshot(
 
 def prune(folder: Path, keep_last: int, best_step: int | None) -> list[Snapshot]:
     """Delete all but the newest `keep_last` snapshots and the best one; returns what was deleted."""
-    doomed = [s for s in snapshots(folder)[:-keep_last] if s.step != best_step]
+    doomed = [s for s in snapshots(folder)[:-keep_last] if s.step != best_step and not s.folder.is_symlink()]
     for snapshot in doomed:
         trash = snapshot.folder.with_name(f".{snapshot.folder.name}.deleted")
         snapshot.folder.rename(trash)  # a snapshot is there whole or not at all
-        shutil.rmtree(trash, ignore_errors=True)
+        _delete(trash)
     return doomed
+
+
+def delete_snapshots(folder: Path) -> None:
+    """Delete all snapshots in `folder`, and the folder if nothing else is in it."""
+    clear_leftovers(folder)
+    for snapshot in snapshots(folder):
+        if not snapshot.folder.is_symlink():
+            _delete(snapshot.folder)
+    with contextlib.suppress(OSError):  # not there, or not empty
+        folder.rmdir()
+
+
+def _delete(folder: Path) -> None:
+    """Delete the files of a snapshot. What somebody else put there goes to a folder `step-N.notes` beside it."""
+    notes = folder.with_name(_LEFTOVER.sub(r"\1", folder.name) + ".notes")
+    with contextlib.suppress(OSError):
+        for name in (WEIGHTS, MOMENTS, STATE, MANIFEST):
+            (folder / name).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            notes.mkdir(exist_ok=True)
+            if not os.path.lexists(notes / path.name):
+                path.rename(notes / path.name)
+        folder.rmdir()
 
 
 def clear_leftovers(folder: Path) -> None:
     """Delete what a killed process left half written or half deleted; a replaced snapshot is put back."""
-    for path in folder.glob(".step-*.replaced"):
-        place = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
-        if not place.exists():
+    for path in sorted(folder.glob(".step-*")):
+        if (match := _LEFTOVER.fullmatch(path.name)) is None or path.is_symlink():
+            continue
+        if path.suffix == ".replaced" and not (place := path.with_name(match[1])).exists():
             path.rename(place)
-    for path in folder.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        else:
+            _delete(path)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sansgpu.config import Config, RunPaths, SansGPUError, fold_seed
+from sansgpu.config import Config, RunPaths, SansGPUError, fold_seed, identity
 from sansgpu.data.batch import Examples
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.peers import LostRankError
@@ -340,6 +340,7 @@ class Trainer:
                 "metrics": self._metrics,
                 "environment": asdict(self.environment),
                 "data": self.task.fingerprint,
+                "configuration": identity(self.config),
             }
             best, behind = self.progress.best_step, not (self._finished() or self._spread)
             whole = self.state.whole if self._spread else as_it_is

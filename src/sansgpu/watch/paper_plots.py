@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.watch.files import whole_file
 from sansgpu.watch.plots import PALETTE, Plot
 
 DASHES = ("-", "--", ":", "-.")
@@ -34,8 +33,7 @@ def write_plots(plots: Sequence[Plot], folder: Path, form: str) -> list[Path]:
             drawn = Figure((WIDTH, HEIGHT), layout="constrained")
             _draw(plot, drawn, drawn.subplots())
             path = folder / f"{plot.name}.{form}"
-            with whole_file(path) as partial:
-                drawn.savefig(partial, format=form, dpi=DPI, metadata={"Date": None} if form == "svg" else None)
+            drawn.savefig(path, format=form, dpi=DPI, metadata={"Date": None} if form == "svg" else None)
             written.append(path)
     return written
 

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, RunPaths, recorded_values
+from sansgpu.config import ConfigError, RunPaths, recorded_values, require_identity
 from sansgpu.config.plain import FlawError, read_json
 from sansgpu.watch.event_schema import Environment
 from sansgpu.watch.events import Event
 from sansgpu.watch.jsonl import read_record
+from sansgpu.watch.marks import read_mark
 
 
 def seconds_of(events: Iterable[Event]) -> float:
@@ -51,6 +52,8 @@ class Record:
     def open(cls, folder: Path) -> Record:
         """The run in a folder, its snapshots wherever they lie. Raises ConfigError as `read` does."""
         record = cls.read(RunPaths(folder))
+        if (mark := read_mark(folder)) and mark.configuration:
+            require_identity(record.paths.config, record.config, [mark.configuration])
         training = record.section("training")
         return replace(record, paths=RunPaths.of(folder, training.get("checkpoint_dir"), training.get("logging_dir")))
 

@@ -1,0 +1,141 @@
+"""A run's config.yaml that was cut off, emptied or altered: it loads as it was, or is refused in one sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sansgpu.cli import run as cli
+from sansgpu.config import ConfigError
+from sansgpu.jobs.folders import open_run
+from tests.processes import settings, write_corpus
+from tests.test_cli import sentence
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("configurations")
+    write_corpus(folder / "corpus.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        chosen = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=4, training__seed=7)
+        assert cli(["train", *chosen, "--output-dir", str(folder / "run")]) == 0
+    return folder
+
+
+@pytest.fixture(params=["with its mark", "copied without the mark"])
+def run(request: pytest.FixtureRequest, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    shutil.copytree(home / "run", tmp_path / "run")
+    if request.param != "with its mark":
+        (tmp_path / "run/.sansgpu.json").unlink()
+    return tmp_path / "run"
+
+
+def test_a_cut_off_configuration_is_refused_or_means_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "config.yaml"
+    text, known = file.read_text(), open_run(run)[0]
+    ends = [len("".join(text.splitlines(keepends=True)[:number])) for number in range(len(text.splitlines()))]
+    refused = 0
+    for end in sorted({*ends, *(end + 7 for end in ends), *range(len(text) - 40, len(text))}):
+        file.write_text(text[:end])
+        try:
+            assert open_run(run)[0] == known, f"cut at {end}, it is another configuration"
+        except ConfigError:
+            refused += 1
+    assert refused > len(ends)
+    for end in (0, ends[len(ends) // 2], ends[-1]):
+        file.write_text(text[:end])
+        for arguments in (
+            ["train", "--resume", "--output-dir", str(run)], ["eval", str(run)], ["generate", str(run)],
+            ["snapshots", "list", str(run)], ["export", str(run)],
+            ["train", str(file), "--resume", "--output-dir", str(run)],
+        ):  # fmt: skip
+            assert cli(arguments) == 2
+            assert "config.yaml" in sentence(capsys)
+    assert not (run / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.seed", 8), ("model.dropout", 0.2), ("model.n_heads", 4), ("model.rope_theta", 500.0),
+        ("data.max_length", 16), ("data.dataset_name", "python-stdlib"), ("training.batch_size", 3),
+        ("data.validation_split", 0.1), ("training.window_warmup_ratio", 0.0),
+    ],
+)  # fmt: skip
+def test_another_model_or_data_order_is_refused_unless_it_is_asked_for(
+    key: str, value: object, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alter(run, **{key: value})
+    for arguments in (["train", "--resume", "--output-dir", str(run)], ["snapshots", "list", str(run)]):
+        assert cli(arguments) == 2
+        said = sentence(capsys)
+        assert f"{key.split('.')[1]}" in said
+        assert "is not the configuration of its run" in said
+
+
+def test_what_changes_neither_may_be_altered(run: Path) -> None:
+    alter(run, **{"training.learning_rate": "1e-3", "training.keep_last": 1, "training.max_steps": 6,
+                  "training.batch_size": 4, "training.gradient_accumulation_steps": 1})  # fmt: skip
+    assert cli(["eval", str(run)]) == 0
+    assert cli(["train", "--resume", "--output-dir", str(run)]) == 0
+    assert (run / "snapshots/step-000006").is_dir()
+
+
+def test_a_run_resumed_with_another_value_goes_on_before_its_first_snapshot(run: Path) -> None:
+    """Killed before that, only the mark knows the value."""
+    arguments = ["train", "--resume", "--output-dir", str(run), "--max-steps", "6"]
+    before = {path: path.read_bytes() for path in (run / "metrics.jsonl", run / "environment.json")}
+    assert cli([*arguments, "--set", "model.dropout=0.2"]) == 0
+    shutil.rmtree(run / "snapshots/step-000006")
+    shutil.rmtree(run / "final")
+    for path, content in before.items():
+        path.write_bytes(content)
+    assert cli(["snapshots", "list", str(run)]) == 0
+    assert cli(arguments) == 0
+
+
+def alter(run: Path, **changes: object) -> None:
+    file = run / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        assert name in values[section]
+        values[section][name] = value
+    file.write_text(yaml.safe_dump(values))
+
+
+def test_reports_and_lists_refuse_it_too(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(home / "run", tmp_path / "run")
+    file = tmp_path / "run/config.yaml"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:40]))
+    page = (tmp_path / "run/report.html").read_bytes()
+    assert cli(["report", str(tmp_path / "run")]) == 2
+    assert "config.yaml is not the configuration of its run" in sentence(capsys)
+    assert (tmp_path / "run/report.html").read_bytes() == page
+    assert cli(["runs", str(tmp_path)]) == 0
+    assert "broken" in capsys.readouterr().out
+
+
+def test_new_folders_and_the_configuration_are_on_the_disk_before_a_snapshot_is(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    synced, sync = [], os.fsync
+
+    def recorded(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    run, deep = tmp_path / "new/run", tmp_path / "deep/new/checkpoints"
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=4)
+    assert cli(["train", *chosen, "--output-dir", str(run), "--set", f"training.checkpoint_dir={deep}"]) == 0
+    for made in (run.parent, run, deep.parent.parent, deep.parent, deep, deep / "step-000004"):
+        assert made.parent in synced, f"the name {made} may be lost"
+    assert run in synced  # the names of config.yaml and of the record
