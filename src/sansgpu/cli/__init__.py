@@ -67,7 +67,7 @@ def _explained(error: BaseException) -> tuple[str, int]:
         return f"the name {name[:200]}... has {len(name):,} characters, which is too long for the file system.", 2
     usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer names it in no public place
     if isinstance(error, SansGPUError):
-        return str(error), error.exit_code
+        return " ".join(str(error).split()), error.exit_code  # a library's reason in it may have several lines
     if isinstance(error, usage_error):
         context = error.ctx.command_path if error.ctx else "sansgpu"
         return f"{error.format_message().rstrip('.')}; see {context} --help.", 2
