@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -14,8 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.outcome import file_digests
+from benchmarks.outcome import json_lines as json_lines
+from benchmarks.outcome import record as record
+
 from sansgpu.machine.compiled import compiled_in
-from sansgpu.watch.events import MEASURED_CAUSES, MEASURED_KEYS
 
 # A model of a second, with dropout on, and everything that can be due at a step due within a few.
 TINY = {
@@ -101,15 +103,4 @@ def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number:
 
 def digests(run: Path) -> dict[str, str]:
     """SHA-256 of every safetensors file of a run."""
-    return {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(run.rglob("*.safetensors"))
-    }
-
-
-def record(run: Path) -> list[dict[str, object]]:
-    """The events of a run without what differs between equal runs: times, and its folder's name."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line.get("cause") not in MEASURED_CAUSES]
-    measured = {*MEASURED_KEYS, "output_dir", "available_bytes"}
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+    return file_digests(run, "*.safetensors")

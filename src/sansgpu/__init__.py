@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in `typing`, which a command that is interrupted at once has not imported yet
 if TYPE_CHECKING:
+    from typing import Any
+
     from sansgpu.api import Callback, Run, fit
 
 __version__ = "0.1.0"
@@ -16,6 +16,8 @@ def __getattr__(name: str) -> Any:
     """`sansgpu.fit` and what belongs to it, imported when it is asked for: torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module sansgpu has no attribute {name}")
+    from importlib import import_module
+
     from sansgpu.machine.launch import share_cores
 
     share_cores()  # before torch is loaded

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
-from tests.processes import settings, write_corpus
+from tests.processes import json_lines, settings, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, 
 
 
 def test_eval_repeats_the_runs_own_last_evaluation(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [json.loads(line) for line in (home / "run/metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(home / "run/metrics.jsonl")
     last = [line for line in lines if line["event"] == "eval"][-1]
     found = answer(capsys, "eval", home / "run")
     for key in ("step", "loss", "perplexity", "bits_per_byte"):

@@ -15,7 +15,7 @@ from sansgpu.config import SansGPUError, load_config
 from sansgpu.config.load import BUILT_IN
 from sansgpu.jobs.measure import Request, measure_apart
 from sansgpu.train.scaling_law import expected_bits_per_byte, worth_of_tokens
-from tests.processes import environment, settings, write_corpus
+from tests.processes import environment, json_lines, settings, write_corpus
 
 # What INTERFACE promises other programs.
 PLAN_KEYS = {
@@ -76,7 +76,7 @@ def test_a_plan_says_what_is_promised_and_training_does_what_it_says(
     assert 0 < plan["machine_share"] < 2
     arguments = chosen(home, training__num_epochs=2, training__max_steps="null")
     assert cli(["train", *arguments, "--output-dir", str(tmp_path / "r")]) == 0
-    events = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    events = json_lines(tmp_path / "r/metrics.jsonl")
     start, end = events[0], events[-1]
     assert end["step"] == plan["total_steps"]
     assert [event["tokens"] for event in events if event["event"] == "step"][-1] == plan["total_tokens"]
@@ -220,7 +220,7 @@ def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pyte
     assert cli(arguments) == 2
     assert "exists already" in capsys.readouterr().err
     assert cli(["train", str(output), "--output-dir", str(tmp_path / "r")]) == 0
-    events = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    events = json_lines(tmp_path / "r/metrics.jsonl")
     assert events[-1]["seconds"] <= 36
 
 

@@ -21,7 +21,7 @@ from sansgpu.jobs.fine_tuned import load_fine_tuned
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
 from tests import processes
-from tests.processes import digests, finish, kill_when, record, start, write_corpus
+from tests.processes import digests, finish, json_lines, kill_when, record, start, write_corpus
 from tests.tasks.folders import NAMES, chat_rows, model_folder, squad
 
 Captured = pytest.CaptureFixture[str]
@@ -70,7 +70,7 @@ def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
 
 
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(run / "metrics.jsonl")
     return [line for line in lines if line["event"] == kind]
 
 

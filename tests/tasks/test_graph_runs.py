@@ -16,7 +16,7 @@ from sansgpu.config import Config
 from sansgpu.models.patches import use_our_kernels
 from sansgpu.models.pretrained import load_pretrained
 from sansgpu.models.unpadded import UnpaddedModel
-from tests.processes import digests, finish, kill_when, record, start
+from tests.processes import digests, finish, json_lines, kill_when, record, start
 from tests.tasks.folders import model_folder
 from tests.tasks.graphs import rows, write_rows
 
@@ -71,7 +71,7 @@ def made(home: Path, name: str, **changes: object) -> Path:
 
 
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(run / "metrics.jsonl")
     return [line for line in lines if line["event"] == kind]
 
 

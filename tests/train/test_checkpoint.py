@@ -11,7 +11,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import clear_leftovers, snapshots
-from tests.processes import environment, settings, write_corpus
+from tests.processes import environment, json_lines, settings, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_a_fork_goes_on_by_itself_and_leaves_its_origin_alone(home: Path, run: P
     fork = tmp_path / "fork"
     assert cli(["snapshots", "fork", str(run), "--snapshot", str(step), "--output-dir", str(fork)]) == 0
     assert names(fork) == [f"step-{step:06d}"]
-    steps = [json.loads(line).get("step", 0) for line in (fork / "metrics.jsonl").read_text().splitlines()]
+    steps = [line.get("step", 0) for line in json_lines(fork / "metrics.jsonl")]
     assert max(steps) <= step
     assert cli(["train", "--resume", "--output-dir", str(fork), "--set", "training.max_steps=14"]) == 0
     assert names(fork)[-1] == "step-000014"

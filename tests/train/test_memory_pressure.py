@@ -1,7 +1,6 @@
 """A run that memory is taken from finishes, with the weights of a run that had plenty."""
 
 import contextlib
-import json
 import subprocess
 import sys
 import uuid
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from sansgpu.cli import run as cli
 from sansgpu.train import loop
-from tests.processes import environment, settings, write_corpus
+from tests.processes import environment, json_lines, settings, write_corpus
 
 GROUPS = Path("/sys/fs/cgroup")
 MODEL = {
@@ -39,7 +38,7 @@ def assert_same_up_to_rounding(one: Path, other: Path) -> None:
 
 
 def events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(run / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

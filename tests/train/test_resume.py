@@ -1,6 +1,5 @@
 """A run that is killed and resumed is the run that was not, byte for byte. Real processes, real signals."""
 
-import json
 import random
 import signal
 import time
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import digests, finish, kill_when, record, settings, start, write_corpus
+from tests.processes import digests, finish, json_lines, kill_when, record, settings, start, write_corpus
 
 STEPS = 24
 # A little larger than TINY, so that there is time to be killed in.
@@ -88,7 +87,7 @@ def test_sigkill_while_tokenising(home: Path, straight: Path) -> None:
     assert outcome(run) == outcome(straight)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_ends(home: Path, straight: Path, number: int, code: int) -> None:
     run = home / f"signal-{code}"
     process = start(arguments(home, run.name), home / "cache")
@@ -219,7 +218,7 @@ def test_a_run_by_the_clock_that_is_killed_still_ends_in_its_time(tmp_path: Path
     code, _, error = finish([*arguments, "--resume", "--output-dir", str(run)], cache)
     assert code == 0, error
     in_all = first + time.monotonic() - began
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    events = json_lines(run / "metrics.jsonl")
     assert events[-1]["reason"] == "out_of_time"
     assert 0.85 * 36 < events[-1]["seconds"] <= 36
     assert in_all < 36 + 2  # the start of two processes, before they look at the clock

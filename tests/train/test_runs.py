@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
 from sansgpu.watch.events import Event, Kept, Sinks
-from tests.processes import digests, environment, finish, record, settings, start, write_corpus
+from tests.processes import digests, environment, finish, json_lines, record, settings, start, write_corpus
 
 # What the documentation promises other programs.
 STEP_KEYS = {
@@ -42,7 +42,7 @@ def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def train(home: Path, run: Path, *more: str, **changes: object) -> list[dict[str, Any]]:
     chosen = {"data__dataset_name": home / "corpus.jsonl", **changes}
     assert cli(["train", *settings(**chosen), "--output-dir", str(run), *more]) == 0
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(run / "metrics.jsonl")
 
 
 def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(home: Path, tmp_path: Path, f
     assert process.wait() == 0, said
     assert "Traceback" not in said
     assert "Exception ignored" not in said
-    end = json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[-1])
+    end = json_lines(tmp_path / "r/metrics.jsonl")[-1]
     assert (end["event"], end["step"]) == ("end", 12)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sansgpu.cli import run as cli
 from sansgpu.config import RunPaths
-from tests.processes import settings, write_corpus
+from tests.processes import json_lines, settings, write_corpus
 
 Event = dict[str, Any]
 
@@ -35,7 +35,7 @@ def written(folder: Path, events: list[Event], source: Path) -> Path:
 
 
 def events_of(run: Path) -> list[Event]:
-    return [json.loads(line) for line in RunPaths(run).metrics.read_text().splitlines()]
+    return json_lines(RunPaths(run).metrics)
 
 
 def changed(run: Path, change: Callable[[Event], Event | None]) -> list[Event]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -25,6 +26,12 @@ def processes(wanted: str) -> int:
     return int(wanted)
 
 
+def _signals() -> list[str]:
+    """The signals that the processes are sent, too; not SIGHUP where it is ignored, as under nohup."""
+    names = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP"]
+    return [n for n in names if hasattr(signal, n) and signal.getsignal(getattr(signal, n)) is not signal.SIG_IGN]
+
+
 def launch(number: int, arguments: list[str]) -> int:
     """Run `sansgpu ARGUMENTS` as one run of so many processes; returns its exit code.
 
@@ -41,6 +48,7 @@ def launch(number: int, arguments: list[str]) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         shutdown_timeout=SAVING_SECONDS,
+        signals_to_handle=",".join(_signals()),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "sansgpu", *arguments)

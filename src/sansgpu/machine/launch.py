@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 
 from sansgpu.machine import cgroup
@@ -42,6 +43,8 @@ def settle_randomness() -> None:
     if "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
         if os.name == "posix" and sys.executable:
+            # Held back until the new process handles it; the interpreter, as it starts, would show a traceback.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

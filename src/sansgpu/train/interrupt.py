@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first is heeded between steps, the second ends the process at once."""
+"""SIGINT, SIGTERM and SIGHUP: the first is acted on between steps, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
+def _hangups() -> list[int]:
+    """SIGHUP, unless the process was started to ignore it or the system has none."""
+    number = getattr(signal, "SIGHUP", None)
+    return [] if number is None or signal.getsignal(number) is signal.SIG_IGN else [number]
+
+
 class Interrupt:
-    """While entered, `signal` tells which of the two came; None as long as none did.
+    """While entered, `signal` is the number of the signal that came, None if none did. An ignored SIGHUP (nohup) stays
+    ignored.
 
     What comes within `same_wish` seconds is no second one: a terminal tells all processes, and their launcher too.
     """
@@ -25,7 +32,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # others may not install handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, *_hangups()):
                 self._before[number] = signal.signal(number, self._received)
         return self
 

@@ -1,0 +1,128 @@
+"""Ctrl-C at any moment of any command, and a terminal that closes: one sentence, exit codes, and nothing lost."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import environment, record, settings, write_corpus
+
+MOMENTS = (0.02, 0.1, 0.4, 1.0)
+
+
+def hold_interrupts() -> None:
+    """Until the command handles them; before that Python's own start would show a traceback."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+
+def ignore_hangups() -> None:
+    """As nohup does."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    write_corpus(folder / "corpus.jsonl", documents=400)
+    return folder
+
+
+def training(home: Path, run: str, *more: str, **changes: object) -> list[str]:
+    chosen = {"data__dataset_name": home / "corpus.jsonl", "training__max_steps": 100_000, **changes}
+    return ["train", *settings(**chosen), "--output-dir", str(home / run), *more]
+
+
+def started(home: Path, arguments: list[str], **more: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "sansgpu", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    return subprocess.Popen(command, text=True, env=environment(home / "cache"), **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def has_snapshot(run: Path, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 90
+    while not list((run / "snapshots").glob("step-*")):
+        assert process.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("command", ["doctor", "train", pytest.param("bench", marks=pytest.mark.long)])
+def test_ctrl_c_in_the_first_second_is_one_sentence(home: Path, command: str) -> None:
+    arguments = training(home, "early") if command == "train" else [command]
+    processes = []
+    for moment in MOMENTS:
+        process = started(home, arguments, preexec_fn=hold_interrupts, cwd=home)
+        time.sleep(moment)
+        process.send_signal(signal.SIGINT)
+        processes.append(process)
+    for process in processes:
+        _, error = process.communicate(timeout=60)
+        said = [line for line in error.splitlines() if line.startswith("sansgpu: ")]
+        assert process.returncode == 130, error
+        assert len(said) == 1, error
+        assert "interrupted" in said[0]
+        assert "Traceback" not in error
+        assert "Exception ignored" not in error
+
+
+def test_a_second_ctrl_c_ends_the_command_at_once(home: Path) -> None:
+    process = started(home, training(home, "second"), preexec_fn=hold_interrupts)
+    for _ in range(200):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.005)
+        if process.poll() is not None:
+            break
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_run_under_nohup_goes_on_when_the_terminal_closes(home: Path, processes: int) -> None:
+    run = home / f"nohup-{processes}"
+    many = ["--processes", str(processes)] if processes > 1 else []
+    arguments = training(home, run.name, *many, training__max_steps=60)
+    process = started(home, arguments, preexec_fn=ignore_hangups, start_new_session=True)
+    has_snapshot(run, process)
+    os.killpg(process.pid, signal.SIGHUP)
+    _, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error
+    assert (record(run)[-1]["step"], record(run)[-1]["reason"]) == (60, "done")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_several_processes_save_and_end(home: Path, number: signal.Signals, code: int) -> None:
+    run = home / f"several-{code}"
+    process = started(home, training(home, run.name, "--processes", "2"), start_new_session=True)
+    has_snapshot(run, process)
+    os.killpg(process.pid, number)  # as a terminal does
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == code, error
+    assert "Traceback" not in error
+    end = record(run)[-1]
+    assert end["reason"] == "interrupted"
+    assert (run / "snapshots" / str(end["snapshot"]) / "MANIFEST.json").exists()
+
+
+def test_a_terminal_that_closes_costs_nothing(home: Path) -> None:
+    """With the live view on it, which can write nothing any more."""
+    run, terminal = home / "closed", pty.fork()
+    if not terminal[0]:
+        variables = {**environment(home / "cache"), "TERM": "xterm"}
+        os.execve(sys.executable, [sys.executable, "-m", "sansgpu", *training(home, run.name)], variables)
+    child, view = terminal
+    limit = time.monotonic() + 90
+    while not list((run / "snapshots").glob("step-*")) and time.monotonic() < limit:
+        os.read(view, 65536)
+    os.close(view)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    [end] = [event for event in record(run) if event["event"] == "end"]
+    assert end["reason"] == "interrupted"
+    assert (run / "snapshots" / str(end["snapshot"]) / "MANIFEST.json").exists()
