@@ -1,6 +1,7 @@
 """The benchmarks run: toy sizes through their own command lines."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -165,3 +166,14 @@ def test_steps_with_a_picture_are_compared_with_those_around_them(tmp_path: Path
     assert results["pictures"] >= 3
     assert results["seconds_between"] > 0.25
     assert 0.5 < results["ratio"] < 1.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("disk", [False, True])
+def test_disturbed_runs_end_as_undisturbed_ones(tmp_path: Path, disk: bool) -> None:
+    if disk and (os.geteuid() or not sys.platform.startswith("linux")):
+        pytest.skip("a small disk needs the right to mount one")
+    arguments = ["--kills", "6", "--kinds", "GPT-2,LoRA,sharded", *(["--disk"] if disk else [])]
+    found = benchmark("chaos", *arguments, cache=tmp_path / "cache", result=tmp_path / "chaos.json")["rows"]
+    assert sum(len(row["disturbed"]) for row in found) >= 6
+    assert [row["differences"] for row in found] == [[]] * len(found)

@@ -1,0 +1,318 @@
+"""Kills runs of every kind at random moments, resumes them, and compares the results byte by byte.
+
+    python -m benchmarks.chaos --kills 300 --json chaos.json
+    python -m benchmarks.chaos --disk --kills 24
+
+Every kind of run is made once undisturbed. Then runs of it are disturbed one to four times each: any of its processes
+is sent SIGKILL, at a moment drawn from the whole of its time or aimed at a snapshot, tokenizing, an evaluation or the
+end. With `--disk` the run's disk is full from that moment on until the run has ended, which must take one sentence. It
+is resumed until it is done, and its snapshots, `final/` and record must be those of the undisturbed run. The exit code
+is 1 if any differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.chaos_kinds import Kind, make_kinds
+from benchmarks.contest import say, write_json
+from benchmarks.outcome import file_digests, record
+from sansgpu.kernels.native import load
+from sansgpu.machine.compiled import compiled_in
+from sansgpu.machine.probe import cache_dir
+
+AIMS = ("any moment", "start", "snapshot", "tokenizing", "evaluation", "end")
+MOST_IN_A_RUN = 4  # disturbances
+END_SECONDS = 120  # after which a run that should have ended counts as hanging
+POLL_SECONDS = 0.003
+SPREAD_SECONDS = 0.08  # after what is aimed at was seen
+DISK_ROOM = 3 << 20  # bytes a small disk has beyond what the undisturbed run takes
+MIXED_FILES = ("README.md",)  # of final/: it tells times and the run's name
+
+
+@dataclass
+class Trial:
+    """One disturbed run: at what it was disturbed, and how its result differs."""
+
+    kind: str
+    seed: int
+    disturbed: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Chaos:
+    """Disturbs runs in `folder`."""
+
+    def __init__(self, folder: Path, disk: bool) -> None:
+        self._folder, self._disk = folder, disk
+        self._undisturbed: dict[str, tuple[Path, float]] = {}
+
+    def undisturbed(self, kind: Kind) -> tuple[Path, float]:
+        """The folder of the kind's undisturbed run, and the seconds it took; made at the first call."""
+        if kind.name not in self._undisturbed:
+            run, began = self._folder / "undisturbed" / _slug(kind), time.monotonic()
+            shutil.rmtree(run, ignore_errors=True)
+            process = _Process(kind.command(run, resume=False), self._folder / f"cache-{_slug(kind)}")
+            code, said = process.end()
+            if code:
+                raise SystemExit(f"chaos: {kind.name} fails undisturbed: {said}")
+            self._undisturbed[kind.name] = run, time.monotonic() - began
+        return self._undisturbed[kind.name]
+
+    def trial(self, kind: Kind, seed: int, most: int) -> Trial:
+        """Disturb one run at most `most` times, resume it until it is done, and compare it."""
+        draw, trial, began = random.Random(seed), Trial(kind.name, seed), time.monotonic()
+        (whole, seconds), home = self.undisturbed(kind), self._folder / f"trial-{seed}"
+        fresh = draw.random() < 0.3
+        cache = home / "cache" if fresh else self._folder / f"cache-{_slug(kind)}"
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir()
+        with _small_disk(home, _size(whole)) if self._disk else _nothing():
+            run = home / "run"
+            for disturbance in range(draw.randint(1, min(most, MOST_IN_A_RUN))):
+                aim = draw.choice([a for a in AIMS if a != "tokenizing" or fresh])
+                process = _Process(kind.command(run, resume=disturbance > 0), cache)
+                moment = _Moment(aim, draw, run, cache, seconds)
+                self._disturb(process, moment, trial, home)
+            for _ in range(2):  # one that was disturbed while it started may have nothing to go on from yet
+                code, said = _Process(kind.command(run, resume=True), cache).end()
+                if not code:
+                    break
+            if code:
+                trial.differences.append(f"exit code {code} when resumed: {said}")
+            else:
+                trial.differences += differences(whole, run)
+        trial.seconds = time.monotonic() - began
+        if not trial.differences:
+            shutil.rmtree(home, ignore_errors=True)
+        return trial
+
+    def _disturb(self, process: _Process, moment: _Moment, trial: Trial, home: Path) -> None:
+        while process.running() and not moment.come():
+            time.sleep(POLL_SECONDS)
+        if not process.running():
+            process.end()
+            return
+        trial.disturbed.append(moment.aim)
+        if not self._disk:
+            process.kill_one(moment.draw)
+            process.end()
+            return
+        with _filled(home, moment.draw.choice([0, 4096, 100_000])):
+            code, said = process.end()
+        lines = [line for line in said.splitlines() if "sansgpu: " in line]
+        if code not in (0, 1, 2) or "Traceback" in said or (code and len(lines) != 1):
+            trial.differences.append(f"exit code {code} on a full disk, saying: {said}")
+
+
+class _Process:
+    """`sansgpu ARGUMENTS` with its children, in a session of its own."""
+
+    def __init__(self, arguments: list[str], cache: Path) -> None:
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  read and closed by `end`
+        _with_kernels(cache)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sansgpu", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,
+            env={**os.environ, "SANSGPU_CACHE": str(cache)},
+            start_new_session=True,
+        )
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill_one(self, draw: random.Random) -> None:
+        """SIGKILL to any one of the processes."""
+        with suppress(psutil.NoSuchProcess):
+            everyone = [psutil.Process(self._process.pid)]
+            everyone += everyone[0].children(recursive=True)
+            draw.choice(sorted(everyone, key=lambda process: process.pid)).kill()
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the processes; returns the exit code and the end of stderr. Kills those that do not end."""
+        said = ""
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code, said = -1, f"it hung for {END_SECONDS} s: "
+        limit = time.monotonic() + END_SECONDS
+        while (left := _session(self._process.pid)) and not said and time.monotonic() < limit:
+            time.sleep(0.05)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        self._said.seek(0)
+        said += self._said.read()[-2000:].strip()
+        self._said.close()
+        return code, said
+
+
+def _with_kernels(cache: Path) -> None:
+    """Make a cache that has the compiled kernels, which take a minute to compile, and nothing else."""
+    cache.mkdir(parents=True, exist_ok=True)
+    own, users = compiled_in(cache) / "kernels", compiled_in(cache_dir(None)) / "kernels"
+    if not own.exists() and users.exists():
+        shutil.copytree(users, own, ignore=shutil.ignore_patterns("*.o", "*.lock"))
+
+
+class _Moment:
+    """Tells when to disturb a run."""
+
+    def __init__(self, aim: str, draw: random.Random, run: Path, cache: Path, seconds: float) -> None:
+        self.aim, self.draw = aim, draw
+        self._run, self._cache = run, cache
+        self._at: float | None = None
+        if aim in ("any moment", "start"):
+            self._at = time.monotonic() + draw.uniform(0.0, 1.5 if aim == "start" else seconds)
+        self._step = draw.randrange(1, 5) * 4  # an evaluation is due
+        self._snapshot = draw.randrange(1, 6)
+
+    def come(self) -> bool:
+        """Returns True once the moment is there."""
+        if self._at is None and self._seen():
+            self._at = time.monotonic() + self.draw.uniform(0.0, SPREAD_SECONDS)
+        return self._at is not None and time.monotonic() >= self._at
+
+    def _seen(self) -> bool:
+        snapshots = self._run / "snapshots"
+        match self.aim:
+            case "snapshot":
+                there = len(list(snapshots.glob("step-*")))
+                return there >= self._snapshot - 1 and bool(list(snapshots.glob(".step-*")))
+            case "tokenizing":
+                return any(self._cache.rglob("*.partial"))
+            case "evaluation":
+                return f'"event": "step", "step": {self._step},'.encode() in _content(self._run / "metrics.jsonl")
+        return bool(list(snapshots.glob("step-000016"))) or (self._run / "final").exists()
+
+
+def differences(whole: Path, run: Path) -> list[str]:
+    """How a run differs from the undisturbed one: files of snapshots and of final/, the record, and leftovers."""
+    found = []
+    for part in ("snapshots", "final"):
+        expected, actual = (file_digests(folder / part) for folder in (whole, run))
+        for name in sorted(expected.keys() | actual.keys()):
+            if name not in MIXED_FILES and expected.get(name) != actual.get(name):
+                what = "is missing" if name not in actual else "is left over" if name not in expected else "differs"
+                found.append(f"{part}/{name} {what}")
+    if any(path.name.startswith(".") for path in (run / "snapshots").iterdir()):
+        found.append("snapshots/ has leftovers")
+    expected_events, events = record(whole), record(run)
+    if events != expected_events:
+        pairs = zip(expected_events, events, strict=False)
+        first = next((f"{a} became {b}" for a, b in pairs if a != b), f"{len(events)} of {len(expected_events)} events")
+        found.append(f"metrics.jsonl differs: {first}")
+    return found
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _slug(kind: Kind) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in kind.name)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    """The processes that the command started and that still run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _small_disk(folder: Path, used: int) -> Iterator[None]:
+    """A disk of its own at `folder`, with room for three runs. Raises SystemExit if nothing can be mounted."""
+    options = f"size={used * 3 + DISK_ROOM}"
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
+    if made.returncode:
+        raise SystemExit("chaos: --disk needs the right to mount a tmpfs; run it as root.")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@contextmanager
+def _filled(folder: Path, room: int) -> Iterator[None]:
+    """The disk at `folder` with `room` bytes left."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while (free := shutil.disk_usage(folder).free) > room:
+            file.write(b"x" * min(1 << 20, max(4096, free - room)))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+def main() -> int:
+    """Disturb runs until there were as many disturbances as asked for; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=300, help="how often runs are disturbed in all")
+    parser.add_argument("--disk", action="store_true", help="fill the disk in place of killing (as root)")
+    parser.add_argument("--kinds", default="", help="only kinds whose name contains one of these, with commas between")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keep undisturbed runs and those that differ here")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory(prefix="sansgpu-chaos-", ignore_cleanup_errors=True) as scratch:
+        folder = (arguments.folder or Path(scratch)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        wanted = [part for part in arguments.kinds.split(",") if part]
+        kinds = [k for k in make_kinds(folder) if not wanted or any(part in k.name for part in wanted)]
+        load(cache_dir(None))  # compiled once, and not by every run
+        chaos, trials, left = Chaos(folder, arguments.disk), list[Trial](), arguments.kills
+        while left > 0:
+            trial = chaos.trial(kinds[len(trials) % len(kinds)], arguments.seed * 1_000_000 + len(trials), left)
+            trials.append(trial)
+            left -= len(trial.disturbed)
+            say(f"{len(trials)}: {trial.kind}: {', '.join(trial.disturbed) or 'not met'}; {trial.seconds:.0f} s"
+                + "".join(f"\n   {difference}" for difference in trial.differences))  # fmt: skip
+    _print_table(trials)
+    settings = {"disk": arguments.disk, "seed": arguments.seed, "kinds": [kind.name for kind in kinds]}
+    write_json(arguments.json, "chaos", settings, [asdict(trial) for trial in trials])
+    return int(any(trial.differences for trial in trials))
+
+
+def _print_table(trials: list[Trial]) -> None:
+    print(f"{'kind':32}{'runs':>6}{'disturbed':>11}{'different':>11}")
+    for name in [*dict.fromkeys(trial.kind for trial in trials), "all"]:
+        mine = [trial for trial in trials if name in (trial.kind, "all")]
+        disturbed, different = sum(len(t.disturbed) for t in mine), sum(bool(t.differences) for t in mine)
+        print(f"{name:32}{len(mine):>6}{disturbed:>11}{different:>11}")
+    aims = [aim for trial in trials for aim in trial.disturbed]
+    print("disturbed at: " + ", ".join(f"{aim} {aims.count(aim)}" for aim in AIMS if aim in aims))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
