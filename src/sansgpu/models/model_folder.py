@@ -12,6 +12,8 @@ from sansgpu.machine.inputs import read_json, read_object, require_ordinary
 MOST_PARTS = 10_000  # layers, experts or heads that a config.json may name; each is a turn of a loop or a module
 MOST_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself takes 100 MB
 ORDINARY_LAYERS = 128  # are built whatever the weights are, so that what is missing is named
+MOST_WIDTH = 1 << 24  # of a vocabulary or a layer
+_WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
 _PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
 
 
@@ -38,8 +40,9 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
     for key, value in settings.items():
         if isinstance(value, dict):
             require_possible_sizes(value, source)
-        elif _PARTS.search(key) and isinstance(value, (int, float)) and not -MOST_PARTS <= value <= MOST_PARTS:
-            raise ConfigError(f"{source}: {key} is larger than {MOST_PARTS:,}, which no model has.")
+        most = MOST_PARTS if _PARTS.search(key) else MOST_WIDTH if _WIDTHS.search(key) else None
+        if most is not None and isinstance(value, (int, float)) and not -most <= value <= most:
+            raise ConfigError(f"{source}: {key} is larger than {most:,}, which no model has.")
 
 
 def require_short_header(path: Path) -> None:
