@@ -34,7 +34,7 @@ def require_sound_folder(folder: Path) -> None:
 
 
 def require_possible_sizes(settings: Any, source: Path) -> None:
-    """Raises ConfigError if a model's settings name more layers, experts or heads than any model has."""
+    """Raises ConfigError if settings name more layers, experts or heads, or a greater width, than any model has."""
     if not isinstance(settings, dict):
         raise ConfigError(f"{source} holds a {type(settings).__name__}, not keys and values.")
     for key, value in settings.items():
