@@ -35,6 +35,7 @@ COLUMNS = {
     "faster by": ("ratio", ".2f"),
     "last loss": ("loss", ".3f"),
 }
+RELATIONS = 12  # of the standard library's triples
 WINDOWS, WORDS = 400, 2000  # of the filled data
 SETTINGS = {**{k: v for k, v in MEASURED.items() if k != "training.window_warmup_ratio"}, "data.validation_split": 0.01}
 
@@ -127,9 +128,15 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     config, _ = load_config(asked.config, asked.changes)
     model = config.model
     data = folder / "filled.jsonl"
-    lines = (json.dumps(row) for row in filled_rows(config.roots, model.leaves, model.n_relations or 12))
+    lines = (json.dumps(row) for row in filled_rows(config.roots, model.leaf_slots, model.n_relations or RELATIONS))
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    changes = dict(change.split("=", 1) for change in asked.changes)
+    shape = {
+        "model.vocab_size": model.vocab_size or config.data.vocab_size,
+        "model.n_relations": model.n_relations or RELATIONS,
+        "model.leaves": model.leaf_slots,
+    }
+    changes: dict[str, object] = {**shape, "data.long_tails": "drop"}
+    changes |= dict(change.split("=", 1) for change in asked.changes)
     kinds: dict[str, dict[str, object]] = {
         "filled windows": {**changes, "data.dataset_name": data, "data.triples": "first"},
         asked.data: {**changes, "data.dataset_name": asked.data},
@@ -143,9 +150,13 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
         nodes = json.loads(noted_nodes.read_text())
         training = config.training
         examples = training.gradient_accumulation_steps * (1 if training.batch_size == "auto" else training.batch_size)
-        assert model.vocab_size is not None
-        shape = (model.d_model, model.d_ff, model.n_layers, model.vocab_size)
-        flops = flops_a_node(*shape, nodes / examples, config.data.mask_ratio) * nodes
+        vocabulary = model.vocab_size or config.data.vocab_size
+        flops = (
+            flops_a_node(
+                model.d_model, model.d_ff, model.n_layers, vocabulary, nodes / examples, config.data.mask_ratio
+            )
+            * nodes
+        )
         for row in rows:
             row["nodes"] = nodes
             row["logits_of"] = "masked nodes" if row["name"].startswith(OURS) else "all nodes"

@@ -73,7 +73,7 @@ class PlainEncoder(nn.Module):
         self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.n_layers))
         self.transform, self.transform_norm = nn.Linear(width, width), nn.LayerNorm(width)
         self.dropout, self.relation_dropout = nn.Dropout(config.dropout), nn.Dropout(config.relation_dropout)
-        self.distances = all_distances(roots, config.leaves)
+        self.distances = all_distances(roots, config.leaf_slots)
 
     @torch.no_grad()
     def take(self, ours: GraphEncoder) -> None:
@@ -168,7 +168,7 @@ def run(config: Config, cache: Path, steps: int) -> None:
         start = time.perf_counter()
         counts, total = batch.counts(), 0.0
         for piece in batch.micro_batches(micro_batch):
-            tokens, targets, triples, filled = padded(piece, config.roots, model.leaves)
+            tokens, targets, triples, filled = padded(piece, config.roots, model.leaf_slots)
             losses = plain.loss(tokens, targets, triples, filled)
             roots, leaves = losses[:, : config.roots].sum(), losses[:, config.roots :].sum()
             loss = roots / max(1, counts[0]) + leaves / max(1, counts[1])

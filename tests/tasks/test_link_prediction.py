@@ -16,7 +16,7 @@ from sansgpu.config import Config, ConfigError
 from sansgpu.data.graph import GraphDocument, Triple
 from sansgpu.data.graph_batch import GraphBatch
 from sansgpu.data.leafy import Leafy, Placed, build_leafy
-from sansgpu.data.mask_tokenizer import BERT, MaskTokenizer
+from sansgpu.data.mask_tokenizer import BERT, GraphCodec, MaskTokenizer
 from sansgpu.data.masking import Masked
 from sansgpu.jobs.link_prediction import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
@@ -94,7 +94,8 @@ class World:
     @property
     def ranking(self) -> LinkPrediction:
         filler = GapFiller(self.objective, self.tokenizer.mask_id, CPU)
-        return LinkPrediction(filler, self.tokenizer, self.relations, leafy_rules(self.objective.config), self.known)
+        codec = GraphCodec(self.tokenizer, tuple(self.relations))
+        return LinkPrediction(filler, codec, leafy_rules(self.objective.config), self.known)
 
     def log_probabilities(self, question: Question, length: int) -> np.ndarray:
         """Of one graph with so many masked leaves, in float64."""
@@ -208,14 +209,16 @@ def test_relation_frequency_by_hand() -> None:
     tokenizer = words_tokenizer("a b c h1 h2 h3 h4 h5 is here")
     objective = untrained(tokenizer, 1)
     filler, rules = GapFiller(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
-    report = LinkPrediction(filler, tokenizer, ["likes"], rules, KnownFacts(trained, held)).report(
+    report = LinkPrediction(filler, GraphCodec(tokenizer, ("likes",)), rules, KnownFacts(trained, held)).report(
         held, False, None, quiet
     )
     expected = sum(1 / rank for rank in ranks) / len(ranks)
     assert report["tail"]["relation_frequency_mrr"] == pytest.approx(expected)
     assert report["tail"]["relations"]["likes"]["relation_frequency_mrr"] == pytest.approx(expected)
     assert report["tail"]["trained_on"] == 0
-    without = LinkPrediction(filler, tokenizer, ["likes"], rules, KnownFacts([], held)).report(held, False, None, quiet)
+    without = LinkPrediction(filler, GraphCodec(tokenizer, ("likes",)), rules, KnownFacts([], held)).report(
+        held, False, None, quiet
+    )
     assert "relation_frequency_mrr" not in without["tail"]
 
 
@@ -232,7 +235,7 @@ def test_an_untrained_model_ranks_at_random() -> None:
     tokenizer = words_tokenizer(*names, "and more")
     objective = untrained(tokenizer, 1)
     filler, rules = GapFiller(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
-    report = LinkPrediction(filler, tokenizer, ["r"], rules, KnownFacts([], documents)).report(
+    report = LinkPrediction(filler, GraphCodec(tokenizer, ("r",)), rules, KnownFacts([], documents)).report(
         documents, False, None, quiet
     )
     inverse_ranks = 1 / np.arange(1, count + 1)

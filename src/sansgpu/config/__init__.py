@@ -16,6 +16,7 @@ from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
     PRESETS,
+    Values,
     acting_values,
     as_config,
     change_config,
@@ -25,7 +26,7 @@ from sansgpu.config.load import (
     recorded_values,
     save_config,
 )
-from sansgpu.config.model import ModelConfig
+from sansgpu.config.model import MOST_LEAVES, ModelConfig
 from sansgpu.config.paths import RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.seeds import fold_seed
@@ -37,6 +38,7 @@ __all__ = [
     "FINE_TUNING",
     "GRAPH",
     "MASKED",
+    "MOST_LEAVES",
     "PRESETS",
     "PRETRAIN",
     "PYTHON_STDLIB",
@@ -54,6 +56,7 @@ __all__ = [
     "Space",
     "TrainingConfig",
     "UnreachableError",
+    "Values",
     "acting_values",
     "as_config",
     "change_config",

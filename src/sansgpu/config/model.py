@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from sansgpu.config.section import Section
 
+USUAL_LEAVES = 3  # of a token while the data is unknown
+MOST_LEAVES = 64
+
 
 class ModelConfig(Section):
     """What is trained: the shape of a decoder or of a graph encoder, or a model to go on from.
@@ -44,12 +47,23 @@ class ModelConfig(Section):
         gt=0,
         description="base wavelength of the rotary positions (swiglu, relu2 only)",
     )
-    leaves: int = Field(
-        3, ge=0, le=64, description="leaf slots of a token: tokens that a tail may have; 0: text alone, without triples"
+    leaves: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_LEAVES,
+        description="leaf slots of a token: the most tokens a tail may have; by default as many as 99 % of the data's "
+        "tails need; 0: text alone, without triples",
     )
     n_relations: int | None = Field(
         None, ge=1, description="rows of the relation tables; by default as many as the data has"
     )
+    n_entities: int | None = Field(
+        None,
+        ge=0,
+        description="rows of the entity table, of which one is predicted for a whole tail; by default as many as a "
+        "knowledge graph has entities, and for other data 0: no table",
+    )
+    entity_rank: int = Field(64, ge=1, description="numbers in each entity's own vector")
     position: Literal["none", "learned", "sinusoidal"] = Field(
         "none", description="added to embeddings; none: order is known by the decay alone, as published"
     )
@@ -102,6 +116,11 @@ class ModelConfig(Section):
     def modern(self) -> bool:
         """Whether it has RMSNorm, rotary positions and QK-norm: Qwen3's layout or Apertus'."""
         return self.activation in ("swiglu", "relu2")
+
+    @property
+    def leaf_slots(self) -> int:
+        """Leaf slots of a token, before the data is known as many as it usually needs."""
+        return USUAL_LEAVES if self.leaves is None else self.leaves
 
     @property
     def is_plain_bert(self) -> bool:

@@ -29,10 +29,11 @@ from sansgpu.config.training import Device, TrainingConfig
 
 # Keys of task graph that act only where there are leaves, and where a head is mixed into its tail.
 _OF_FUSION = ("model.relation_rank", "model.relation_dropout")
+_OF_ENTITIES = ("model.entity_rank", "training.entity_weight", "data.entity_query_ratio")
 _OF_LEAVES = (
     "model.n_relations", "model.slot_embedding", "model.fusion", *_OF_FUSION, "training.mnm_weight",
     "training.mnm_ramp_steps", "training.mnm_reduction", "data.triples", "data.inverse_relations",
-    "data.leaf_mask_ratio", "data.min_leaf_groups",
+    "data.leaf_mask_ratio", "data.min_leaf_groups", "data.long_tails", "model.n_entities", *_OF_ENTITIES,
 )  # fmt: skip
 
 
@@ -89,6 +90,18 @@ class DataConfig(Section):
     )
     leaf_mask_ratio: float = Field(0.15, ge=0, le=1, description="share of the triples whose tails are masked")
     min_leaf_groups: Literal[0, 1] = Field(0, description="tails that are masked at least, in windows that have one")
+    entity_query_ratio: float = Field(
+        0.8,
+        ge=0,
+        le=1,
+        description="share of a knowledge graph's triples that ask for the tail among all entities, in each epoch; the "
+        "others show or mask the tail's tokens",
+    )
+    long_tails: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="refuse: stop where more than 1 % of the training triples have a tail of more tokens than "
+        "model.leaves; drop: leave such triples out, counted",
+    )
     doc_stride: int = Field(128, ge=0, description="tokens that two windows of a long context share")
     n_best_size: int = Field(20, ge=1, description="answers that are weighed against each other")
     max_answer_length: int = Field(30, ge=1, description="tokens of the longest answer")
@@ -173,6 +186,7 @@ class Config(Section):
             yield "data.inverse_relations does nothing for python-stdlib-graph: its tails have no texts; leave it out"
         without = {
             "model.leaves is 0": (model.leaves == 0, _OF_LEAVES),
+            "model.n_entities is 0": (model.n_entities == 0, _OF_ENTITIES),
             "model.fusion is none": (model.fusion == "none", _OF_FUSION),
             "model.decay is none": (model.decay == "none", ("model.decay_base",)),
         }
@@ -189,7 +203,7 @@ class Config(Section):
             return
         if self.roots <= 2:
             yield f"data.max_length {self.roots} leaves no room between [CLS] and [SEP]; raise it"
-        leaves = self.kind == GRAPH and self.model.leaves and (data.leaf_mask_ratio or data.min_leaf_groups)
+        leaves = self.kind == GRAPH and self.model.leaf_slots and (data.leaf_mask_ratio or data.min_leaf_groups)
         if not (data.mask_ratio and training.mlm_weight) and not (leaves and training.mnm_weight):
             yield "nothing is learned: raise data.mask_ratio or data.leaf_mask_ratio, with a weight above 0"
 
@@ -212,7 +226,7 @@ class Config(Section):
     @property
     def max_span(self) -> int:
         """Tokens of the longest span that is masked."""
-        return self.data.max_span or (self.model.leaves if self.kind == GRAPH and self.model.leaves else 1)
+        return self.data.max_span or (self.model.leaf_slots if self.kind == GRAPH and self.model.leaf_slots else 1)
 
     @property
     def device(self) -> Device:
@@ -222,4 +236,4 @@ class Config(Section):
     @property
     def window(self) -> int:
         """Tokens of one training example; of graphs roots and leaves."""
-        return self.roots * (1 + self.model.leaves) if self.kind == GRAPH else self.roots
+        return self.roots * (1 + self.model.leaf_slots) if self.kind == GRAPH else self.roots

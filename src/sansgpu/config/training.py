@@ -118,6 +118,9 @@ class TrainingConfig(Section):
     mnm_reduction: Literal["separate", "pooled"] = Field(
         "separate", description="separate: the mean over tokens and the mean over leaves are added; pooled: one mean"
     )
+    entity_weight: float = Field(
+        1.0, ge=0, description="of predicting, out of all entities, the tail of a knowledge graph's triple"
+    )
     sbo_weight: float = Field(
         0.0, ge=0, description="of predicting masked spans from the tokens around them; 0: no such head"
     )

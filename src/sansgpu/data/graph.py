@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 INVERSE = "inverse of "  # begins the name of a relation that is asked from its tail
@@ -23,6 +24,11 @@ class Triple(NamedTuple):
         return self.head_id or self.head, self.relation, self.tail_id or self.tail
 
     @property
+    def entities(self) -> tuple[Entity, Entity]:
+        """The head and the tail."""
+        return Entity(self.head_id or self.head, self.head), Entity(self.tail_id or self.tail, self.tail)
+
+    @property
     def fact(self) -> tuple[str, str, str]:
         """The same for a triple and its inverse."""
         head, relation, tail = self.key
@@ -37,3 +43,17 @@ class GraphDocument(NamedTuple):
     text: str
     triples: tuple[Triple, ...] = ()
     entities: tuple[str, ...] = ()  # names of what the text speaks of, where that is known
+    about: str | None = None  # the id of the entity that the text describes, in a knowledge graph
+
+
+class Entity(NamedTuple):
+    """A node of the knowledge graph. Two entities may share a name."""
+
+    id: str
+    name: str
+
+
+def entities_of(documents: Iterable[GraphDocument]) -> list[Entity]:
+    """The heads and tails of all triples, in the order in which they first appear."""
+    triples = (triple for document in documents for triple in document.triples)
+    return list(dict.fromkeys(entity for triple in triples for entity in triple.entities))

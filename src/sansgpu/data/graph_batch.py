@@ -12,7 +12,8 @@ from sansgpu.data.batch import IGNORE
 from sansgpu.data.leafy import Leafy
 from sansgpu.data.masking import Masked
 
-RELATION, PLACE, HEAD, TAIL, LEAVES = range(5)  # columns of GraphBatch.triples
+RELATION, PLACE, HEAD, TAIL, LEAVES, HEAD_ENTITY, ASKED = range(7)  # columns of GraphBatch.triples
+PLACEMENT = 5  # of them say where a triple hangs
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,10 @@ class GraphBatch:
     nodes: torch.Tensor  # (N, 2) int32: the root, and 0 of itself or 1 + slot of its leaf
     bounds: torch.Tensor  # (N, 2) int64: of a masked root the roots before and behind its span, within the example
     lengths: torch.Tensor  # (B,) int64: nodes of each example
-    triples: torch.Tensor  # (M, 5) int64: relation, head's first root and tokens, tail's first node and leaves
+    triples: torch.Tensor  # (M, 7) int64: relation, head's first root and tokens, tail's first node and leaves, the
+    # head's entity, and the tail's where that is asked for, else 0
     triple_counts: torch.Tensor  # (B,) int64
-    weights: tuple[float, float, float] = (1.0, 1.0, 1.0)  # in the summed loss: of roots, leaves, and spans' bounds
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # in the summed loss: of roots, leaves, spans' bounds, entities
 
     @classmethod
     def of(cls, examples: Sequence[Leafy], shown: Sequence[Masked]) -> GraphBatch:
@@ -42,7 +44,7 @@ class GraphBatch:
             nodes=joined([_nodes(e) for e in examples], (2,)).int(),
             bounds=joined([m.bounds for m in shown], (2,)),
             lengths=torch.tensor([e.nodes for e in examples], dtype=torch.int64),
-            triples=joined([_triples(e) for e in examples], (5,)),
+            triples=joined([_triples(e) for e in examples], (7,)),
             triple_counts=torch.tensor([len(e.placed) for e in examples], dtype=torch.int64),
         )
 
@@ -59,7 +61,7 @@ class GraphBatch:
         return torch.repeat_interleave(self.lengths.cumsum(0) - self.lengths, self.lengths)
 
     def placed_triples(self) -> torch.Tensor:
-        """(M, 5): `triples`, with nodes counted from the first of the batch."""
+        """(M, 7): `triples`, with nodes counted from the first of the batch."""
         offset = torch.repeat_interleave(self.lengths.cumsum(0) - self.lengths, self.triple_counts)
         moved = self.triples.clone()
         moved[:, PLACE] += offset
@@ -72,23 +74,31 @@ class GraphBatch:
         leaves = int((chosen & self.is_leaf).sum())
         return int(chosen.sum()) - leaves, leaves
 
+    @property
+    def queries(self) -> int:
+        """Tails that are asked for among all entities."""
+        return int((self.triples[:, ASKED] > 0).sum())
+
     def target_count(self) -> int:
-        """Nodes that are predicted; 1 where there are none, as something is divided by it."""
-        return max(1, int((self.targets != IGNORE).sum()))
+        """Tokens and entities that are predicted; at least 1, as the loss is divided by it."""
+        return max(1, int((self.targets != IGNORE).sum()) + self.queries)
 
     def token_count(self) -> int:
         """Nodes that are read."""
         return len(self.tokens)
 
-    def weighed(self, mlm: float, mnm: float, pooled: bool) -> GraphBatch:
-        """With weights for which the summed loss over `target_count` is the loss of the whole batch: with `pooled` one
-        mean over all nodes, else a mean over roots and one over leaves, added. That of spans' bounds is over roots.
+    def weighed(self, mlm: float, mnm: float, pooled: bool, entity: float = 1.0) -> GraphBatch:
+        """The batch with weights that make the summed loss over `target_count` the loss of the whole batch.
+
+        With `pooled` that is one mean over all tokens, else a mean over roots plus one over leaves. The mean of spans'
+        bounds is over roots, and that of entity queries over these.
         """
         roots, leaves = self.counts()
         total = self.target_count()
         of_roots, of_leaves = total / max(1, roots), total / max(1, leaves)
-        weights = (mlm, mnm) if pooled else (mlm * of_roots, mnm * of_leaves)
-        return replace(self, weights=(*weights, of_roots))
+        of_tokens = total / max(1, roots + leaves)
+        weights = (mlm * of_tokens, mnm * of_tokens) if pooled else (mlm * of_roots, mnm * of_leaves)
+        return replace(self, weights=(*weights, of_roots, entity * total / max(1, self.queries)))
 
     def rows(self, start: int, stop: int) -> GraphBatch:
         """Examples start..stop, fewer where there are no more."""
@@ -113,7 +123,9 @@ class GraphBatch:
 
     def without_targets(self) -> GraphBatch:
         """The same examples, of which nothing is learned."""
-        return replace(self, targets=torch.full_like(self.targets, IGNORE))
+        triples = self.triples.clone()
+        triples[:, ASKED] = 0
+        return replace(self, targets=torch.full_like(self.targets, IGNORE), triples=triples)
 
     def to(self, device: torch.device) -> GraphBatch:
         """These examples on `device`."""
@@ -146,6 +158,7 @@ def _triples(example: Leafy) -> np.ndarray:
     sizes = np.array([len(p.tail) for p in example.placed], np.int64)
     tails = len(example.tokens) + np.cumsum(sizes) - sizes
     rows = [
-        (p.relation, p.place, p.head_length, tail, len(p.tail)) for p, tail in zip(example.placed, tails, strict=True)
+        (p.relation, p.place, p.head_length, tail, len(p.tail), p.entities[0], p.entities[1] if p.asked else 0)
+        for p, tail in zip(example.placed, tails, strict=True)
     ]
-    return np.array(rows, np.int64).reshape(-1, 5)
+    return np.array(rows, np.int64).reshape(-1, 7)

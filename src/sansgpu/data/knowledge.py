@@ -17,21 +17,21 @@ from sansgpu.machine.inputs import require_ordinary
 TRAIN_FILE, ENTITY_FILE, RELATION_FILE = "train.tsv", "entity2text.txt", "relation2text.txt"
 
 
-class Entity(NamedTuple):
+class NamedText(NamedTuple):
     """A name and a text that begins with it."""
 
     name: str
     text: str
 
 
-def named_entity(name: str, text: str) -> Entity:
+def named_entity(name: str, text: str) -> NamedText:
     """The name is put before a text that does not begin with it, in capitals or not; it is all where there is none."""
     if re.match(rf"{re.escape(name)}(?!\w)", text, re.IGNORECASE):
-        return Entity(name, text)
-    return Entity(name, f"{name}: {text}" if text.strip() else name)
+        return NamedText(name, text)
+    return NamedText(name, f"{name}: {text}" if text.strip() else name)
 
 
-def fact_documents(facts: Iterable[Fact], entities: Mapping[str, Entity], inverse: bool) -> Iterator[GraphDocument]:
+def fact_documents(facts: Iterable[Fact], entities: Mapping[str, NamedText], inverse: bool) -> Iterator[GraphDocument]:
     """A document for each head, and for each fact with qualifiers, in the order in which they first appear.
 
     Of an id that is no key of `entities` it is itself the name and the text. With `inverse` each fact stands in its
@@ -55,17 +55,17 @@ def _both_ways(facts: Iterable[Fact]) -> Iterator[Fact]:
         yield fact._replace(head=fact.tail, relation=INVERSE + fact.relation, tail=fact.head)
 
 
-def _document(facts: list[Fact], entities: Mapping[str, Entity], name: str) -> GraphDocument:
+def _document(facts: list[Fact], entities: Mapping[str, NamedText], name: str) -> GraphDocument:
     """Of facts with one head and the same qualifiers."""
 
-    def entity(key: str) -> Entity:
-        return entities.get(key, Entity(key, key))
+    def entity(key: str) -> NamedText:
+        return entities.get(key, NamedText(key, key))
 
     head = entity(facts[0].head)
     span = 0, len(head.name)
     text = head.text + "".join(f"; {key} {entity(value).name}" for key, value in facts[0].qualifiers)
     triples = [Triple(head.name, f.relation, entity(f.tail).name, span, f.head, f.tail) for f in facts]
-    return GraphDocument(name, facts[0].head, text, tuple(dict.fromkeys(triples)))
+    return GraphDocument(name, facts[0].head, text, tuple(dict.fromkeys(triples)), about=facts[0].head)
 
 
 def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
@@ -102,8 +102,8 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
     yield from fact_documents(bad_rows.leave_out(_lines(triples), fact), entities, inverse)
 
 
-def _described_entity(text: str) -> Entity:
-    return Entity(text.partition(", ")[0] or text, text)
+def _described_entity(text: str) -> NamedText:
+    return NamedText(text.partition(", ")[0] or text, text)
 
 
 def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:

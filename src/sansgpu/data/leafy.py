@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tokenizers import Encoding
 
-from sansgpu.data.graph import GraphDocument, Triple
+from sansgpu.data.graph import Entity, GraphDocument, Triple
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 
 ENCODED_AT_ONCE = 4096  # documents
@@ -50,6 +50,8 @@ class Placed(NamedTuple):
     relation: int  # 1, 2, ...
     tail: np.ndarray  # token ids
     triple: Triple
+    entities: tuple[int, int] = (0, 0)  # numbers 1, 2, ... of the head and the tail; 0: not in the entity table
+    asked: bool = False  # an entity query: one masked leaf stands in place of the tail
 
 
 class Leafy(NamedTuple):
@@ -102,6 +104,18 @@ class LeafyGraphs:
         return f"{len(self.triples):,} of {self.asked:,} triples hang on {len(self.windows):,} windows; left out {said}"
 
 
+class _Numbers:
+    """Numbers 1, 2, ... of relations and entities."""
+
+    def __init__(self, relations: Sequence[str], entities: Sequence[Entity]) -> None:
+        self.relations = {name: number for number, name in enumerate(relations, 1)}
+        self._entities = {entity: number for number, entity in enumerate(entities, 1)}
+
+    def of(self, triple: Triple, tail: np.ndarray) -> tuple[int, np.ndarray, Triple, tuple[int, int]]:
+        head, end = (self._entities.get(entity, 0) for entity in triple.entities)
+        return self.relations[triple.relation], tail, triple, (head, end)
+
+
 def relations_of(documents: Iterable[GraphDocument]) -> list[str]:
     """Names of the relations, in alphabetical order: number 1 is the first."""
     return sorted({triple.relation for document in documents for triple in document.triples})
@@ -113,12 +127,13 @@ def build_leafy(
     relations: Sequence[str],
     rules: LeafyRules,
     known: frozenset[tuple[str, str, str]] = frozenset(),
+    entities: Sequence[Entity] = (),
 ) -> LeafyGraphs:
     """Cut documents into windows and hang their triples on them, but for those whose facts are `known`."""
-    graphs, numbers = LeafyGraphs(), {name: number for number, name in enumerate(relations, 1)}
+    graphs, numbers = LeafyGraphs(), _Numbers(relations, entities)
     stream = iter(documents)
     while batch := list(islice(stream, ENCODED_AT_ONCE)):
-        triples = [_usable(document, numbers, known, graphs) for document in batch]
+        triples = [_usable(document, numbers.relations, known, graphs) for document in batch]
         names = list(dict.fromkeys(t.tail for kept in triples for t in kept))
         tails = dict(zip(names, tokenizer.encode_names(names), strict=True))
         for document, kept, encoding in zip(
@@ -152,7 +167,7 @@ def _add(
     triples: list[Triple],
     encoding: Encoding,
     tails: dict[str, list[int]],
-    numbers: dict[str, int],
+    numbers: _Numbers,
     tokenizer: MaskTokenizer,
     rules: LeafyRules,
 ) -> None:
@@ -170,7 +185,7 @@ def _add(
             graphs.dropped[NO_HEAD] += 1
             continue
         window, place, length = found
-        put = Placed(place, length, numbers[triple.relation], np.array(tail, np.int64), triple)
+        put = Placed(place, length, *numbers.of(triple, np.array(tail, np.int64)))
         if not _put(rounds[window], triple.head, put, rules.triples == "first"):
             graphs.dropped[TAKEN] += 1
     words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.plain import shown
+from sansgpu.data.graph import Entity
 from sansgpu.data.shards import Progress, cache_key, cached
 from sansgpu.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, rows_needed
 from sansgpu.machine.inputs import read_json
@@ -35,7 +36,7 @@ ROBERTA = Specials("<pad>", "<unk>", "<s>", "</s>", "<mask>")
 _ROLES = Specials("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")  # transformers' names
 
 
-RELATIONS_FILE = "relations.json"
+RELATIONS_FILE, ENTITIES_FILE = "relations.json", "entities.json"
 
 
 class MaskTokenizer:
@@ -145,6 +146,7 @@ class GraphCodec:
 
     tokenizer: MaskTokenizer
     relations: tuple[str, ...]
+    entities: tuple[Entity, ...] = ()  # in the order of the model's entity table, from row 1 on
 
     @property
     def pad_id(self) -> int:
@@ -152,17 +154,31 @@ class GraphCodec:
         return int(self.tokenizer.backend.token_to_id(self.tokenizer.specials.pad) or 0)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer, and relations.json beside it."""
+        """Write the tokenizer, with relations.json and entities.json beside it."""
         self.tokenizer.save(folder)
-        if self.relations:
-            text = json.dumps(self.relations, indent=2, ensure_ascii=False)
-            (folder / RELATIONS_FILE).write_text(text + "\n", encoding="utf-8")
+        for name, values in ((RELATIONS_FILE, self.relations), (ENTITIES_FILE, self.entities)):
+            if values:
+                text = json.dumps(values, indent=2 if name == RELATIONS_FILE else None, ensure_ascii=False)
+                (folder / name).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> GraphCodec:
         """What `save` wrote. Raises ConfigError where it cannot be read."""
-        file = folder / RELATIONS_FILE
-        relations = read_json(file) if file.exists() else []
-        if not isinstance(relations, list) or not all(isinstance(name, str) for name in relations):
-            raise ConfigError(f"{file} holds {shown(relations)}, not a list of relations' names.")
-        return cls(of_tokenizer(load_tokenizer(folder), str(folder)), tuple(relations))
+        relations = _strings(folder / RELATIONS_FILE, 0)
+        entities = tuple(Entity(*pair) for pair in _strings(folder / ENTITIES_FILE, len(Entity._fields)))
+        return cls(of_tokenizer(load_tokenizer(folder), str(folder)), tuple(relations), entities)
+
+
+def _strings(file: Path, columns: int) -> list[Any]:
+    """A list of strings, or of lists of so many strings; empty without a file. Raises ConfigError for anything else."""
+    found = read_json(file) if file.exists() else []
+
+    def right(value: Any) -> bool:
+        if not columns:
+            return isinstance(value, str)
+        return isinstance(value, list) and len(value) == columns and all(isinstance(part, str) for part in value)
+
+    if not isinstance(found, list) or not all(map(right, found)):
+        what = f"lists of {columns} strings" if columns else "strings"
+        raise ConfigError(f"{file} holds {shown(found)}, not a list of {what}; train or export the model again.")
+    return found

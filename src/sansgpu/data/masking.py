@@ -26,6 +26,7 @@ class MaskRules:
     min_leaf_groups: int
     mask_id: int
     ordinary: np.ndarray  # ids that may stand in for another
+    query_ratio: float = 0.0  # share of the triples whose tail is asked for as an entity
 
 
 class Masked(NamedTuple):
@@ -34,6 +35,20 @@ class Masked(NamedTuple):
     tokens: np.ndarray  # (R + L,)
     targets: np.ndarray  # (R + L,), IGNORE where nothing is predicted
     bounds: np.ndarray  # (R + L, 2): the roots before and behind the span of a masked root
+
+
+def with_queries(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int) -> Leafy:
+    """The example with one masked leaf in place of the tails that are asked for as entities in this epoch."""
+    if not rules.query_ratio:
+        return example
+    draws = np.random.Generator(np.random.PCG64(fold_seed(seed, "entity queries", epoch, number)))
+    asked = draws.random(len(example.placed)) < rules.query_ratio
+    mask = np.array([rules.mask_id], np.int64)
+    placed = [
+        p._replace(tail=mask, asked=True) if ask and p.entities[1] else p
+        for p, ask in zip(example.placed, asked.tolist(), strict=True)
+    ]
+    return example._replace(placed=placed)
 
 
 def masked(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int) -> Masked:
@@ -49,7 +64,7 @@ def masked(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int)
         chosen[start:stop] = True
         bounds[start:stop] = start - 1, stop
     ends = len(example.tokens) + np.cumsum([len(leaf) for leaf in leaves], dtype=np.int64)
-    for group in groups:
+    for group in (group for group in groups if not example.placed[group].asked):
         chosen[ends[group] - len(leaves[group]) : ends[group]] = True
     targets = np.where(chosen, original, IGNORE)
     return Masked(_replaced(original, chosen, rules, draws), targets, bounds)

@@ -110,9 +110,9 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
         f"training.threads={environment.threads}",
         f"training.optimizer={training.optimizer}",
     ]
-    model = prepared.config.model
-    sizes = {"vocab_size": model.vocab_size, "n_relations": model.n_relations}
-    settings += [f"model.{key}={size}" for key, size in sizes.items() if size is not None]
+    settled = prepared.config.model.model_dump()  # what the data decides of the model's shape
+    given = config.model.model_dump()
+    settings += [f"model.{key}={value}" for key, value in settled.items() if value != given[key]]
     return change_config(config, settings)
 
 

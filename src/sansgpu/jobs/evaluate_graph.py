@@ -14,7 +14,7 @@ from sansgpu.data.mask_tokenizer import GraphCodec, of_pretrained
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.graph_model import EXAMPLES, is_graph, load_graph
 from sansgpu.machine.probe import cache_dir, resolve_device
-from sansgpu.tasks.filling import KINDS, Filler, Filling, held_masking, majority_of, mask_rules
+from sansgpu.tasks.filling import ENTITY, KINDS, Filler, Filling, held_masking, majority_of, mask_rules
 from sansgpu.tasks.graph_corpus import graph_corpus, leafy_rules, read_graphs
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
@@ -57,7 +57,7 @@ def evaluate_graph(
         settings = config.data.model_copy(update={"dataset_config": None})
         source = open_graph_part(data, settings, notes.append, config.data.inverse_relations)
         documents = read_graphs(source, config, progress)
-        held = build_leafy(documents, codec.tokenizer, codec.relations, leafy_rules(config))
+        held = build_leafy(documents, codec.tokenizer, codec.relations, leafy_rules(config), entities=codec.entities)
         if note := held.note():
             notes.append(f"{data}: {note}.")
         for note in notes:
@@ -67,7 +67,7 @@ def evaluate_graph(
     assert held is not None
     training = config.training
     masking = held_masking(held, mask_rules(config, codec.tokenizer), training.seed)
-    weights = (training.mlm_weight, training.mnm_weight)
+    weights = (training.mlm_weight, training.mnm_weight, training.entity_weight)
     metrics = evaluate(Filling(filler.model, masking, majority or majority_of(held), weights), filler.plan)
     assert metrics is not None
     return {"event": "eval", "step": filler.snapshot.step if filler.snapshot else None, **_with_intervals(metrics)}
@@ -92,7 +92,7 @@ def _load(target: str, snapshot: str, warn: Callable[[str], None], remote_code: 
 def _with_intervals(metrics: dict[str, float]) -> dict[str, Any]:
     """Each accuracy with the interval that holds the true one 95 times of 100 (Wilson 1927)."""
     found: dict[str, Any] = dict(metrics)
-    for name in (*KINDS, "tail"):
+    for name in (*KINDS, ENTITY, "tail"):
         if count := metrics.get(f"{name}_count"):
             found[f"{name}_interval"] = wilson(metrics[f"{name}_acc"], count)
     return found

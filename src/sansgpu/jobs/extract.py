@@ -82,7 +82,7 @@ def extract(
         per_query=top,
         min_score=min_score,
     )
-    extraction = Extraction(filler_of(loaded), loaded.tokenizer, rules)
+    extraction = Extraction(filler_of(loaded), loaded.codec, rules)
     return Triples(extraction, Agreement(loaded.tokenizer, rules), documents, progress)
 
 

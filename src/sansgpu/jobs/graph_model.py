@@ -20,6 +20,7 @@ from sansgpu.machine.probe import limit_tokenizer_threads, resolve_device, resol
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import is_graph_folder, load_graph_folder
 from sansgpu.tasks.graph import GraphObjective, longest_span
+from sansgpu.tasks.graph_corpus import names_of
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.step import StepPlan
 
@@ -86,7 +87,7 @@ def load_graph(target: str, snapshot_name: str, warn: Callable[[str], None]) -> 
     load_kernels(config.training.kernels, compiled_cache(warn), device, warn)
     if device.type != "cpu" or precision == "bf16":
         precision = resolve_precision(config.training, device)
-    objective = GraphObjective(config, model.eval().float().to(device))
+    objective = GraphObjective(config, model.eval().float().to(device), names_of(codec))
     return LoadedGraph(objective, codec, snapshot, StepPlan(EXAMPLES, device, precision))
 
 

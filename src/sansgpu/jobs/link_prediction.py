@@ -55,7 +55,7 @@ def link_prediction(
         raise ConfigError(f"{data or config.data.dataset_name} holds no triples to ask for; name others with --data.")
     trained = own.train if own else parts.train if held is not parts.train else []
     known = KnownFacts(trained, [d for p in (own, parts) if p for d in (*p.train, *p.validation, *p.test)])
-    ranking = LinkPrediction(filler_of(loaded), loaded.tokenizer, loaded.relations, leafy_rules(config), known)
+    ranking = LinkPrediction(filler_of(loaded), loaded.codec, leafy_rules(config), known)
     step = loaded.snapshot.step if loaded.snapshot else None
     report = ranking.report(held, config.data.inverse_relations, limit, progress)
     return {"event": "link_prediction", "step": step, **report}
@@ -64,7 +64,7 @@ def link_prediction(
 def load_triples_model(target: str, snapshot: str, warn: Callable[[str], None]) -> LoadedGraph:
     """A graph encoder that learned triples. Raises ConfigError where it did not."""
     loaded = load_graph(target, snapshot, warn)
-    if not loaded.config.model.leaves or not loaded.relations:
+    if not loaded.config.model.leaf_slots or not loaded.relations:
         raise ConfigError(f"{target} learned no triples, so it knows no relation to ask for; take a run that did.")
     return loaded
 

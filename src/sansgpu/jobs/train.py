@@ -10,7 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, RunPaths, change_config, load_config, save_config
+from sansgpu.config import (
+    GRAPH,
+    Config,
+    ConfigError,
+    RunPaths,
+    Values,
+    change_config,
+    load_config,
+    recorded_values,
+    save_config,
+)
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.claims import claim_elsewhere, claim_run, require_own_configuration, require_places
 from sansgpu.jobs.fitting import Shortage
@@ -70,6 +80,7 @@ class _Place:
     folder: Path
     snapshot: Snapshot | None
     before: Environment | None
+    open_keys: tuple[str, ...]  # settings of the run that the configuration leaves open
 
 
 def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun | End:
@@ -90,6 +101,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads is for a run of one process; set it to false.")
         place = _place(request, config, group, Sinks(heard).warn, held)  # of a resume, which is not in the record
+        config = change_config(config, place.open_keys)
         require_boards(list(training.report_to))
         outcome = _train_in(place, config, request, group, sinks, early.warn, kept, progress)
         group.leave()
@@ -130,6 +142,7 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
             "folder": str(folder),
             "snapshot": str(snapshot.folder) if snapshot else None,
             "before": asdict(recorded_environment(snapshot)) if snapshot else None,
+            "open": _open_settings(config, recorded_values(paths.config)) if snapshot and paths.config.is_file() else [],
         }
 
     found = group.decide(find)
@@ -137,7 +150,20 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
         Path(found["folder"]),
         Snapshot(Path(found["snapshot"])) if found["snapshot"] else None,
         Environment(**found["before"]) if found["before"] else None,
+        tuple(found["open"]),
     )
+
+
+def _open_settings(config: Config, recorded: Values) -> list[str]:
+    """What a run goes on with where its configuration leaves the choice to the data; a run that is older than such a
+    key goes on without what the key is for.
+    """
+    if config.kind != GRAPH:
+        return []
+    model = {"leaves": None, "n_entities": 0, **(recorded.get("model") or {})}
+    settings = [f"model.{key}={model[key]}" for key in ("leaves", "n_entities") if getattr(config.model, key) is None]
+    older = "long_tails" not in (recorded.get("data") or {})
+    return [setting for setting in settings if "None" not in setting] + ["data.long_tails=drop"] * older
 
 
 def _train_in(

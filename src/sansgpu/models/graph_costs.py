@@ -41,8 +41,9 @@ def parameters_by_part(model: ModelConfig, longest_span: int | None = None) -> d
     parts = {
         "embedding": vocabulary_of(model) * d,
         "positions": model.max_seq_len * d if model.position == "learned" else 0,
-        "slots": (model.leaves + 1) * d if model.leaves and model.slot_embedding else 0,
-        "relations": rows * (matrix + 2 * d) if model.leaves and model.fusion == "hgat" else 0,
+        "slots": (model.leaf_slots + 1) * d if model.leaf_slots and model.slot_embedding else 0,
+        "relations": rows * (matrix + 2 * d) if model.leaf_slots and model.fusion == "hgat" else 0,
+        "entities": (model.n_entities + 1) * model.entity_rank + model.entity_rank * d if model.n_entities else 0,
         "attention": layers * 4 * (d * d + d),
         "feed_forward": layers * (2 * d * f + f + d),
         "norms": layers * 4 * d + (2 * d if model.embedding_norm else 0),
@@ -59,7 +60,7 @@ def kept_bytes(model: ModelConfig, nodes: int, how: Execution) -> int:
     per_node = width * model.d_model + inner * model.d_ff + _KEPT_A_HEAD * model.n_heads
     if how.kernels == "torch":  # keeps scores and weights of the graphs that a block of rows meets
         copies = 3 if model.attention_dropout else 2
-        longest = model.max_seq_len * (1 + model.leaves)
+        longest = model.max_seq_len * (1 + model.leaf_slots)
         per_node += model.n_heads * (longest + ROWS) * FULL * copies
     return nodes * per_node
 
@@ -85,6 +86,9 @@ def graph_memory(
     logits = min(rows, CHUNK_ROWS) * vocabulary_of(model) * (compute + FULL) + 20 * rows * model.d_model
     heads = 3 if longest_span else 2  # of roots, of leaves, of spans: each keeps a gradient of the table until backward
     logits += table * (heads * FULL + compute + (FULL if summed else 0))
+    if model.n_entities:  # their vectors with gradients, and the logits of the queries
+        logits += model.n_entities * model.d_model * (2 * compute + 3 * FULL)
+        logits += min(rows, CHUNK_ROWS) * model.n_entities * (compute + FULL)
     if "relations" in parts:  # rows looked up, with dropout, and their gradients; at worst of every relation
         logits += 4 * compute * parts["relations"]
     needed = {
@@ -110,10 +114,12 @@ def graph_work(
     head = vocabulary_of(model) * d + d * d
     if longest_span:  # another product with the vocabulary, behind two layers
         head += vocabulary_of(model) * d + 4 * d * d
+    entities = model.n_entities or 0
+    queries = nodes / graph_nodes if entities else 0.0  # one of each graph
     return StepWork(
         matmul=6.0 * _block_matrices(model) * nodes,
         attention=12.0 * model.n_layers * d * graph_nodes * nodes,
-        loss=6.0 * head * masked * nodes,
+        loss=6.0 * (head * masked * nodes + entities * d * queries),
         muon=model.n_layers * muon_flops(_block_products(model)),
     )
 

@@ -20,6 +20,7 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.compilation import expect_shapes
+from sansgpu.models.entities import EntityTable
 from sansgpu.models.modules import Table, without_values
 from sansgpu.models.relations import RelationFusion
 
@@ -109,18 +110,20 @@ class GraphEncoder(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int | None = 0, longest_span: int | None = None) -> None:
         super().__init__()
-        if config.vocab_size is None or (config.n_relations is None and config.leaves):
+        if config.vocab_size is None or (config.n_relations is None and config.leaf_slots):
             raise ValueError("model.vocab_size and model.n_relations must be set; they are the data's")
         self.config, self.activation = config, activation_of(config)
         self.before_block: Callable[[], None] = lambda: None  # called on the way of a training pass, and may raise
         width = config.d_model
-        fused = config.leaves > 0 and config.fusion == "hgat"
+        fused = config.leaf_slots > 0 and config.fusion == "hgat"
         with torch.device("meta"):  # weights are drawn below, from a generator of their own
             self.embedding = Table(config.vocab_size, width)
             self.position = Table(config.max_seq_len, width) if config.position == "learned" else None
-            slots = config.leaves + 1 if config.leaves and config.slot_embedding else 0
+            slots = config.leaf_slots + 1 if config.leaf_slots and config.slot_embedding else 0
             self.slot = Table(slots, width) if slots else None  # row 0 is of roots
             self.fusion = RelationFusion(config, config.n_relations or 0) if fused else None
+            entities = config.n_entities or 0
+            self.entities = EntityTable(entities, config.entity_rank, width) if entities else None
             self.embedding_norm = nn.LayerNorm(width, eps=NORM_EPS) if config.embedding_norm else None
             self.decay_center = nn.Parameter(torch.ones(config.n_heads)) if config.decay != "none" else None
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -147,6 +150,8 @@ class GraphEncoder(nn.Module):
                 parameter.normal_(0.0, INIT_STD, generator=generator)
             if name.startswith("fusion."):
                 parameter[0] = 0.0  # no relation
+        if self.entities is not None:
+            self.entities.initialise(INIT_STD, generator)
 
     def compile_blocks(self, on: bool = True) -> None:
         """torch.compile block by block, one graph for all, for any number of nodes."""
@@ -168,11 +173,14 @@ class GraphEncoder(nn.Module):
         """States of all nodes, (N, D).
 
         tokens (N,); nodes (N, 2) int32: each node's root, and 0 of a root or 1 + slot of a leaf; lengths (B,) nodes of
-        each graph; triples (M, 5): relation, the head's first node and its tokens, the tail's first node and its.
+        each graph; triples (M, 6 or more): relation, the head's first node and its tokens, the tail's first node and
+        its tokens, the head's number in the entity table or 0.
         """
         x = embed(tokens[None], self.embedding.weight)[0]
-        if self.fusion is not None and triples is not None:
-            x = self.fusion(x, triples)
+        if triples is not None and self.entities is not None:
+            x = x.index_add(0, triples[:, 1], self.entities.own_vectors(triples[:, 5]).to(x.dtype))
+        if triples is not None and self.fusion is not None:
+            x = self.fusion(x, triples[:, :5])
         x = self._with_positions(x, nodes)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)

@@ -16,9 +16,10 @@ from tokenizers import Encoding
 
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
 from sansgpu.data.leafy import LeafyRules, TokenText, places_of, window_spans
-from sansgpu.data.mask_tokenizer import MaskTokenizer
+from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
 from sansgpu.data.shards import Progress
-from sansgpu.tasks.gaps import BeamSearch, GapFiller, Names, Question, Tail, normal
+from sansgpu.tasks.candidates import EntityTableIndex, candidates_of, normal
+from sansgpu.tasks.gaps import BeamSearch, GapFiller, Question, Tail
 
 QUESTIONS = 4096  # that are gathered of several documents before they are asked
 DECIMALS = 4  # of a score
@@ -101,11 +102,12 @@ class _Sheet:
 class Extraction:
     """An encoder that reads triples from texts."""
 
-    def __init__(self, filler: GapFiller, tokenizer: MaskTokenizer, rules: ExtractionRules) -> None:
-        self._filler, self._tokenizer, self._rules = filler, tokenizer, rules
+    def __init__(self, filler: GapFiller, codec: GraphCodec, rules: ExtractionRules) -> None:
+        self._filler, self._codec, self._tokenizer, self._rules = filler, codec, codec.tokenizer, rules
+        self._table = EntityTableIndex(codec.entities)
         self._numbers = {name: number for number, name in enumerate(rules.relations, 1)}
-        self._search = BeamSearch(filler, tokenizer, rules.windows.leaves, rules.beams, rules.per_query)
-        self._names = Names(tokenizer, rules.tails, rules.windows.leaves)
+        self._search = BeamSearch(filler, codec.tokenizer, rules.windows.leaves, rules.beams, rules.per_query)
+        self._names = candidates_of(filler, codec, self._table, rules.windows.leaves, rules.tails)
 
     def read(self, documents: Sequence[GraphDocument], progress: Progress) -> Iterator[Extracted]:
         """What is found in each document, in order."""
@@ -125,11 +127,12 @@ class Extraction:
         least = self._rules.min_score
         floor = _ANY if least is None else least - 10**-DECIMALS  # scores are rounded before they are compared
         for head in self._heads(document, encoding):
+            entity = self._table.number(head.entities[0])
             for found in page.once_a_window(head):
                 for relation in self._rules.asked:
                     place = _Place(*found, relation)
                     sheet.heads.append((head.head, place))
-                    sheet.ask(place, page.question(place, self._numbers[relation]), floor)
+                    sheet.ask(place, page.question(place, self._numbers[relation], entity), floor)
         for triple in document.triples:
             pair = triple.head, triple.relation
             if self._rules.asks(triple) and pair not in sheet.given:
@@ -137,7 +140,8 @@ class Extraction:
                 sheet.given[pair] = None
                 if where is not None:
                     sheet.given[pair] = place = _Place(*where, triple.relation)
-                    sheet.ask(place, page.question(place, self._numbers[triple.relation]), _ANY)
+                    entity = self._table.number(triple.entities[0])
+                    sheet.ask(place, page.question(place, self._numbers[triple.relation], entity), _ANY)
         return sheet
 
     def _heads(self, document: GraphDocument, encoding: Encoding) -> list[Triple]:
@@ -162,7 +166,9 @@ class Extraction:
     def _chosen(self, sheet: _Sheet) -> dict[_Place, list[Tail]]:
         """The best of the names that may be tails, the head's own left out."""
         entities, leaves = sheet.document.entities, self._rules.windows.leaves
-        names = Names(self._tokenizer, entities, leaves) if entities else self._names
+        names = self._names
+        if entities:
+            names = candidates_of(self._filler, self._codec, self._table, leaves, entities)
         places, questions, heads = list(sheet.questions), list(sheet.questions.values()), sheet.asked_of()
         answers: dict[_Place, list[Tail]] = {}
         for start, stop in names.pieces(self._filler, questions):
@@ -201,10 +207,11 @@ class _Page:
                 found[window] = None
                 yield window, root, tokens
 
-    def question(self, place: _Place, relation: int) -> Question:
+    def question(self, place: _Place, relation: int, entity: int) -> Question:
         """What is asked at a place."""
         start, stop = self._windows[place.window]
-        return Question(self._tokenizer.enclosed(self._ids[start:stop]), place.root, place.head_length, relation)
+        tokens = self._tokenizer.enclosed(self._ids[start:stop])
+        return Question(tokens, place.root, place.head_length, relation, entity)
 
 
 def _words(text: str, encoding: Encoding) -> Iterable[str]:

@@ -12,16 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.config import Config, fold_seed
+from sansgpu.config import GRAPH, Config, fold_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import LEAVES, TAIL, GraphBatch
 from sansgpu.data.leafy import LeafyGraphs
 from sansgpu.data.mask_tokenizer import MaskTokenizer
-from sansgpu.data.masking import MaskRules, masked
+from sansgpu.data.masking import MaskRules, masked, with_queries
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.tasks.task import Sums, add_sums
 
 KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
+ENTITY = "entity"  # tails that are asked for among all entities
 Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # a batch's examples by all lengths, as a model likes them
 
 
@@ -35,6 +36,9 @@ class Filler(Protocol):
     def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
         """Of the nodes that have a target, in order; (M, V)."""
 
+    def query_sums(self, batch: GraphBatch) -> Sums:
+        """Loss, hits and count of the batch's entity queries; nothing where it has none."""
+
 
 def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
     """How a configuration masks."""
@@ -46,6 +50,7 @@ def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
         data.min_leaf_groups,
         tokenizer.mask_id,
         tokenizer.ordinary_ids(),
+        data.entity_query_ratio if config.kind == GRAPH and config.model.n_entities else 0.0,
     )
 
 
@@ -65,7 +70,10 @@ class Masking:
     def batch(self, numbers: np.ndarray, epoch: int) -> GraphBatch:
         """The examples of these numbers, masked."""
         numbers = self.ordered(numbers, self.graphs.lengths)
-        examples = [self.graphs.example(int(number)) for number in numbers]
+        examples = [
+            with_queries(self.graphs.example(int(number)), self.rules, self.seed, epoch, int(number))
+            for number in numbers
+        ]
         shown = [
             masked(example, self.rules, self.seed, epoch, int(number))
             for example, number in zip(examples, numbers, strict=True)
@@ -102,7 +110,7 @@ class FillingSums:
 def filling_metrics(sums: Sums) -> dict[str, float]:
     """Loss and accuracy of masked tokens and of masked leaves, and how many there were: of what there was."""
     metrics: dict[str, float] = {}
-    for name in KINDS:
+    for name in (*KINDS, ENTITY):
         if count := sums.get(f"{name}_count"):
             metrics |= {
                 f"{name}_loss": sums[f"{name}_loss"] / count,
@@ -135,8 +143,13 @@ class Filling:
     """A model, and the held-out examples whose gaps it fills."""
 
     def __init__(
-        self, filler: Filler, masking: Masking, majority: Majority, weights: tuple[float, float] = (1.0, 1.0)
+        self,
+        filler: Filler,
+        masking: Masking,
+        majority: Majority,
+        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
     ) -> None:
+        """`weights` are those of masked tokens, masked leaves and entity queries in `loss`."""
         self._filler, self._masking, self._majority, self._weights = filler, masking, majority, weights
 
     @property
@@ -154,7 +167,7 @@ class Filling:
         """Losses, hits and counts of masked tokens and leaves, and the tails of which every token is right."""
         chosen = batch.targets != IGNORE
         targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
-        sums = Sums()
+        sums = self._filler.query_sums(batch)
         if not len(targets):
             return sums
         logits = self._filler.masked_logits(batch).float()
@@ -169,7 +182,7 @@ class Filling:
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Means, of what there is; `loss` weighs them as training does, but adds two means even where it pools."""
         metrics = filling_metrics(sums)
-        losses = (w * metrics.get(f"{name}_loss", 0.0) for name, w in zip(KINDS, self._weights, strict=True))
+        losses = (w * metrics.get(f"{name}_loss", 0.0) for name, w in zip((*KINDS, ENTITY), self._weights, strict=True))
         metrics = {"loss": sum(losses), **metrics}
         for name in KINDS:
             if count := sums.get(f"{name}_count"):

@@ -5,7 +5,6 @@ Q questions, L leaves of each, V vocabulary, S spellings of names, M beams.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,12 +18,13 @@ from sansgpu.data.graph_batch import GraphBatch
 from sansgpu.data.leafy import Leafy, Placed
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 from sansgpu.data.masking import Masked
+from sansgpu.models.entities import NameBags
 from sansgpu.tasks.graph import GraphObjective
 
 NODES = 8192  # of a forward pass
 NUMBERS = 1 << 24  # fp32 numbers that are kept of the questions asked at once: 64 MiB
 _NOBODY = Triple("", "", "")  # what is asked has no tail yet
-_NONE = float("-inf")  # the score of what cannot be
+NONE = float("-inf")  # the score of what cannot be
 
 
 class Tail(NamedTuple):
@@ -41,6 +41,7 @@ class Question(NamedTuple):
     place: int  # the head's first root
     head_length: int  # in tokens
     relation: int  # 1, 2, ...
+    entity: int = 0  # the head's number in the entity table
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,32 @@ class GapFiller:
         leaves (Q, L): the tokens that are known, and the mask elsewhere. The last product is always in fp32, as bf16
         cannot tell logits of near candidates apart.
         """
+        states = self._leaf_states(questions, leaves)[:, slots]
+        logits = self.objective.model.logits(states.flatten(0, 1)).float()
+        return torch.log_softmax(logits, dim=-1).view(len(questions), -1, self.vocabulary)
+
+    @torch.no_grad()
+    def entity_log_probabilities(self, questions: Sequence[Question], vectors: torch.Tensor) -> torch.Tensor:
+        """Of each candidate to be the tail, by one forward pass; vectors (S, D) fp32, returns (Q, S) fp32."""
+        states = self._leaf_states(questions, self.empty(questions, 1))[:, 0]
+        return torch.log_softmax(self.objective.model.predicted(states) @ vectors.T, dim=-1)
+
+    @torch.no_grad()
+    def candidate_vectors(self, names: Sequence[Sequence[int]], numbers: Sequence[int]) -> torch.Tensor:
+        """Vectors of entities with these tokens in their names and these numbers in the table, (S, D) fp32."""
+        model = self.objective.model
+        assert model.entities is not None
+        bags = NameBags(names, self.vocabulary, self.device)
+        chosen = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return model.entities.own_vectors(chosen).float() + bags.means(model.embedding.weight)
+
+    def _leaf_states(self, questions: Sequence[Question], leaves: np.ndarray) -> torch.Tensor:
+        """Of every leaf, (Q, L, D) fp32."""
         graphs = [_leafy(question, row) for question, row in zip(questions, leaves, strict=True)]
         batch = GraphBatch.of(graphs, [_shown(graph) for graph in graphs]).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             states = self.objective.states(batch)
-        states = states[batch.is_leaf].float().view(*leaves.shape, -1)[:, slots]
-        logits = self.objective.model.logits(states.flatten(0, 1)).float()
-        return torch.log_softmax(logits, dim=-1).view(len(questions), -1, self.vocabulary)
+        return states[batch.is_leaf].float().view(*leaves.shape, -1)
 
     def empty(self, questions: Sequence[Question], leaves: int) -> np.ndarray:
         """So many masked leaves for each question, (Q, L)."""
@@ -92,67 +112,13 @@ class GapFiller:
 
 
 def _leafy(question: Question, leaves: np.ndarray) -> Leafy:
-    placed = Placed(question.place, question.head_length, question.relation, leaves, _NOBODY)
+    placed = Placed(question.place, question.head_length, question.relation, leaves, _NOBODY, (question.entity, 0))
     return Leafy(question.tokens, np.zeros(len(question.tokens), bool), [placed])
 
 
 def _shown(graph: Leafy) -> Masked:
     tokens = np.concatenate([graph.tokens, *(placed.tail for placed in graph.placed)])
     return Masked(tokens, np.full(len(tokens), IGNORE), np.zeros((len(tokens), 2), np.int64))
-
-
-def normal(text: str) -> str:
-    """A name as others are compared with it: without capitals, one space between words."""
-    return " ".join(text.split()).casefold()
-
-
-class Names:
-    """Names that may be tails. Those of equal tokens share a spelling, so that their scores are the same number."""
-
-    def __init__(self, tokenizer: MaskTokenizer, names: Sequence[str], leaves: int) -> None:
-        ids = [tuple(tokens) for tokens in tokenizer.encode_names(names)]
-        distinct = sorted(dict.fromkeys(tokens for tokens in ids if 1 <= len(tokens) <= leaves), key=len)
-        numbers = {tokens: number for number, tokens in enumerate(distinct)}
-        self.names, self._same = tuple(names), defaultdict[str, list[int]](list)
-        for number, name in enumerate(names):
-            self._same[normal(name)].append(number)
-        self.spelling = np.array([numbers.get(tokens, -1) for tokens in ids], np.int64)  # -1: of too many tokens
-        self.spellings, self._leaves = len(distinct), leaves
-        self._first = np.full(len(distinct), len(names))  # the first name of each spelling
-        np.minimum.at(self._first, self.spelling[self.spelling >= 0], np.flatnonzero(self.spelling >= 0))
-        self._by_length: list[torch.Tensor] = []  # (spellings, L), in the order of their numbers
-        for length in range(1, leaves + 1):
-            if rows := [tokens for tokens in distinct if len(tokens) == length]:
-                self._by_length.append(torch.tensor(rows))
-
-    def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the questions for which `scores` is to be called at once."""
-        return filler.pieces(questions, self._leaves, self._leaves * filler.vocabulary + 2 * self.spellings)
-
-    def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
-        """Mean log-probability of the tokens of each spelling on as many masked leaves, (Q, S) fp32 on the CPU.
-
-        One forward pass for each number of tokens that a spelling has.
-        """
-        found = [torch.zeros(len(questions), 0)]
-        for rows in self._by_length:
-            length = rows.shape[1]
-            said = filler.log_probabilities(questions, filler.empty(questions, length)).cpu()
-            total = said[:, 0].index_select(1, rows[:, 0])
-            for slot in range(1, length):
-                total += said[:, slot].index_select(1, rows[:, slot])
-            found.append(total / length)
-        return torch.cat(found, dim=1)
-
-    def best(self, scores: np.ndarray, count: int, without: str) -> list[Tail]:
-        """The names of the best scores (S,), best first; not the one that is `without`."""
-        spellings = self.spelling[self._same.get(normal(without), [])]
-        scores = scores.copy()
-        scores[spellings[spellings >= 0]] = _NONE
-        count = min(count, len(scores))
-        first = np.argpartition(-scores, count - 1)[:count] if count else np.zeros(0, np.int64)
-        ordered = sorted((n for n in first.tolist() if scores[n] > _NONE), key=lambda n: (-scores[n], n))
-        return [Tail(self.names[self._first[n]], float(scores[n])) for n in ordered]
 
 
 class BeamSearch:
@@ -165,7 +131,7 @@ class BeamSearch:
         """The `count` best of tails with up to `leaves` tokens, from `width` beams for each number of tokens."""
         self._filler, self._tokenizer, self._leaves = filler, tokenizer, leaves
         self._width, self._count = min(width, filler.vocabulary), count
-        self._allowed = torch.full((filler.vocabulary,), _NONE, device=filler.device)
+        self._allowed = torch.full((filler.vocabulary,), NONE, device=filler.device)
         self._allowed[torch.from_numpy(tokenizer.ordinary_ids()).to(filler.device)] = 0.0
 
     def tails(self, questions: Sequence[Question], floors: np.ndarray) -> list[list[Tail]]:
@@ -175,7 +141,7 @@ class BeamSearch:
         for length in range(1, self._leaves + 1):
             for question, ids, score in zip(*self._spelled(questions, length, bounds), strict=True):
                 if text := self._tokenizer.decode(ids).strip():
-                    best[question][text] = max(score, best[question].get(text, _NONE))
+                    best[question][text] = max(score, best[question].get(text, NONE))
             for number, found in enumerate(best):
                 best[number] = dict(sorted(found.items(), key=lambda item: -item[1])[: self._count])
                 if len(best[number]) == self._count:
@@ -210,7 +176,7 @@ class BeamSearch:
             said = self._filler.log_probabilities(questions[start:stop], shown[start:stop], slice(slot, slot + 1))
             said = said[:, 0] + self._allowed
             if slot:
-                said.scatter_(1, torch.from_numpy(shown[start:stop, slot - 1 : slot]).to(said.device), _NONE)
+                said.scatter_(1, torch.from_numpy(shown[start:stop, slot - 1 : slot]).to(said.device), NONE)
             found = said.topk(self._width)
             values[start:stop], tokens[start:stop] = found.values.cpu().numpy(), found.indices.cpu().numpy()
         return values, tokens

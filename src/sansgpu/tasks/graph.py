@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, fold_seed
+from sansgpu.config import Config, ConfigError, change_config, fold_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
-from sansgpu.data.graph_batch import GraphBatch
+from sansgpu.data.graph_batch import ASKED, TAIL, GraphBatch
 from sansgpu.data.leafy import Leafy, Placed
 from sansgpu.data.masking import MaskRules, masked
 from sansgpu.data.shards import Progress
@@ -21,9 +21,11 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import graph_costs as costs
 from sansgpu.models.costs import Products, StepTraffic, StepWork
+from sansgpu.models.entities import NameBags
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.tasks.filling import (
+    ENTITY,
     KINDS,
     Filling,
     FillingSums,
@@ -44,9 +46,25 @@ EXPECTED_RELATIONS = 32  # of data that was not read; their number hardly change
 class GraphObjective:
     """The encoder and its loss."""
 
-    def __init__(self, config: Config, model: GraphEncoder | None = None) -> None:
+    def __init__(
+        self, config: Config, model: GraphEncoder | None = None, names: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """`names` are the tokens of each entity's name; without data, random ones."""
         self.config, self._sums = config, FillingSums()
         self.model = model or GraphEncoder(config.model, fold_seed(config.training.seed, "model"), longest_span(config))
+        self._names = names
+        self._bags: NameBags | None = None
+
+    def entity_vectors(self) -> torch.Tensor:
+        """What queries are compared with, (E, D) fp32."""
+        entities, embedding = self.model.entities, self.model.embedding.weight
+        assert entities is not None
+        if self._bags is None:
+            count = len(entities.own.weight) - 1
+            names = [[number % len(embedding)] for number in range(count)] if self._names is None else self._names
+            self._bags = NameBags(names, len(embedding), embedding.device)
+        vectors: torch.Tensor = entities(self._bags, embedding)
+        return vectors
 
     def states(self, batch: GraphBatch) -> torch.Tensor:
         """Of all nodes, (N, D)."""
@@ -67,9 +85,29 @@ class GraphObjective:
                 loss, hits = linear_cross_entropy_and_hits(predicted[rows], head, targets[rows])
                 total = total + weight * loss
                 self._sums.add(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
+        if self.model.entities is not None:
+            total = total + batch.weights[3] * self._entity_loss(batch, states, self._sums)
         if self.model.boundary is not None:
             total = total + batch.weights[2] * self._boundary_loss(batch, states, chosen & ~batch.is_leaf)
         return total
+
+    def _entity_loss(self, batch: GraphBatch, states: torch.Tensor, sums: FillingSums) -> torch.Tensor:
+        """Summed cross-entropy of the tails that are asked for, among all entities."""
+        triples = batch.placed_triples()
+        asked = triples[triples[:, ASKED] > 0]
+        if not len(asked):
+            return states.sum() * 0.0
+        predicted, vectors = self.model.predicted(states[asked[:, TAIL]]), self.entity_vectors()
+        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, asked[:, ASKED] - 1)
+        sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(asked)))
+        return loss
+
+    def query_sums(self, batch: GraphBatch) -> Sums:
+        """Loss, hits and count of the batch's entity queries."""
+        sums = FillingSums()
+        if batch.queries:
+            self._entity_loss(batch, self.states(batch), sums)
+        return sums.take()
 
     def _boundary_loss(self, batch: GraphBatch, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Of masked roots, told from the roots before and behind their spans; summed and weighed."""
@@ -108,7 +146,7 @@ class Graph(FillingTask, GraphObjective):
     """`task: graph`."""
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
-        super().__init__(config)
+        super().__init__(config, names=corpus.entity_names)
         self.corpus, self._effective_batch = corpus, effective_batch
         self.fingerprint = corpus.fingerprint
         self.notes: Sequence[str] = ()
@@ -119,19 +157,21 @@ class Graph(FillingTask, GraphObjective):
         training, rules = config.training, mask_rules(config, corpus.codec.tokenizer)
         self._masking = Masking(corpus.train, rules, training.seed)
         held = held_masking(corpus.validation, rules, training.seed)
-        self._measured = Filling(self, held, majority_of(corpus.train), (training.mlm_weight, training.mnm_weight))
+        self._measured = Filling(
+            self, held, majority_of(corpus.train), (training.mlm_weight, training.mnm_weight, training.entity_weight)
+        )
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, GraphCorpus]:
         """Read and tokenize texts and triples, and settle what depends on them. Raises ConfigError."""
         corpus = graph_corpus(config, cache, progress)
         config = with_vocabulary_of(config, corpus.codec.tokenizer.vocab_size)
-        return _with_relations(config, len(corpus.codec.relations)), corpus
+        return _settled(config, corpus), corpus
 
     @staticmethod
     def with_vocabulary(config: Config) -> Config:
         """The configuration as `prepare` would settle it, of data that was not looked at yet."""
-        if config.model.leaves and config.model.n_relations is None:
+        if config.model.leaf_slots and config.model.n_relations is None:
             model = config.model.model_copy(update={"n_relations": EXPECTED_RELATIONS})
             config = config.model_copy(update={"model": model})
         return with_expected_vocabulary(config)
@@ -196,7 +236,9 @@ class Graph(FillingTask, GraphObjective):
         training = self.config.training
         grown = min(1.0, (step + 1) / training.mnm_ramp_steps) if training.mnm_ramp_steps else 1.0
         batch = self._masking.of_step(step, self._effective_batch)
-        return batch.weighed(training.mlm_weight, training.mnm_weight * grown, training.mnm_reduction == "pooled")
+        return batch.weighed(
+            training.mlm_weight, training.mnm_weight * grown, training.mnm_reduction == "pooled", training.entity_weight
+        )
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer, and the relations beside it."""
@@ -210,8 +252,8 @@ class Graph(FillingTask, GraphObjective):
 def how_learned(config: Config) -> dict[str, dict[str, Any]]:
     """What of the configuration an exported model is asked by."""
     data = ["max_length", "doc_stride", "triples", "inverse_relations", "mask_ratio", "max_span"]
-    data += ["leaf_mask_ratio", "min_leaf_groups"]
-    training = ["mlm_weight", "mnm_weight", "seed"]
+    data += ["leaf_mask_ratio", "min_leaf_groups", "entity_query_ratio"]
+    training = ["mlm_weight", "mnm_weight", "entity_weight", "seed"]
     return {
         "data": {key: getattr(config.data, key) for key in data},
         "training": {key: getattr(config.training, key) for key in training},
@@ -220,7 +262,7 @@ def how_learned(config: Config) -> dict[str, dict[str, Any]]:
 
 def _masked_share(config: Config) -> float:
     """Of the nodes, where every leaf slot is filled."""
-    leaves, data = config.model.leaves, config.data
+    leaves, data = config.model.leaf_slots, config.data
     return (data.mask_ratio + leaves * data.leaf_mask_ratio) / (1 + leaves)
 
 
@@ -229,31 +271,33 @@ def longest_span(config: Config) -> int | None:
     return config.max_span if config.training.sbo_weight else None
 
 
-def _with_relations(config: Config, found: int) -> Config:
-    """The configuration with a row for every relation. Raises ConfigError where it has fewer."""
-    model = config.model
-    if not model.leaves:
+def _settled(config: Config, corpus: GraphCorpus) -> Config:
+    """The configuration with what the data decides. Raises ConfigError where it leaves too little room."""
+    model, codec = config.model, corpus.codec
+    if model.leaves == 0:
         return config
-    if model.n_relations is None:
-        return config.model_copy(update={"model": model.model_copy(update={"n_relations": max(1, found)})})
-    if model.n_relations < found:
-        raise ConfigError(
-            f"model.n_relations {model.n_relations} is less than the {found} of the data; raise it or leave it out."
-        )
-    return config
+    found = {"n_relations": max(1, len(codec.relations)), "n_entities": len(codec.entities)}
+    for key, count in found.items():
+        if (given := getattr(model, key)) is not None and given < count:
+            raise ConfigError(f"model.{key} {given} is less than the {count} of the data; raise it or leave it out.")
+    settled = {key: count for key, count in found.items() if getattr(model, key) is None} | {"leaves": corpus.leaves}
+    return change_config(config, [f"model.{key}={count}" for key, count in settled.items()])
 
 
 def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> Leafy:
-    """Roots, and on the first of them tails, until there are so many nodes."""
-    model, roots = config.model, min(config.roots, nodes)
+    """Roots, and on the first of them tails, until there are so many nodes; the first asks for an entity."""
+    model, entities = config.model, config.model.n_entities or 0
     assert model.vocab_size is not None
+    roots = min(config.roots, nodes - 1 if entities else nodes)
     tokens = draws.integers(model.vocab_size, size=roots)
     placed, left = [], nodes - roots
     for place in range(roots):
-        leaves = min(model.leaves, left)
+        leaves = min(model.leaf_slots, left)
         if leaves:
             tail = draws.integers(model.vocab_size, size=leaves)
             relation = 1 + int(draws.integers(model.n_relations or 1))
-            placed.append(Placed(place, 1, relation, tail, Triple("", "", "")))
+            numbers = (1, 1 + int(draws.integers(entities))) if entities and not place else (0, 0)
+            asked = entities > 0 and not place
+            placed.append(Placed(place, 1, relation, tail, Triple("", "", ""), numbers, asked))
             left -= leaves
     return Leafy(tokens, np.ones(roots, bool), placed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from sansgpu.data.leafy import LeafyGraphs, LeafyRules, build_leafy, relations_o
 from sansgpu.data.mask_tokenizer import GraphCodec, build_mask_tokenizer
 from sansgpu.data.shards import Progress
 from sansgpu.data.split import split_examples
+from sansgpu.tasks.fitted_graph import table_entities, with_leaves
 from sansgpu.tasks.ragged_corpus import RaggedCorpus
 
 
@@ -24,7 +25,9 @@ class GraphCorpus(RaggedCorpus[LeafyGraphs]):
     """Windows with their triples."""
 
     codec: GraphCodec
-    train_gaps: float  # nodes that are masked in an epoch, in the mean
+    train_gaps: float  # tokens and tails that an epoch asks for, in the mean
+    leaves: int  # slots of a root
+    entity_names: Sequence[Sequence[int]]  # tokens of each of the codec's entities
 
     def preview(self) -> str | None:
         """The first example that has a triple: its text, and its triples in brackets."""
@@ -37,7 +40,7 @@ class GraphCorpus(RaggedCorpus[LeafyGraphs]):
 def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCodec | None = None) -> GraphCorpus:
     """Read, split by document, tokenize: as `codec` does, or else as the configuration says. Raises ConfigError."""
     notes: list[str] = []
-    data = config.data
+    data, learned = config.data, codec
     sources = open_graphs(data, notes.append, data.inverse_relations)
     documents = read_graphs(sources.train, config, progress)
     if codec is None:
@@ -48,11 +51,14 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
         train, held = documents, read_graphs(sources.validation, config, progress)
     else:
         train, held = split_by_group(documents, data.validation_split)
+    if learned is None:
+        codec = replace(codec, entities=table_entities(train, config, notes.append))
+        config = with_leaves(train, codec.tokenizer, config, notes.append)
     known = frozenset(triple.fact for document in train for triple in document.triples)
     rules = leafy_rules(config)
     parts = (
-        build_leafy(train, codec.tokenizer, codec.relations, rules),
-        build_leafy(held, codec.tokenizer, codec.relations, rules, known),
+        build_leafy(train, codec.tokenizer, codec.relations, rules, entities=codec.entities),
+        build_leafy(held, codec.tokenizer, codec.relations, rules, known, codec.entities),
     )
     gaps = [gaps_of(part, config) for part in parts]
     for name, part, masked in zip(("training", "validation"), parts, gaps, strict=True):
@@ -67,18 +73,26 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
                 f"no token of the {name} part of {sources.train.name} would be masked: its texts are too short for "
                 "data.mask_ratio, and no triples are masked; raise it, or data.leaf_mask_ratio."
             )
-    return GraphCorpus(*parts, notes, _fingerprint(config, sources, codec, parts), codec, gaps[0])
+    fingerprint = _fingerprint(config, sources, codec, parts)
+    return GraphCorpus(*parts, notes, fingerprint, codec, gaps[0], leaves_of(config), names_of(codec))
+
+
+def names_of(codec: GraphCodec) -> list[list[int]]:
+    """Tokens of each entity's name."""
+    return codec.tokenizer.encode_names(entity.name for entity in codec.entities)
 
 
 def gaps_of(graphs: LeafyGraphs, config: Config) -> float:
-    """Nodes that are masked in an epoch, in the mean."""
+    """Tokens and tails that an epoch asks for, in the mean."""
     ratio, least = config.data.leaf_mask_ratio if leaves_of(config) else 0.0, config.data.min_leaf_groups
     gaps = 0.0
     for window, placed in graphs.examples:
         gaps += int(config.data.mask_ratio * (len(graphs.windows[window][0]) - 2))
         if placed:
             groups = len(placed) * ratio + ((1 - ratio) ** len(placed) if least else 0.0)
-            gaps += groups * sum(len(p.tail) for p in placed) / len(placed)
+            asked = config.data.entity_query_ratio * sum(p.entities[1] > 0 for p in placed)
+            tokens = sum(len(p.tail) for p in placed) / len(placed)
+            gaps += asked + groups * (1 - asked / len(placed)) * tokens
     return gaps
 
 
@@ -97,7 +111,7 @@ def leafy_rules(config: Config) -> LeafyRules:
 
 def leaves_of(config: Config) -> int:
     """Leaf slots of a root: none where a model of plain text is trained on."""
-    return config.model.leaves if config.kind == "graph" else 0
+    return config.model.leaf_slots if config.kind == "graph" else 0
 
 
 def read_graphs(source: GraphSource, config: Config, progress: Progress) -> list[GraphDocument]:

@@ -17,13 +17,15 @@ import numpy as np
 import torch
 
 from sansgpu.config import fold_seed
-from sansgpu.data.graph import INVERSE, GraphDocument, Triple
+from sansgpu.data.graph import INVERSE, Entity, GraphDocument, Triple
 from sansgpu.data.leafy import LeafyRules, build_leafy
-from sansgpu.data.mask_tokenizer import MaskTokenizer
+from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.data.shards import Progress
-from sansgpu.tasks.gaps import GapFiller, Names, Question
+from sansgpu.tasks.candidates import Candidates, EntityCandidates, EntityTableIndex, SpelledCandidates
+from sansgpu.tasks.gaps import GapFiller, Question
 
 HITS = (1, 3, 10)
+ANY_LENGTH = 1 << 30  # tokens of a tail
 EULER = 0.5772  # the harmonic number of N is about ln N and this
 
 
@@ -43,8 +45,7 @@ class KnownFacts:
     def __init__(self, trained: Iterable[GraphDocument], others: Iterable[GraphDocument]) -> None:
         learned, more = _triples(trained), _triples(others)
         triples = [*learned, *more]
-        ends = ((triple.key[i], name) for triple in triples for i, name in ((0, triple.head), (2, triple.tail)))
-        self.entities = list(dict.fromkeys(ends))
+        self.entities: list[Entity] = list(dict.fromkeys(entity for triple in triples for entity in triple.entities))
         self._number = {entity: number for number, entity in enumerate(self.entities)}
         self._of_key: dict[str, list[int]] = defaultdict(list)
         for number, (key, _) in enumerate(self.entities):
@@ -60,7 +61,7 @@ class KnownFacts:
 
     def tail(self, triple: Triple) -> int:
         """The number of the entity that is asked for."""
-        return self._number[triple.key[2], triple.tail]
+        return self._number[triple.entities[1]]
 
     def others(self, triple: Triple) -> list[int]:
         """Numbers of the other entities that are a true tail of its head and relation."""
@@ -84,16 +85,22 @@ class LinkPrediction:
     def __init__(
         self,
         filler: GapFiller,
-        tokenizer: MaskTokenizer,
-        relations: Sequence[str],
+        codec: GraphCodec,
         rules: LeafyRules,
         known: KnownFacts,
     ) -> None:
-        self._filler, self._tokenizer, self._relations, self._known = filler, tokenizer, relations, known
+        self._filler, self._codec, self._known = filler, codec, known
         self._rules = replace(rules, triples="all")  # no triple goes unasked
-        self._names = Names(tokenizer, [name for _, name in known.entities], rules.leaves)
-        spelled = self._names.spelling[self._names.spelling >= 0]
-        self._sharing = torch.from_numpy(np.bincount(spelled, minlength=self._names.spellings)).int()
+        self._candidates: Candidates
+        if codec.entities:  # which know a tail of any length
+            self._rules = replace(self._rules, leaves=ANY_LENGTH)
+            index = EntityTableIndex(codec.entities)
+            self._candidates = EntityCandidates(filler, codec.tokenizer, index, known.entities)
+        else:
+            names = [entity.name for entity in known.entities]
+            self._candidates = SpelledCandidates(codec.tokenizer, names, rules.leaves)
+        scored = self._candidates.column[self._candidates.column >= 0]
+        self._sharing = torch.from_numpy(np.bincount(scored, minlength=self._candidates.columns)).int()
 
     def report(
         self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None, progress: Progress
@@ -111,12 +118,13 @@ class LinkPrediction:
 
     def _queries(self, documents: list[GraphDocument]) -> list[Query]:
         """A query for every triple, in order."""
-        graphs = build_leafy(documents, self._tokenizer, self._relations, self._rules)
+        codec = self._codec
+        graphs = build_leafy(documents, codec.tokenizer, codec.relations, self._rules, entities=codec.entities)
         asked: dict[Triple, deque[Question]] = defaultdict(deque)
         for window, placed in graphs.examples:
             tokens = graphs.windows[window][0].astype(np.int64)
             for p in placed:
-                asked[p.triple].append(Question(tokens, p.place, p.head_length, p.relation))
+                asked[p.triple].append(Question(tokens, p.place, p.head_length, p.relation, p.entities[0]))
         triples = _triples(documents)
         return [Query(triple, asked[triple].popleft() if asked[triple] else None) for triple in triples]
 
@@ -125,22 +133,22 @@ class LinkPrediction:
         ranks = np.full(len(queries), (len(self._known.entities) + 1) / 2)
         numbers = [number for number, query in enumerate(queries) if query.question is not None]
         questions = [query.question for query in queries if query.question is not None]
-        for start, stop in self._names.pieces(self._filler, questions):
-            scores = self._names.scores(self._filler, questions[start:stop])
+        for start, stop in self._candidates.pieces(self._filler, questions):
+            scores = self._candidates.scores(self._filler, questions[start:stop])
             part = numbers[start:stop]
             ranks[part] = self._ranked(scores, [queries[number].triple for number in part])
             progress("ranking entities", stop, len(questions))
         return ranks
 
     def _ranked(self, scores: torch.Tensor, triples: list[Triple]) -> np.ndarray:
-        """Ranks by the scores (Q, S) of spellings, each counted as often as there are entities of it."""
-        spelling = self._names.spelling
-        gold = scores.gather(1, torch.from_numpy(spelling[[self._known.tail(t) for t in triples]])[:, None])
+        """Ranks by the scores (Q, S) of columns, each counted as often as entities share it."""
+        column = self._candidates.column
+        gold = scores.gather(1, torch.from_numpy(column[[self._known.tail(t) for t in triples]])[:, None])
         zero = torch.zeros((), dtype=torch.int32)
         better, equal = (
             torch.where(test, self._sharing, zero).sum(dim=1).numpy() for test in (scores > gold, scores == gold)
         )
-        others = [spelling[self._known.others(triple)] for triple in triples]
+        others = [column[self._known.others(triple)] for triple in triples]
         rows = np.repeat(np.arange(len(triples)), [len(numbers) for numbers in others])
         columns = np.concatenate(others).astype(np.int64)
         rows, columns = rows[columns >= 0], columns[columns >= 0]

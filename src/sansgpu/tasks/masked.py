@@ -47,6 +47,10 @@ class MaskedObjective(FineTuning):
         """Of the tokens that have a target, (M, V)."""
         return self.unpadded.gap_logits(batch.tokens, batch.lengths, batch.targets != IGNORE)
 
+    def query_sums(self, batch: GraphBatch) -> Sums:
+        """Nothing: a text alone has no entity to ask for."""
+        return Sums()
+
     def summed_loss(self, batch: GraphBatch) -> torch.Tensor:
         """Cross-entropy summed over masked tokens, ()."""
         targets = batch.targets[batch.targets != IGNORE]

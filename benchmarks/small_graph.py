@@ -1,0 +1,160 @@
+"""How well the tails of a small knowledge graph are predicted: made-up entities and relations, few of both.
+
+    python -m benchmarks.small_graph [--steps 600] [--set KEY=VALUE] [--json FILE]
+
+The graph has the shape of a small ontology. Its entities form two trees of types, and a relation holds between every
+type of one branch and every type of another, except for a few branches and pairs. Names have one to four words joined
+by `_`. Trains on 5,242 facts, ranks all 135 entities for each of 655 others, and prints the filtered MRR and Hits@10
+beside those of ranking by how often an entity is the relation's tail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contest import Row, print_table, write_json
+from sansgpu.config import load_config
+from sansgpu.jobs.link_prediction import link_prediction
+from sansgpu.jobs.train import TrainRequest, train
+
+ENTITIES, RELATIONS = 135, 46
+BLOCK = 70  # facts that typically relate one branch to another
+SPLIT = {"train.tsv": 0.8, "dev.tsv": 0.1, "test.tsv": 0.1}
+HOLES = 0.01  # share of the pairs of two related branches that are not related after all
+MOST_BRANCHES = 3  # pairs of branches that one relation holds between
+CONFIG = Path(__file__).parent.parent / "configs" / "knowledge_graph.yaml"
+COLUMNS = {
+    "": ("name", "s"),
+    "MRR": ("mrr", ".3f"),
+    "Hits@10": ("hits_at_10", ".3f"),
+    "by frequency, MRR": ("relation_frequency_mrr", ".3f"),
+    "minutes": ("minutes", ".1f"),
+    "CPU minutes": ("cpu_minutes", ".1f"),
+}
+
+KINDS = (
+    "anatomical biologic chemical clinical cognitive daily diagnostic embryonic environmental experimental functional "
+    "genetic geographic governmental health hormonal immune inorganic intellectual laboratory legal machine medical "
+    "mental molecular natural occupational organic pathologic pharmacologic physical professional regulatory research "
+    "social spatial temporal therapeutic"
+)
+THINGS = (
+    "abnormality action activity agent area attribute behavior cell component concept condition device disorder "
+    "element entity event factor finding fluid function group hazard idea manner material measure object organ "
+    "organism phenomenon plant procedure process product property region sequence sign structure substance system "
+    "test tissue tool vitamin"
+)
+VERBS = (
+    "affects analyzes assesses carries causes complicates consists_of contains degrades derives_from diagnoses "
+    "disrupts evaluates exhibits follows indicates ingests interacts_with interconnects isa issues_in location_of "
+    "manages manifests measures method_of occurs_in part_of performs practices precedes prevents process_of produces "
+    "property_of result_of surrounds traverses treats tributary_of uses adjacent_to branch_of brings_about "
+    "conceptually_near developmental_form_of"
+)
+
+
+def names(count: int, draws: random.Random) -> list[str]:
+    """Different names of one to four words."""
+    found: dict[str, None] = {}
+    things = THINGS.split()
+    while len(found) < count:
+        words = draws.sample(KINDS.split(), draws.choice((0, 1, 1, 2))) + draws.sample(things, 1)
+        if draws.random() < 0.25:
+            words += ["or", draws.choice(things)]
+        if len(words) == len(set(words)):
+            found["_".join(words)] = None
+    return list(found)
+
+
+def branches(count: int, draws: random.Random) -> list[list[int]]:
+    """The subtree of each of `count` types, itself included: two trees, grown one child at a time."""
+    parents = [-1, -1]
+    for number in range(2, count):
+        parents.append(draws.randrange(max(0, number - 40), number))
+    found: list[list[int]] = [[number] for number in range(count)]
+    for number in reversed(range(count)):
+        if parents[number] >= 0:
+            found[parents[number]] += found[number]
+    return found
+
+
+def facts(seed: int = 3, entities: int = ENTITIES, relations: int = RELATIONS, block: int = BLOCK) -> list[list[str]]:
+    """[head, relation, tail] of all facts in random order, a function of the arguments."""
+    draws = random.Random(seed)
+    named, trees, verbs = names(entities, draws), branches(entities, draws), VERBS.split()
+    found: list[tuple[int, int, int]] = []
+    for relation in range(relations):
+        pairs: set[tuple[int, int]] = set()
+        for _ in range(draws.randint(1, MOST_BRANCHES)):
+            pairs |= set(_pairs(trees, block, draws))
+        found += [(head, relation, tail) for head, tail in sorted(pairs)]
+    draws.shuffle(found)
+    return [[named[head], verbs[relation], named[tail]] for head, relation, tail in found]
+
+
+def _pairs(trees: list[list[int]], size: int, draws: random.Random) -> Iterator[tuple[int, int]]:
+    """Pairs of two branches that make up about `size`; a branch below the first is excepted, and a few pairs are."""
+    while True:
+        heads, tails = draws.choice(trees), draws.choice(trees)
+        if size / 3 < len(heads) * len(tails) < 3 * size:
+            break
+    excepted = set(trees[draws.choice(heads)])
+    excepted = set() if len(excepted) * 3 > len(heads) else excepted
+    for head in heads:
+        for tail in tails:
+            if head not in excepted and draws.random() >= HOLES:
+                yield head, tail
+
+
+def write_graph(folder: Path, rows: list[list[str]]) -> Path:
+    """A folder of train.tsv, dev.tsv and test.tsv."""
+    folder.mkdir(parents=True, exist_ok=True)
+    start = 0.0
+    for name, share in SPLIT.items():
+        part = rows[round(start * len(rows)) : round((start + share) * len(rows))]
+        (folder / name).write_text("".join("\t".join(row) + "\n" for row in part), encoding="utf-8")
+        start += share
+    return folder
+
+
+def measured(folder: Path, changes: Sequence[str]) -> Row:
+    """Train on the graph and rank the tails of its test part."""
+    graph = write_graph(folder / "graph", facts())
+    settings = (f"data.dataset_name={graph}", "training.report_to=none", *changes)
+    start, cpu = time.perf_counter(), time.process_time()
+    train(TrainRequest(CONFIG, settings, folder / "run"), [], _quiet)
+    spent = {"minutes": (time.perf_counter() - start) / 60, "cpu_minutes": (time.process_time() - cpu) / 60}
+    return {
+        "name": "tails",
+        **link_prediction(str(folder / "run"), None, "latest", None, _quiet, _quiet)["tail"],
+        **spent,
+    }
+
+
+def _quiet(*said: Any) -> None:
+    """Progress is not printed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="by default as many as the configuration")
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(arguments)
+    changes = [*asked.changes, *([f"training.max_steps={asked.steps}"] if asked.steps else [])]
+    load_config(CONFIG, changes)  # refuses what it does not know before any work
+    with tempfile.TemporaryDirectory(prefix="sansgpu-small-graph-") as name:
+        row = measured(Path(name), changes)
+    print_table(f"{row['candidates']} entities, {row['queries']} held-out facts", COLUMNS, [row])
+    write_json(asked.json, "small_graph", vars(asked), [row])
+
+
+if __name__ == "__main__":
+    main()

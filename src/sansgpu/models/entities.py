@@ -1,0 +1,81 @@
+"""The entities of a knowledge graph as vectors: what a query is compared with, and what a head is known by.
+
+E entities, D width, K numbers of an entity's own vector, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from sansgpu.kernels.embedding import embed
+from sansgpu.kernels.linear import Linear
+from sansgpu.models.modules import Table
+
+
+class EntityTable(nn.Module):
+    """An entity is the mean of its name's token embeddings plus a learned vector of its own.
+
+    `own` has K numbers for each entity, projected to D; its row 0 stands for an entity that training did not name.
+    """
+
+    def __init__(self, entities: int, rank: int, width: int) -> None:
+        super().__init__()
+        self.own, self.project = Table(entities + 1, rank), Linear(rank, width, bias=False)
+
+    @torch.no_grad()
+    def initialise(self, std: float, generator: torch.Generator) -> None:
+        """Draw vectors whose projections have numbers of this standard deviation."""
+        self.own.weight.normal_(0.0, std, generator=generator)
+        self.own.weight[0] = 0.0
+        self.project.weight.normal_(0.0, self.own.embedding_dim**-0.5, generator=generator)
+
+    def own_vectors(self, numbers: torch.Tensor) -> torch.Tensor:
+        """What entities (M,) have beside their names, (M, D)."""
+        rows = embed(numbers[None], self.own.weight)[0]
+        vectors: torch.Tensor = self.project(torch.where(numbers[:, None] > 0, rows, 0.0))
+        return vectors
+
+    def forward(self, names: NameBags, embedding: torch.Tensor) -> torch.Tensor:
+        """Vectors of the entities 1, 2, ... whose names are given, (E, D) fp32; embedding (V, D)."""
+        own: torch.Tensor = self.project(self.own.weight[1:])
+        return own.float() + names.means(embedding)
+
+
+class NameBags:
+    """The mean token embedding of each of E names, as a sparse matrix (E, V) of which rows add up to 1."""
+
+    def __init__(self, names: Sequence[Sequence[int]], vocabulary: int, device: torch.device | None = None) -> None:
+        rows = [row for row, tokens in enumerate(names) for _ in tokens]
+        columns = [token for tokens in names for token in tokens]
+        shares = torch.tensor([1 / len(tokens) for tokens in names for _ in tokens])
+        self._matrix = _sparse(rows, columns, shares, (len(names), vocabulary), device)
+        self._transposed = _sparse(columns, rows, shares, (vocabulary, len(names)), device)
+
+    def means(self, embedding: torch.Tensor) -> torch.Tensor:
+        """(V, D) -> (E, D) fp32, with a gradient."""
+        return cast(torch.Tensor, _Product.apply(self._matrix, self._transposed, embedding))
+
+
+def _sparse(
+    rows: list[int], columns: list[int], values: torch.Tensor, shape: tuple[int, int], device: torch.device | None
+) -> torch.Tensor:
+    places = torch.tensor([rows, columns], dtype=torch.int64).view(2, -1)
+    return torch.sparse_coo_tensor(places, values, shape, device=device, check_invariants=False).coalesce()
+
+
+class _Product(torch.autograd.Function):
+    """A constant sparse matrix times a dense one, in fp32 whatever the dense one is."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: torch.Tensor, transposed: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        ctx.transposed = transposed
+        with torch.autocast(dense.device.type, enabled=False):
+            return torch.mm(matrix, dense.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, torch.mm(ctx.transposed, grad_outputs[0].float().contiguous())

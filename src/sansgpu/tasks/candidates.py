@@ -1,0 +1,146 @@
+"""Given names that may be the tail of a question, and their scores.
+
+Q questions, S columns of scores, L leaves, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from sansgpu.data.graph import Entity
+from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
+from sansgpu.tasks.gaps import NONE, GapFiller, Question, Tail
+
+
+def normal(text: str) -> str:
+    """A name as others are compared with it: without capitals, one space between words."""
+    return " ".join(text.split()).casefold()
+
+
+class Candidates(ABC):
+    """Names that may be tails. Those that the model cannot tell apart share a column, so that their scores are equal.
+
+    `column` has the column of each name, -1 for one that cannot be scored; `columns` is their number.
+    """
+
+    def __init__(self, names: Sequence[str], keys: Sequence[Hashable | None], columns: Sequence[Hashable]) -> None:
+        numbers = {key: number for number, key in enumerate(columns)}
+        self.names, self._same = tuple(names), defaultdict[str, list[int]](list)
+        for number, name in enumerate(names):
+            self._same[normal(name)].append(number)
+        self.column = np.array([-1 if key is None else numbers[key] for key in keys], np.int64)
+        self.columns = len(columns)
+        self._first = np.full(len(columns), len(names))  # the first name of each column
+        np.minimum.at(self._first, self.column[self.column >= 0], np.flatnonzero(self.column >= 0))
+
+    @abstractmethod
+    def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
+        """[start, stop) of the questions for which `scores` is to be called at once."""
+
+    @abstractmethod
+    def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
+        """A log-probability for each column, (Q, S) fp32 on the CPU."""
+
+    def best(self, scores: np.ndarray, count: int, without: str) -> list[Tail]:
+        """The names of the best scores (S,), best first, each once; not the one that is `without`."""
+        columns = self.column[self._same.get(normal(without), [])]
+        scores = scores.copy()
+        scores[columns[columns >= 0]] = NONE
+        found: dict[str, Tail] = {}
+        for number in sorted(range(len(scores)), key=lambda n: (-scores[n], n)):
+            if len(found) == count or scores[number] == NONE:
+                break
+            name = self.names[self._first[number]]
+            found.setdefault(name, Tail(name, float(scores[number])))
+        return list(found.values())
+
+
+class SpelledCandidates(Candidates):
+    """Names scored by the mean log-probability of their tokens on as many masked leaves."""
+
+    def __init__(self, tokenizer: MaskTokenizer, names: Sequence[str], leaves: int) -> None:
+        ids = [tuple(tokens) for tokens in tokenizer.encode_names(names)]
+        keys = [tokens if 1 <= len(tokens) <= leaves else None for tokens in ids]
+        distinct = sorted(dict.fromkeys(key for key in keys if key is not None), key=len)
+        super().__init__(names, keys, distinct)
+        self._leaves = leaves
+        self._by_length: list[torch.Tensor] = []  # (names, L), in the order of their columns
+        for length in range(1, leaves + 1):
+            if rows := [tokens for tokens in distinct if len(tokens) == length]:
+                self._by_length.append(torch.tensor(rows))
+
+    def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
+        """Pieces whose log-probabilities of all tokens fit into memory."""
+        return filler.pieces(questions, self._leaves, self._leaves * filler.vocabulary + 2 * self.columns)
+
+    def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
+        """One forward pass for each number of tokens that a name has."""
+        found = [torch.zeros(len(questions), 0)]
+        for rows in self._by_length:
+            length = rows.shape[1]
+            said = filler.log_probabilities(questions, filler.empty(questions, length)).cpu()
+            total = said[:, 0].index_select(1, rows[:, 0])
+            for slot in range(1, length):
+                total += said[:, slot].index_select(1, rows[:, slot])
+            found.append(total / length)
+        return torch.cat(found, dim=1)
+
+
+class EntityCandidates(Candidates):
+    """Entities scored by the similarity of their vectors to what the model predicts on a single masked leaf.
+
+    One that is not in the model's table is known by the tokens of its name alone.
+    """
+
+    def __init__(self, filler: GapFiller, tokenizer: MaskTokenizer, table: EntityTableIndex, asked: Sequence[Entity]):
+        names = [entity.name for entity in asked]
+        ids = [tuple(tokens) for tokens in tokenizer.encode_names(names)]
+        keys = [(number, tokens) for number, tokens in zip(map(table.number, asked), ids, strict=True)]
+        distinct = list(dict.fromkeys(keys))
+        super().__init__(names, keys, distinct)
+        self._vectors = filler.candidate_vectors([tokens for _, tokens in distinct], [number for number, _ in distinct])
+
+    def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
+        """Pieces whose scores of all entities fit into memory."""
+        return filler.pieces(questions, 1, 3 * self.columns)
+
+    def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
+        """One forward pass, whatever the names' numbers of tokens; log-probabilities among the candidates."""
+        return filler.entity_log_probabilities(questions, self._vectors).cpu()
+
+
+class EntityTableIndex:
+    """Numbers 1, 2, ... of the entities in a model's table."""
+
+    def __init__(self, entities: Sequence[Entity]) -> None:
+        self._numbers = {entity: number for number, entity in enumerate(entities, 1)}
+        self._named = defaultdict[str, list[Entity]](list)
+        for entity in entities:
+            self._named[entity.name].append(entity)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, entity: Entity) -> int:
+        """Its number; 0 where the table has no such entity, and several or none of its name."""
+        named = self._named.get(entity.name, [])
+        only = self._numbers[named[0]] if len(named) == 1 else 0
+        return self._numbers.get(entity, only)
+
+    def named(self, names: Iterable[str]) -> list[Entity]:
+        """The entities of these names; one outside of the table for a name that is not in it."""
+        return [entity for name in names for entity in self._named.get(name, [Entity(name, name)])]
+
+
+def candidates_of(
+    filler: GapFiller, codec: GraphCodec, table: EntityTableIndex, leaves: int, names: Sequence[str]
+) -> Candidates:
+    """What these names are scored by: the model's entity table where it has one, else their tokens."""
+    if table:
+        return EntityCandidates(filler, codec.tokenizer, table, table.named(names))
+    return SpelledCandidates(codec.tokenizer, names, leaves)
