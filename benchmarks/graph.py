@@ -151,12 +151,8 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
         training = config.training
         examples = training.gradient_accumulation_steps * (1 if training.batch_size == "auto" else training.batch_size)
         vocabulary = model.vocab_size or config.data.vocab_size
-        flops = (
-            flops_a_node(
-                model.d_model, model.d_ff, model.n_layers, vocabulary, nodes / examples, config.data.mask_ratio
-            )
-            * nodes
-        )
+        sizes = (model.d_model, model.d_ff, model.n_layers, vocabulary)
+        flops = flops_a_node(*sizes, nodes / examples, config.data.mask_ratio) * nodes
         for row in rows:
             row["nodes"] = nodes
             row["logits_of"] = "masked nodes" if row["name"].startswith(OURS) else "all nodes"

@@ -74,7 +74,7 @@ def test_the_batch_names_each_nodes_root_and_slot(tokenizer: MaskTokenizer) -> N
     assert batch.nodes[roots:nodes].tolist() == [[1, 1], [3, 1], [3, 2]]
     assert batch.counts() == (0, 6)
     second = batch.placed_triples()[2:]
-    assert second.tolist() == [[2, nodes + 1, 1, nodes + roots, 1], [1, nodes + 3, 4, nodes + roots + 1, 2]]
+    assert second.tolist() == [[2, nodes + 1, 1, nodes + roots, 1, 0, 0], [1, nodes + 3, 4, nodes + roots + 1, 2, 0, 0]]
     assert batch.rows(1, 2).placed_triples().tolist() == batch.rows(0, 1).placed_triples().tolist()
 
 

@@ -15,6 +15,7 @@ import torch
 from sansgpu.config import ConfigError
 from sansgpu.data.graph import GraphDocument, Triple
 from sansgpu.data.leafy import LeafyRules
+from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.jobs.extract import Triples, extract
 from sansgpu.tasks import gaps
 from sansgpu.tasks.extraction import Agreement, Extracted, Extraction, ExtractionRules, Found
@@ -124,7 +125,7 @@ def test_a_floor_leaves_out_what_is_below_it_and_nothing_else(filler: GapFiller)
 
 def read(filler: GapFiller, *documents: GraphDocument, **rules: Any) -> list[Extracted]:
     chosen = ExtractionRules(**{"windows": RULES, "relations": RELATIONS, "beams": 4, **rules})
-    return list(Extraction(filler, TOKENIZER, chosen).read(documents, quiet))
+    return list(Extraction(filler, GraphCodec(TOKENIZER, chosen.relations), chosen).read(documents, quiet))
 
 
 def text_of(text: str, *triples: Triple, entities: Sequence[str] = ()) -> GraphDocument:

@@ -159,7 +159,7 @@ def test_a_step_without_any_gap_learns_nothing_and_is_no_error(tmp_path: Path) -
 
 @pytest.mark.parametrize("mode", ["multiply_logits", "additive_log"])
 def test_random_batches_are_as_large_as_asked(mode: str, tmp_path: Path) -> None:
-    config, _ = prepared(tmp_path, f"model.decay={mode}", "data.min_leaf_groups=1")
+    config, _ = prepared(tmp_path, f"model.decay={mode}", "data.min_leaf_groups=1", "model.leaves=3")
     full = Graph.random_batch(config, 2)
     assert full.token_count() == 2 * config.window == 2 * 40 * 4
     assert Graph.random_batch(config, 3, 50).lengths.tolist() == [50] * 3
