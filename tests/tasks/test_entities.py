@@ -11,15 +11,12 @@ import pytest
 import torch
 import yaml
 from benchmarks.small_graph import CONFIG, facts, write_graph
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, load_config
 from sansgpu.data.graph import Entity
 from sansgpu.data.graph_batch import ASKED, TAIL
 from sansgpu.data.masking import with_queries
-from sansgpu.models.entities import NameBags
 from sansgpu.tasks.candidates import EntityCandidates, EntityTableIndex
 from sansgpu.tasks.filling import mask_rules
 from sansgpu.tasks.gaps import GapFiller, Question
@@ -193,7 +190,7 @@ def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, cap
     changes = {**small, "data.dataset_name": home / "graph", "training.warmup_steps": 1}
     line = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     folder = home / "bench"
-    result = printed(capsys, "bench", str(file), *line, "--steps", "1", "--no-what-if", "--output-dir", str(folder))
+    result = printed(capsys, "bench", str(file), *line, "--steps", "2", "--no-what-if", "--output-dir", str(folder))
     assert result["tokens_per_second"] > 0
     model = config_of_file(folder / "optimized.yaml")["model"]
     assert model["vocab_size"] >= 300
@@ -238,7 +235,9 @@ def _ratio(config: Config, ratio: float) -> tuple[Config]:
 
 
 def test_the_loss_of_queries_is_that_of_a_plain_softmax(home: Path) -> None:
-    config, corpus = corpus_of(home, **STILL, data__mask_ratio=0, data__leaf_mask_ratio=0, data__entity_query_ratio=1)
+    config, corpus = corpus_of(
+        home, **STILL, data__mask_ratio=0, data__leaf_mask_ratio=0, data__entity_query_ratio=1, model__n_entities=40
+    )
     task = Graph(config, corpus, 8)
     batch = task.batch(0)
     loss = float(task.loss(batch)) / batch.target_count()
@@ -271,22 +270,6 @@ def test_one_batch_of_queries_in_pieces_gives_one_gradient(home: Path) -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in task.model.parameters() if p.grad is not None]))
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-5
-
-
-@given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 99))
-def test_mean_name_embeddings_and_their_gradient_are_those_of_plain_loops(names: list[list[int]], seed: int) -> None:
-    draws = torch.Generator().manual_seed(seed)
-    embedding = torch.randn(9, 5, generator=draws).requires_grad_()
-    weights = torch.randn(len(names), 5, generator=draws)
-    means = NameBags(names, 9).means(embedding)
-    (means * weights).sum().backward()
-    exact = embedding.detach().double().requires_grad_()
-    expected = torch.stack([exact[tokens].mean(0) for tokens in names])
-    (expected * weights.double()).sum().backward()
-    torch.testing.assert_close(means.double(), expected, rtol=1e-5, atol=1e-6)
-    assert embedding.grad is not None
-    assert exact.grad is not None
-    torch.testing.assert_close(embedding.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_unknown_entities_are_known_by_their_names_and_equal_ones_share_a_score(home: Path) -> None:

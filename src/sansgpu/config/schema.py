@@ -203,8 +203,10 @@ class Config(Section):
             return
         if self.roots <= 2:
             yield f"data.max_length {self.roots} leaves no room between [CLS] and [SEP]; raise it"
-        leaves = self.kind == GRAPH and self.model.leaf_slots and (data.leaf_mask_ratio or data.min_leaf_groups)
-        if not (data.mask_ratio and training.mlm_weight) and not (leaves and training.mnm_weight):
+        of_tails = self.kind == GRAPH and self.model.leaf_slots > 0
+        leaves = of_tails and (data.leaf_mask_ratio or data.min_leaf_groups) and training.mnm_weight
+        queries = of_tails and self.model.n_entities and data.entity_query_ratio and training.entity_weight
+        if not (data.mask_ratio and training.mlm_weight) and not leaves and not queries:
             yield "nothing is learned: raise data.mask_ratio or data.leaf_mask_ratio, with a weight above 0"
 
     def _of_fine_tuning(self) -> Iterator[str]:
