@@ -16,7 +16,6 @@ from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
     PRESETS,
-    Values,
     acting_values,
     as_config,
     change_config,
@@ -56,7 +55,6 @@ __all__ = [
     "Space",
     "TrainingConfig",
     "UnreachableError",
-    "Values",
     "acting_values",
     "as_config",
     "change_config",

@@ -15,7 +15,6 @@ from sansgpu.config import (
     Config,
     ConfigError,
     RunPaths,
-    Values,
     change_config,
     load_config,
     recorded_values,
@@ -138,11 +137,14 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
         snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
         if resume and snapshot is None:
             warn(f"{folder} has no snapshot yet; training starts at the first step.")
+        recorded = snapshot is not None and paths.config.is_file()
         return {
             "folder": str(folder),
             "snapshot": str(snapshot.folder) if snapshot else None,
             "before": asdict(recorded_environment(snapshot)) if snapshot else None,
-            "open": _open_settings(config, recorded_values(paths.config)) if snapshot and paths.config.is_file() else [],
+            "open": _open_settings(config, recorded_values(paths.config))
+            if snapshot and paths.config.is_file()
+            else [],
         }
 
     found = group.decide(find)
@@ -154,7 +156,7 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
     )
 
 
-def _open_settings(config: Config, recorded: Values) -> list[str]:
+def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
     """What a run goes on with where its configuration leaves the choice to the data; a run that is older than such a
     key goes on without what the key is for.
     """
