@@ -137,14 +137,12 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
         snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
         if resume and snapshot is None:
             warn(f"{folder} has no snapshot yet; training starts at the first step.")
-        recorded = snapshot is not None and paths.config.is_file()
+        recorded = recorded_values(paths.config) if snapshot and paths.config.is_file() else None
         return {
             "folder": str(folder),
             "snapshot": str(snapshot.folder) if snapshot else None,
             "before": asdict(recorded_environment(snapshot)) if snapshot else None,
-            "open": _open_settings(config, recorded_values(paths.config))
-            if snapshot and paths.config.is_file()
-            else [],
+            "open": [] if recorded is None else _open_settings(config, recorded),
         }
 
     found = group.decide(find)
