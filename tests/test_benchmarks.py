@@ -60,6 +60,16 @@ def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
     assert found["plain"]["ratio"] > 0
 
 
+def test_link_prediction_on_a_small_graph_is_measured_beside_its_baseline(tmp_path: Path) -> None:
+    tiny = ["model.d_model=32", "model.n_heads=2", "model.n_layers=1", "training.compile=off", "training.eval_steps=0"]
+    changes = [part for change in tiny for part in ("--set", change)]
+    (row,) = benchmark("small_graph", "--steps", "2", *changes, cache=tmp_path, result=tmp_path / "graph.json")["rows"]
+    assert (row["candidates"], row["queries"]) == (135, 655)
+    assert 0.6 < row["relation_frequency_mrr"] < 0.7
+    assert 0 < row["mrr"] < 1
+    assert row["cpu_minutes"] > 0
+
+
 def test_memory_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
     (row,) = benchmark("memory", "--quick", cache=tmp_path, result=tmp_path / "memory.json")["rows"]
     assert row["peak_rss_bytes"] > 100e6
