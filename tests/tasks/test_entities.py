@@ -23,6 +23,7 @@ from sansgpu.tasks.gaps import GapFiller, Question
 from sansgpu.tasks.graph import Graph
 from sansgpu.tasks.graph_corpus import GraphCorpus
 from tests.processes import digests, finish, kill_when, start
+from tests.test_written_files import as_of_0_1_0
 
 Captured = pytest.CaptureFixture[str]
 TINY = {
@@ -174,6 +175,7 @@ def test_a_run_from_before_these_keys_goes_on_as_it_was(home: Path) -> None:
         for key in keys:
             del values[section][key]
     (run / "config.yaml").write_text(yaml.safe_dump(values))
+    as_of_0_1_0(run)
     assert cli(["eval", str(run)]) == 0
     assert cli(["train", "--output-dir", str(run), "--resume", "--set", "training.max_steps=4"]) == 0
     whole = trained(home, "old-whole", **old, training__max_steps=4)

@@ -21,8 +21,8 @@ Values = dict[str, Any]
 _FREE = {
     "model.name_or_path",
     "model.gradient_checkpointing", "model.merge_adapter", "model.trust_remote_code", "data.cache_dir",
-    "data.preprocessing_num_workers", "data.n_best_size", "data.max_answer_length", "data.null_answers",
-    "data.null_score_diff_threshold",
+    "data.long_tails", "data.preprocessing_num_workers", "data.n_best_size", "data.max_answer_length",
+    "data.null_answers", "data.null_score_diff_threshold",
 }  # fmt: skip
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
 _BATCH = " x ".join(_BATCH_KEYS)
