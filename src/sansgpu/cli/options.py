@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(snapshots_app, name="snapshots")
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
-SnapshotOption = Annotated[str, typer.Option(help="latest, best, a step's number or a snapshot's name.")]
+SnapshotOption = Annotated[str, typer.Option(help="latest, best, a step, or a name that `snapshots list` shows.")]
 RemoteCodeOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
 ]
@@ -61,15 +60,9 @@ def show_json(text: str) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """The result of a command, for other programs. A number that is not finite is null, as JSON has none."""
-    show_json(json.dumps(_finite(value), allow_nan=False) + "\n")
+    from sansgpu.watch.events import finite
 
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    show_json(json.dumps(finite(value), allow_nan=False) + "\n")
 
 
 def complain(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -61,16 +62,29 @@ def tokenizer_encode(
     """
     from sansgpu.jobs.tokenize import encode_text
 
-    result = encode_text(tokenizer, sys.stdin.read() if text is None else text)
+    result = encode_text(tokenizer, _standard_input() if text is None else text)
     if as_json:
         print_json(result)
     else:
         show(" ".join(map(str, result["ids"])))
 
 
+def _standard_input() -> str:
+    """All of standard input, to the character: no line end is translated. Raises ConfigError if it is not UTF-8."""
+    from sansgpu.config import ConfigError
+
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", newline="")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(f"standard input is not UTF-8 text (byte 0x{byte:02x}); convert it first.") from None
+
+
 @snapshots_app.command("list")
 def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
-    """List a run's snapshots.
+    """List a run's snapshots, and after them those of abandoned branches.
 
     Example: sansgpu snapshots list runs/default
     """
@@ -82,7 +96,7 @@ def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
         return
     for row in rows:
         loss = "not evaluated" if row["loss"] is None else f"validation loss {row['loss']:.4f}"
-        marks = ("  best" if row["best"] else "") + ("  torn" if row.get("torn") else "")
+        marks = "".join(f"  {mark}" for mark in ("best", "torn") if row.get(mark))
         show(f"{row['name']}  {loss}  {row['bytes'] / 1e6:.1f} MB  {row.get('content_id', '')[:12]}{marks}")
 
 
@@ -119,7 +133,14 @@ def snapshots_verify(run: RunArgument) -> int:
 
 @snapshots_app.command("prune")
 def snapshots_prune(
-    run: RunArgument, keep_last: Annotated[int, typer.Option(help="How many of the newest stay; so does the best.")] = 1
+    run: RunArgument,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(help="Number of newest snapshots to keep, besides the best. Default: 1, or all with --abandoned."),
+    ] = None,
+    abandoned: Annotated[
+        bool, typer.Option("--abandoned", help="Delete the snapshots of abandoned branches, see snapshots list.")
+    ] = False,
 ) -> None:
     """Delete old snapshots.
 
@@ -127,7 +148,7 @@ def snapshots_prune(
     """
     from sansgpu.jobs.snapshots import prune_snapshots
 
-    for name in prune_snapshots(run, keep_last):
+    for name in prune_snapshots(run, 1 if keep_last is None and not abandoned else keep_last, abandoned):
         show(f"deleted {name}")
 
 

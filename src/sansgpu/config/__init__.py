@@ -26,13 +26,14 @@ from sansgpu.config.load import (
     save_config,
 )
 from sansgpu.config.model import MOST_LEAVES, ModelConfig
-from sansgpu.config.paths import RunPaths
+from sansgpu.config.paths import ABANDONED, RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.seeds import fold_seed
 from sansgpu.config.space import Parameter, Space, load_space, measure_of, spread
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [
+    "ABANDONED",
     "BUILT_IN_NAMES",
     "FINE_TUNING",
     "GRAPH",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+ABANDONED = "abandoned-from-step-"  # begins the names of folders in `snapshots/` that hold an abandoned branch
+
 
 @dataclass(frozen=True)
 class RunPaths:

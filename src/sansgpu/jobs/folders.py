@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
+from sansgpu.config import ABANDONED, BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
 from sansgpu.jobs.claims import require_own_configuration
 from sansgpu.jobs.runs import RUNS
 from sansgpu.train.checkpoint import snapshots
@@ -36,7 +36,8 @@ def open_output(asked: Path | None, config_file: Path | None, resume: str | None
     Raises ConfigError if the folder holds anything else than this run, or cannot be written.
     """
     if asked is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
-        asked = Path(resume).absolute().parent.parent
+        folder = Path(resume).absolute().parent
+        asked = (folder.parent if folder.name.startswith(ABANDONED) else folder).parent
     if asked is None:
         name = config_file.stem if config_file else "default"
         taken = [p for p in _numbered(name) if holds_run(p)]
@@ -149,6 +150,16 @@ def recorded_config(folder: Path) -> Config:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is no run: it has no config.yaml.")
     return load_config(folder / "config.yaml")[0]
+
+
+def recorded_file(folder: Path, resume: str) -> Path | None:
+    """The config.yaml that the snapshot called `resume` was trained with; None if the run has none yet."""
+    own = run_paths(folder).config
+    if not own.is_file():
+        return None
+    places = (open_run(folder)[1].snapshots / resume, Path(resume))
+    of_branch = [place.with_name(own.name) for place in places if place.parent.name.startswith(ABANDONED)]
+    return next((file for file in of_branch if file.is_file()), own)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -55,18 +55,13 @@ class LoadedModel:
 
 
 def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[Config, Snapshot]:
-    """A run's configuration and snapshot: `latest`, `best`, a step or a name. Raises ConfigError if none is."""
+    """A run's configuration and one of its snapshots, as `find_snapshot` takes its name. Raises ConfigError if there
+    is none.
+    """
     config, paths = open_run(folder)
-    newest = find_snapshot(paths.snapshots, "latest", warn)
-    if newest is None:
+    snapshot = find_snapshot(paths.snapshots, name, warn)
+    if snapshot is None:
         raise ConfigError(f"{folder} has no snapshot yet.")
-    if name == "best":
-        best = newest.state()["progress"]["best_step"]
-        if best is None:
-            raise ConfigError(f"{folder} was not evaluated yet, so no snapshot is the best; choose --snapshot latest.")
-        name = str(best)
-    snapshot = newest if name == "latest" else find_snapshot(paths.snapshots, name, warn)
-    assert snapshot is not None
     return config, snapshot
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from sansgpu.config import ConfigError, RunPaths
+from sansgpu.config import ABANDONED, ConfigError, RunPaths
 from sansgpu.watch.outputs import require_folder
 from sansgpu.watch.record import Record
 from sansgpu.watch.results import changed, numbers, size_bytes
@@ -41,7 +41,7 @@ def run_folders(folder: Path) -> Iterator[Path]:
     except OSError:
         return
     for path in inside:
-        if not path.name.startswith("."):
+        if not path.name.startswith((".", ABANDONED)):
             yield from run_folders(path)
 
 

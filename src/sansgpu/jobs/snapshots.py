@@ -11,7 +11,9 @@ from sansgpu.config import ConfigError, RunPaths, SansGPUError, save_config
 from sansgpu.jobs.claims import claim_run
 from sansgpu.jobs.folders import open_run, recorded_config
 from sansgpu.jobs.loading import run_snapshot
-from sansgpu.train.checkpoint import Snapshot, clear_leftovers, prune, snapshots
+from sansgpu.jobs.runs import is_held
+from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_moves, record_of
+from sansgpu.train.checkpoint import Snapshot, best_of, clear_leftovers, prune, snapshots
 from sansgpu.watch.files import make_folder, scratch
 from sansgpu.watch.jsonl import Metrics
 from sansgpu.watch.marks import MARK, read_mark
@@ -20,19 +22,23 @@ from sansgpu.watch.unmarked import is_unmarked
 
 
 def list_snapshots(run: Path) -> list[dict[str, Any]]:
-    """Every snapshot with its step, validation loss and size, and which one is the best so far."""
+    """Every snapshot with its step, validation loss and size; those of abandoned branches follow those of the run."""
     _, paths = open_run(run)
-    rows = [_row(snapshot) for snapshot in snapshots(paths.snapshots)]
-    scored = [row for row in rows if row["loss"] is not None]
-    best = min(scored, key=lambda row: float(row["loss"]), default=None)
-    return [{**row, "best": row is best} for row in rows]
+    best = best_of(snapshots(paths.snapshots))
+    found = all_snapshots(paths.snapshots)
+    return [{**_row(snapshot, paths.snapshots), "best": snapshot == best} for snapshot in found]
 
 
-def _row(snapshot: Snapshot) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": snapshot.folder.name, "step": snapshot.step, "loss": None, "tokens": None}
+def _name(snapshot: Snapshot, folder: Path) -> str:
+    """What commands call it: its path below `snapshots/`."""
+    return str(snapshot.folder.relative_to(folder))
+
+
+def _row(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": _name(snapshot, folder), "step": snapshot.step, "tokens": None}
+    row |= {"loss": snapshot.validation_loss(), "abandoned": snapshot.folder.parent != folder}
     try:
-        state = snapshot.state()
-        row |= {"loss": (state["metrics"] or {}).get("loss"), "tokens": state["progress"]["tokens"]}
+        row["tokens"] = snapshot.state()["progress"]["tokens"]
         row["content_id"] = snapshot.content_id()
     except ConfigError:
         row["torn"] = True
@@ -49,21 +55,35 @@ def show_snapshot(run: Path, name: str, warn: Callable[[str], None]) -> dict[str
 def verify_snapshots(run: Path) -> list[tuple[str, str | None]]:
     """Each snapshot's name and what is torn or altered in it, None where it is whole."""
     _, paths = open_run(run)
-    return [(snapshot.folder.name, snapshot.problem()) for snapshot in snapshots(paths.snapshots)]
+    return [(_name(found, paths.snapshots), found.problem()) for found in all_snapshots(paths.snapshots)]
 
 
-def prune_snapshots(run: Path, keep_last: int) -> list[str]:
-    """Delete all but the newest `keep_last` and the best; returns the names of what was deleted."""
-    if keep_last < 1:
+def prune_snapshots(run: Path, keep_last: int | None, abandoned: bool = False) -> list[str]:
+    """Delete all but the newest `keep_last` and the best, and with `abandoned` all abandoned branches.
+
+    None keeps every snapshot that is not abandoned. Returns the names of what was deleted.
+    """
+    if keep_last is not None and keep_last < 1:
         raise ConfigError(f"--keep-last {keep_last} would delete every snapshot; keep at least 1.")
     _, paths = open_run(run)
-    clear_leftovers(paths.snapshots)
-    best = next((row["step"] for row in list_snapshots(run) if row["best"]), None)
-    return [snapshot.folder.name for snapshot in prune(paths.snapshots, keep_last, best)]
+    if not is_held(paths):  # else a training process is about to complete what looks left over
+        finish_moves(paths)
+        clear_leftovers(paths.snapshots)
+    deleted: list[str] = []
+    for branch in branches(paths.snapshots) if abandoned else []:
+        deleted += [_name(snapshot, paths.snapshots) for snapshot in branch.snapshots()]
+        branch.delete()
+    if keep_last is not None:
+        best = best_of(snapshots(paths.snapshots))
+        deleted += [s.folder.name for s in prune(paths.snapshots, keep_last, keep=(best.step,) if best else ())]
+    return deleted
 
 
 def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None]) -> Path:
-    """A new run that begins as a copy of `run` at one snapshot; resume it with other settings."""
+    """A new run that begins as a copy of `run` at one snapshot; resume it with other settings.
+
+    The best snapshot up to that step is copied, too.
+    """
     _, snapshot = run_snapshot(run, name, warn)
     require_folder(output, "run")
     if read_mark(output) or is_unmarked(output, "run"):
@@ -73,14 +93,16 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
     here = config.training.model_copy(update={"checkpoint_dir": None, "logging_dir": None})
     config = config.model_copy(update={"training": here})
     try:
+        best = best_of(ancestors(snapshot, paths.snapshots))
         make_folder(output.parent)
         with scratch(output.parent, is_folder=True) as new:
             forked = RunPaths(new)
-            shutil.copytree(snapshot.folder, forked.snapshots / snapshot.folder.name)
+            for copied in {snapshot.step: snapshot, **({best.step: best} if best else {})}.values():
+                shutil.copytree(copied.folder, forked.snapshots / copied.folder.name)
             with filled_folder(forked.tokenizer, "tokenizer") as tokenizer:
                 shutil.copytree(paths.tokenizer, tokenizer, ignore=shutil.ignore_patterns(MARK), dirs_exist_ok=True)
-            for file, copy in ((paths.environment, forked.environment), (paths.metrics, forked.metrics)):
-                shutil.copy2(file, copy)
+            shutil.copy2(paths.environment, forked.environment)
+            shutil.copy2(record_of(snapshot, paths), forked.metrics)
             Metrics(forked.metrics, snapshot.step).close()
             claim_run(forked, config)
             save_config(config, forked.config)

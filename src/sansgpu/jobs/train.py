@@ -23,7 +23,7 @@ from sansgpu.config import (
 from sansgpu.data.shards import Progress
 from sansgpu.jobs.claims import claim_elsewhere, claim_run, require_own_configuration, require_places
 from sansgpu.jobs.fitting import Shortage
-from sansgpu.jobs.folders import held_run, open_output, require_allowed, run_paths, write_json
+from sansgpu.jobs.folders import held_run, open_output, recorded_file, require_allowed, run_paths, write_json
 from sansgpu.jobs.prepare import Prepared, prepare
 from sansgpu.jobs.report import leave_behind
 from sansgpu.machine.disk import free_disk_bytes
@@ -35,6 +35,7 @@ from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_
 from sansgpu.machine.world import World
 from sansgpu.tasks import Task, task_of
 from sansgpu.train import Trainer
+from sansgpu.train.branches import finish_moves, go_on_from
 from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot, snapshots
 from sansgpu.train.loop import End
 from sansgpu.train.resume import recorded_environment
@@ -130,6 +131,7 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
         require_places(paths, bool(resume))
         if not request.dry_run:
             held.enter_context(held_run(folder))
+            finish_moves(paths)
             clear_leftovers(paths.snapshots)
             if not resume and snapshots(paths.snapshots):
                 raise ConfigError(f"{paths.snapshots} holds another run's snapshots; choose another checkpoint_dir.")
@@ -198,10 +200,11 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
     file = request.config_file
     if request.resume:
         folder = open_output(request.output_dir, file, request.resume, dry_run=True)  # rank 0 alone writes there
-        recorded = run_paths(folder).config
-        if recorded.is_file() and (file is None or (file.is_file() and file.samefile(recorded))):
-            require_own_configuration(run_paths(folder, load_config(recorded)[0]))
-        if file is None and recorded.is_file():
+        own = run_paths(folder).config
+        if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
+            require_own_configuration(run_paths(folder, load_config(own)[0]))
+        recorded = recorded_file(folder, request.resume)
+        if file is None and recorded is not None:
             config, notes = load_config(recorded, request.overrides)
             require_allowed(config, recorded, request.overrides)
             return config, notes
@@ -240,6 +243,9 @@ def _run(
         trainer.resume(snapshot, request.strict)  # before anything of the old run is written over
     if not prepared.group.first:
         return trainer.train()
+    resumed_from = snapshot.folder.name if snapshot else None
+    if snapshot:
+        snapshot = _make_newest(snapshot, paths, Sinks(sinks).warn)
     _write_run_files(prepared, paths, task)
     step = snapshot.step if snapshot else None
     metrics = Metrics(paths.metrics, step)
@@ -249,7 +255,7 @@ def _run(
     group = prepared.group
     request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local])
     try:
-        trainer.sinks.emit({**start, **facts, **({"resumed_from": snapshot.folder.name} if snapshot else {})})
+        trainer.sinks.emit({**start, **facts, **({"resumed_from": resumed_from} if resumed_from else {})})
         for event in early.events if snapshot is None else ():  # the other sinks have heard of them, at any start
             metrics.emit(event)
         end = trainer.train()
@@ -258,6 +264,19 @@ def _run(
     finally:
         request.monitor.stop()
         trainer.sinks.close()
+
+
+def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None]) -> Snapshot:
+    """Set aside the snapshots of later steps, which the run goes back before."""
+    newest, abandoned = go_on_from(snapshot, paths)
+    for folder in abandoned:
+        steps = [later.folder.name for later in snapshots(folder)]
+        warn(
+            f"{steps[0]}{f' to {steps[-1]}' if len(steps) > 1 else ''} came after the step to go on from and moved to "
+            f"{folder}; go on from one with --resume {folder.name}/{steps[-1]}, or delete them with snapshots prune "
+            "--abandoned."
+        )
+    return newest
 
 
 def _write_run_files(prepared: Prepared, paths: RunPaths, task: Task) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ class Snapshot:
     def step(self) -> int:
         """The step it was taken after."""
         return int(self.folder.name.removeprefix("step-"))
+
+    def validation_loss(self) -> float | None:
+        """The loss of the evaluation after its step; None if there was none, it is not finite or cannot be read."""
+        try:
+            loss = float((self.state()["metrics"] or {})["loss"])
+        except (ConfigError, KeyError, TypeError):
+            return None
+        return loss if math.isfinite(loss) else None
 
     def manifest(self) -> dict[str, Any]:
         """MANIFEST.json. Raises ConfigError where it is missing or torn."""
@@ -140,18 +149,28 @@ def newest_whole(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
     return None
 
 
-def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snapshot | None:
-    """`latest` (None where there is none yet), a step's number, a snapshot's name or its path.
+def best_of(found: Sequence[Snapshot]) -> Snapshot | None:
+    """The snapshot with the lowest validation loss, the first of equal ones; None if none was evaluated."""
+    scored = [(loss, snapshot) for snapshot in found if (loss := snapshot.validation_loss()) is not None]
+    return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
-    Raises ConfigError where it does not exist or is not whole.
+
+def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snapshot | None:
+    """The snapshot called `name`: `latest` (None if there is none yet), `best`, a step, a name in `folder`, or a path.
+
+    Raises ConfigError if it does not exist or is not whole.
     """
     if name == "latest":
         return newest_whole(folder, warn)
-    chosen = Path(name)
-    if name.isdecimal() and len(name) <= _MOST_DIGITS:
+    if name == "best":
+        best = best_of(snapshots(folder))
+        if best is None:
+            raise ConfigError(f"{folder} has no snapshot that was evaluated, so none is the best; choose latest.")
+        chosen = best.folder
+    elif name.isdecimal() and len(name) <= _MOST_DIGITS:
         chosen = Snapshot.of(folder, int(name)).folder
-    elif _NAME.fullmatch(name):
-        chosen = folder / name
+    else:
+        chosen = folder / name if (folder / name).is_dir() else Path(name)
     if not chosen.is_dir() or not _NAME.fullmatch(chosen.name):
         known = ", ".join(s.folder.name for s in snapshots(folder)) or "none"
         raise ConfigError(f"there is no snapshot {name}; {folder} has {known}.")
@@ -203,9 +222,9 @@ def save_snapshot(
     return Snapshot(final)
 
 
-def prune(folder: Path, keep_last: int, best_step: int | None) -> list[Snapshot]:
-    """Delete all but the newest `keep_last` snapshots and the best one; returns what was deleted."""
-    doomed = [s for s in snapshots(folder)[:-keep_last] if s.step != best_step and not s.folder.is_symlink()]
+def prune(folder: Path, keep_last: int, keep: Collection[int | None]) -> list[Snapshot]:
+    """Delete all but the newest `keep_last` snapshots and those of the steps in `keep`; returns what was deleted."""
+    doomed = [s for s in snapshots(folder)[:-keep_last] if s.step not in keep and not s.folder.is_symlink()]
     for snapshot in doomed:
         trash = snapshot.folder.with_name(f".{snapshot.folder.name}.deleted")
         snapshot.folder.rename(trash)  # a snapshot is there whole or not at all

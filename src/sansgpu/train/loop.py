@@ -15,12 +15,13 @@ from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
 from sansgpu.tasks import Collecting, Task, add_sums
+from sansgpu.train.branches import record_of
 from sansgpu.train.budget import Budget
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.health import Health
 from sansgpu.train.interrupt import Interrupt
-from sansgpu.train.resume import restore
+from sansgpu.train.resume import Metrics, restore
 from sansgpu.train.schedule import learning_rate
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import Phases, StepPlan, StepResult, train_step
@@ -29,7 +30,7 @@ from sansgpu.train.tensor_file import Tensors, as_it_is, in_file_order
 from sansgpu.train.threads import AdaptiveThreads
 from sansgpu.train.writer import SnapshotWriter
 from sansgpu.watch.controls import Controls, Wish
-from sansgpu.watch.events import Event, Sinks, now
+from sansgpu.watch.events import Event, Sinks, finite, now
 from sansgpu.watch.jsonl import read_record
 
 SAME_WISH = 3.0  # seconds in which a launcher hands on the signal that its processes got, too
@@ -106,7 +107,7 @@ class Trainer:
         self._unsettled: Snapshot | None = None  # what `_settle` has to say; all events wait for it
         self._writer = SnapshotWriter(paths.snapshots, training.keep_last, paths.metrics, lambda m: self.sinks.warn(m))
         self._first_step = True  # of this process: it compiles and warms up, and says nothing about the next
-        self._metrics: dict[str, float] | None = None  # of the evaluation after this very step
+        self._metrics: Metrics | None = None  # of the evaluation after this very step
 
     @property
     def progress(self) -> Progress:
@@ -115,11 +116,11 @@ class Trainer:
 
     def resume(self, snapshot: Snapshot, strict: bool = False) -> None:
         """Take up a snapshot. Raises ConfigError where it does not fit the model, or with `strict` the environment."""
-        fingerprint = self.task.fingerprint
+        fingerprint, folder = self.task.fingerprint, self.paths.snapshots
         warn = self.sinks.warn if self.group.first else lambda message: None
-        self._metrics = restore(self.state, snapshot, self.environment, fingerprint, strict, warn, self.group)
-        self._snapshot, self._snapshot_said = snapshot, False
-        recorded, problem = read_record(self.paths.metrics) if self.group.first else ([], None)
+        self._metrics = restore(self.state, snapshot, folder, self.environment, fingerprint, strict, warn, self.group)
+        self._snapshot, self._snapshot_said = Snapshot.of(self.paths.snapshots, snapshot.step), False
+        recorded, problem = read_record(record_of(snapshot, self.paths)) if self.group.first else ([], None)
         if problem:
             warn(problem)
         for event in (e for e in recorded if (e.get("step") or 0) <= snapshot.step):
@@ -280,6 +281,7 @@ class Trainer:
 
     def _say(self, event: Event) -> None:
         """Emit an event, and what is to be said of how the run goes."""
+        event = finite(event)
         self.sinks.emit(event)
         for warning in self._health.see(event) if self.group.first else ():
             self.sinks.emit(warning)
@@ -316,18 +318,19 @@ class Trainer:
         if self._metrics is not None:
             return
         start = time.perf_counter()
-        self._metrics = evaluate(self.task, self.plan, training.eval_batches, stop)
+        self._metrics = finite(evaluate(self.task, self.plan, training.eval_batches, stop))
         if self._metrics is None:
             return
         seconds = time.perf_counter() - start
         event: Event = {"event": "eval", "step": progress.step, **self._metrics, "seconds": seconds}
-        if training.sample_tokens and self.group.first and not self._cut_by_rows:
+        loss = self._metrics["loss"]
+        if training.sample_tokens and loss is not None and self.group.first and not self._cut_by_rows:
             seed = fold_seed(training.seed, "sample", progress.step)
             with self.plan.autocast():
                 event["sample"] = self.task.sample(training.sample_prompt, training.sample_tokens, seed)
         self._say(event)
-        if progress.best_loss is None or self._metrics["loss"] < progress.best_loss:
-            progress.best_loss, progress.best_step = self._metrics["loss"], progress.step
+        if loss is not None and (progress.best_loss is None or loss < progress.best_loss):
+            progress.best_loss, progress.best_step = loss, progress.step
         self._snapshot = None  # one of this step would not know the evaluation
 
     def _save(self) -> None:
@@ -389,14 +392,6 @@ class Trainer:
     def _end(self, reason: str, ending: int | None = None) -> End:
         end = End(self.paths.root, reason, self.progress.step, self._snapshot, ending)
         name = self._snapshot.folder.name if self._snapshot else None
-        self.sinks.emit(
-            {
-                "event": "end",
-                "step": end.step,
-                "time": now(),
-                "reason": reason,
-                "seconds": self._elapsed(),
-                "snapshot": name,
-            }
-        )
+        said = {"event": "end", "step": end.step, "time": now(), "reason": reason}
+        self.sinks.emit({**said, "seconds": self._elapsed(), "snapshot": name})
         return end

@@ -5,31 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from sansgpu.config import ConfigError
 from sansgpu.machine.group import ALONE, Group
 from sansgpu.machine.probe import Environment
-from sansgpu.train.checkpoint import MOMENTS, WEIGHTS, Snapshot
+from sansgpu.train.branches import ancestors
+from sansgpu.train.checkpoint import MOMENTS, WEIGHTS, Snapshot, best_of
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.tensor_file import TYPES
+
+Metrics = dict[str, float | None]  # of an evaluation; None where a number is not finite
 
 
 def restore(
     state: TrainState,
     snapshot: Snapshot,
+    folder: Path,
     environment: Environment,
     data_fingerprint: str,
     strict: bool,
     warn: Callable[[str], None],
     group: Group = ALONE,
-) -> dict[str, float] | None:
+) -> Metrics | None:
     """Load weights, moments and progress into `state`; returns the metrics of that step where it was evaluated.
 
-    Rank 0 reads, and hands each tensor to all others, who keep what is theirs: so a snapshot fits any number of ranks,
-    and hosts need not share a disk. Raises ConfigError where the model has another shape; where the environment or the
-    data differ, which changes bits, it warns, or with `strict` raises.
+    `folder` is the run's `snapshots/`. Rank 0 reads each tensor and sends it to the other ranks, which keep their own
+    part: so a snapshot fits any number of ranks, and hosts need not share a disk. Raises ConfigError if the model has
+    another shape; if the environment or the data differ, which changes bits, it warns, or with `strict` raises.
     """
     record = group.decide(snapshot.state)
     shapes = {file: group.decide(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
@@ -46,9 +51,24 @@ def restore(
             if group.size > 1:
                 group.send(tensor, 0)
             state.load(name, tensor)
-    state.progress = Progress.from_json(record["progress"])
-    metrics: dict[str, float] | None = record["metrics"]
+    progress = state.progress = Progress.from_json(record["progress"])
+    best = progress.best_loss, progress.best_step
+    progress.best_loss, progress.best_step = group.decide(lambda: _best_there(snapshot, folder, *best))
+    metrics: Metrics | None = record["metrics"]
     return metrics
+
+
+def _best_there(
+    snapshot: Snapshot, folder: Path, loss: float | None, step: int | None
+) -> tuple[float | None, int | None]:
+    """Loss and step of the best snapshot until then. Another becomes it if it was deleted, as a later one was better
+    before the run went back.
+    """
+    found = ancestors(snapshot, folder)
+    if step in [None, *(there.step for there in found)]:
+        return loss, step
+    best = best_of(found)
+    return (best.validation_loss(), best.step) if best else (None, None)
 
 
 def _empty(shapes: dict[str, tuple[list[int], str]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -111,7 +111,7 @@ class SnapshotWriter:
         self, step: int, weights: Tensors, moments: Tensors, state: dict[str, Any], best: int | None, whole: Whole
     ) -> None:
         save_snapshot(self._folder, step, weights, moments, state, self._record, whole)
-        prune(self._folder, self._keep_last, best)
+        prune(self._folder, self._keep_last, keep=(best, step))
 
 
 class _Copy:

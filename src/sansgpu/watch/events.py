@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any, Protocol
+
+from sansgpu.config import SansGPUError
 
 Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 
@@ -20,9 +23,22 @@ MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat")
 NEAR_LIMIT = 0.08  # of memory that is left, below which people are to hear of it
 
 
+def finite(value: Any) -> Any:
+    """`value` with None for every float in it that is infinite or not a number: JSON has no such numbers."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def now() -> str:
     """The time of day as an event's `time`: ISO 8601, UTC."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class RecordError(SansGPUError):
+    """The run's record cannot be written, so the run ends: what it did since the last snapshot is done again."""
 
 
 class Sink(Protocol):
@@ -50,7 +66,7 @@ class Kept:
 
 
 class Sinks:
-    """Hands every event to every sink. One that fails is dropped, and the others are told."""
+    """Hands every event to every sink. One that fails is dropped with a warning to the others, but for the record."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
@@ -75,6 +91,8 @@ class Sinks:
         for sink in list(self._sinks):
             try:
                 sink.emit(event)
+            except RecordError:
+                raise
             except Exception as error:  # whatever a sink does wrong, training goes on
                 self._sinks.remove(sink)
                 name, why = getattr(sink, "name", type(sink).__name__), " ".join(str(error).split())

@@ -1,0 +1,210 @@
+"""Abandoned branches: the snapshots that a run made after a step to which it later went back.
+
+Resuming from step 200 moves every later snapshot from `snapshots/` into `snapshots/abandoned-from-step-000200/`, beside
+copies of metrics.jsonl and config.yaml. Resuming from one of those moves it back, and the snapshots that replaced it
+are abandoned in turn. A folder's name always holds the step up to which the run's present snapshots are the branch's
+ancestors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sansgpu.config import ABANDONED, ConfigError, RunPaths, SansGPUError
+from sansgpu.machine.disk import sync_to_disk
+from sansgpu.train.checkpoint import Snapshot, snapshots
+from sansgpu.watch.files import write_text
+
+JOURNAL = ".moves.json"  # moves that were begun; a process that was killed leaves them to the next one
+_FOLDER = rf"{ABANDONED}(\d{{6,}})(?:-(\d+))?"
+_BRANCH = re.compile(_FOLDER)
+_STEP = r"step-\d{6,}"
+_MOVABLE = re.compile(rf"{_STEP}|\.{_FOLDER}\.partial|{_FOLDER}(/{_STEP})?")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One abandoned branch's folder."""
+
+    folder: Path
+
+    @property
+    def _key(self) -> tuple[int, int]:
+        step, number = _BRANCH.fullmatch(self.folder.name).groups()  # type: ignore[union-attr]  # `branches` matched it
+        return int(step), int(number or 1)
+
+    @property
+    def step(self) -> int:
+        """The step that the run went back to."""
+        return self._key[0]
+
+    @property
+    def record(self) -> Path:
+        """metrics.jsonl as it was when the branch was abandoned."""
+        return self.folder / RunPaths(self.folder).metrics.name
+
+    def snapshots(self) -> list[Snapshot]:
+        """Its snapshots, oldest first."""
+        return snapshots(self.folder)
+
+    def delete(self) -> None:
+        """Delete the branch with its snapshots. Raises SansGPUError if the file system refuses."""
+        trash = self.folder.with_name(f".{self.folder.name}.partial")
+        try:
+            self.folder.rename(trash)
+        except OSError as error:
+            raise SansGPUError(f"{self.folder} cannot be deleted: {error.strerror}.") from None
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def branches(folder: Path) -> list[Branch]:
+    """The abandoned branches below a run's `snapshots/`, in the order of their steps."""
+    found = [Branch(p) for p in folder.glob(f"{ABANDONED}*") if _BRANCH.fullmatch(p.name)]
+    real = [branch for branch in found if branch.folder.is_dir() and not branch.folder.is_symlink()]
+    return sorted(real, key=lambda branch: branch._key)
+
+
+def all_snapshots(folder: Path) -> list[Snapshot]:
+    """The snapshots in `folder`, and those of its abandoned branches."""
+    return [*snapshots(folder), *(s for branch in branches(folder) for s in branch.snapshots())]
+
+
+def branch_of(snapshot: Snapshot, folder: Path) -> Branch | None:
+    """The branch that holds the snapshot; None if it lies in `folder` itself, or elsewhere."""
+    parent = snapshot.folder.absolute().parent
+    return next((branch for branch in branches(folder) if branch.folder.absolute() == parent), None)
+
+
+def ancestors(snapshot: Snapshot, folder: Path) -> list[Snapshot]:
+    """The snapshots up to `snapshot` from which its weights were trained, itself included, oldest first."""
+    branch = branch_of(snapshot, folder)
+    trunk = [s for s in snapshots(folder) if s.step <= (branch.step if branch else snapshot.step)]
+    return trunk + [s for s in (branch.snapshots() if branch else []) if s.step <= snapshot.step]
+
+
+def record_of(snapshot: Snapshot, paths: RunPaths) -> Path:
+    """The metrics.jsonl whose lines lead to the snapshot."""
+    branch = branch_of(snapshot, paths.snapshots)
+    return branch.record if branch else paths.metrics
+
+
+def go_on_from(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path]]:
+    """Make `snapshot` the newest in `snapshots/` and move what is not its ancestor into an abandoned branch.
+
+    Returns the snapshot at its place and the folders of newly abandoned branches. A process that is killed meanwhile
+    has moved nothing, or `finish_moves` completes it. Raises SansGPUError if the file system refuses.
+    """
+    folder, home = paths.snapshots, branch_of(snapshot, paths.snapshots)
+    base = home.step if home else snapshot.step
+    taken = {branch.folder.name for branch in branches(folder)}
+    moves: list[tuple[str, str]] = []
+    abandoned = []
+    if leaving := [s.folder.name for s in snapshots(folder) if s.step > base]:
+        name = _free_name(base, taken)
+        moves = [(f".{name}.partial", name), *((step, f"{name}/{step}") for step in leaving)]
+        abandoned.append(folder / name)
+    for branch in branches(folder):  # branches of what is abandoned now
+        if branch.step > base and branch != home:
+            moves.append((branch.folder.name, _free_name(base, taken)))
+    if home:
+        steps = home.snapshots()
+        moves += [(f"{home.folder.name}/{s.folder.name}", s.folder.name) for s in steps if s.step <= snapshot.step]
+        if steps[-1].step > snapshot.step and snapshot.step != home.step:
+            moves.append((home.folder.name, _free_name(snapshot.step, taken)))
+    if moves:
+        try:
+            if leaving:
+                _copy_files(folder / moves[0][0], _own_files(paths, paths.root))
+            texts = (
+                {f.name: f.read_bytes().decode() for f in _own_files(paths, home.folder) if f.is_file()} if home else {}
+            )
+            write_text(folder / JOURNAL, json.dumps({"moves": moves, "texts": texts}) + "\n")
+            sync_to_disk(folder / JOURNAL)
+            sync_to_disk(folder)
+        except OSError as error:
+            raise SansGPUError(
+                f"the snapshots after step {base} cannot be set aside in {folder}: {error.strerror or error}; nothing "
+                "was moved: free some space and resume."
+            ) from None
+    finish_moves(paths)
+    return Snapshot.of(folder, snapshot.step) if home else snapshot, abandoned
+
+
+def finish_moves(paths: RunPaths) -> None:
+    """Complete moves that a process began, and delete what one prepared in vain.
+
+    Raises ConfigError if the list of moves is not one that this program writes, SansGPUError if a move fails.
+    """
+    folder, journal = paths.snapshots, paths.snapshots / JOURNAL
+    try:
+        if journal.is_file():
+            moves, texts = _read_journal(journal)
+            for source, target in moves:
+                if (folder / source).exists() and not (folder / target).exists():
+                    (folder / source).rename(folder / target)
+            for changed in [*(branch.folder for branch in branches(folder)), folder]:
+                sync_to_disk(changed)
+            for file in _own_files(paths, paths.root):
+                if file.name in texts:
+                    write_text(file, texts[file.name])
+                    sync_to_disk(file)
+            for branch in branches(folder):
+                if not branch.snapshots():
+                    branch.delete()
+            journal.unlink()
+            sync_to_disk(folder)
+    except OSError as error:
+        raise SansGPUError(
+            f"the snapshots in {folder} cannot be moved: {error.strerror or error}; none is lost, and the next "
+            "train --resume completes it."
+        ) from None
+    for path in folder.glob(f".{ABANDONED}*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_journal(journal: Path) -> tuple[Sequence[tuple[str, str]], dict[str, str]]:
+    """Moves as pairs of names below `snapshots/`, and the new texts of the run's files that change, by name."""
+    try:
+        found = json.loads(journal.read_text(encoding="utf-8"))
+        moves, texts = [(str(source), str(target)) for source, target in found["moves"]], dict(found["texts"])
+        known = (
+            all(_MOVABLE.fullmatch(name) for move in moves for name in move)
+            and not any((journal.parent / name.partition("/")[0]).is_symlink() for move in moves for name in move)
+            and all(isinstance(text, str) for text in texts.values())
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):
+        known = False
+    if not known:
+        raise ConfigError(f"{journal} is no list of moves that this program wrote; delete it.")
+    return moves, texts
+
+
+def _own_files(paths: RunPaths, folder: Path) -> list[Path]:
+    """What a branch has of its own besides snapshots, in the run's or the branch's folder."""
+    return [folder / paths.metrics.name, folder / paths.config.name]
+
+
+def _copy_files(folder: Path, files: Iterable[Path]) -> None:
+    """Copy those of `files` that exist into a new folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for file in files:
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+            sync_to_disk(folder / file.name)
+    sync_to_disk(folder)
+
+
+def _free_name(step: int, taken: set[str]) -> str:
+    """A folder's name that no branch has; it is taken from now on."""
+    name, number = f"{ABANDONED}{step:06d}", 1
+    while name in taken:
+        number += 1
+        name = f"{ABANDONED}{step:06d}-{number}"
+    taken.add(name)
+    return name
