@@ -44,6 +44,7 @@ def evaluate(
 
     Example: sansgpu eval runs/default --data notes.txt
     """
+    from sansgpu.watch.events import finite
     from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal
 
     if limit is not None and not link_prediction:
@@ -64,7 +65,7 @@ def evaluate(
             return
         from sansgpu.jobs.evaluate import evaluate_model
 
-        event = evaluate_model(run, data, snapshot, window, bar, warn, trust_remote_code, objective)
+        event = finite(evaluate_model(run, data, snapshot, window, bar, warn, trust_remote_code, objective))
     finally:
         bar.close()
     if as_json:

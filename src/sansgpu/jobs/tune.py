@@ -334,7 +334,8 @@ class _Search:
 
     def _judge(self, claimed: Claimed, run: TrialRun, event: Values, steps: int) -> None:
         """Report an evaluation, and end a trial that promises too little."""
-        if self.study.report(claimed, event["step"] / max(1, steps), event[self.measure]):
+        loss = event[self.measure]
+        if loss is not None and self.study.report(claimed, event["step"] / max(1, steps), loss):
             run.stop("pruned")
 
     def _require_hope(self) -> None:

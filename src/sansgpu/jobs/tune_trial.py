@@ -125,7 +125,7 @@ class TrialRun:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                text=True,
+                encoding="utf-8",
                 start_new_session=True,
             )
             with self._end:
@@ -163,8 +163,10 @@ class TrialRun:
         events = read_events(self.folder / "metrics.jsonl")
         measured = next((event for event in reversed(events) if event["event"] == "eval"), {})
         seconds = seconds_of(events)
-        if code == 0 and measured:
+        if code == 0 and measured.get("loss") is not None:
             return Outcome("done", measured, seconds)
+        if code == 0 and measured:
+            return Outcome("failed", measured, seconds, "its last validation loss is not finite.")
         if self._asked is not None:
             return Outcome(self._asked, measured, seconds)
         return Outcome("failed", measured, seconds, self._why(code))
@@ -173,6 +175,6 @@ class TrialRun:
         """The sentence with which the run ended."""
         if code == -9:
             return "it was killed, most likely as memory ran out."
-        said = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        said = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
         own = [line.removeprefix("sansgpu: ") for line in said if line.startswith("sansgpu: ")]
-        return own[-1] if own else (said or [f"its process ended with code {code}."])[-1]
+        return [f"its process ended with code {code}.", *filter(None, own or said)][-1]

@@ -24,6 +24,10 @@ STARVED = 0.1  # of a step's time
 BUSY_PERCENT = 25.0  # of a core
 WITHHELD_PERCENT = 5.0
 SWAPPING = 20.0  # major page faults a second
+_NOT_FINITE = (
+    "the validation loss is infinite or not a number, so this evaluation is null and never the best; go on from an "
+    "earlier snapshot with a lower training.learning_rate or more warmup_steps."
+)
 TWICE = 2  # step events in a row, as one may be an accident
 
 
@@ -57,9 +61,11 @@ class Health:
                 ("spike", self._spike(), 1),
                 *((cause, look(event), TWICE) for cause, look in _OF_THE_MACHINE.items()),
             ]
-        elif event["event"] == "eval" and event["loss"] is not None:
+        elif event["event"] == "eval" and event["loss"] is None:
+            found = [("not_finite", _NOT_FINITE, 1)]
+        elif event["event"] == "eval":
             self._validation.append((event["step"], event["loss"]))
-            found = [("overfitting", self._overfitting(), TWICE)]
+            found = [("overfitting", self._overfitting(), TWICE), ("not_finite", None, 1)]
         return [
             {"event": "warning", "step": event["step"], "cause": cause, "message": message}
             for cause, message in self._new(found)

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from sansgpu.config.plain import FlawError, open_regular
 from sansgpu.watch.escape import printable_json
 from sansgpu.watch.event_schema import event_flaw
-from sansgpu.watch.events import Event
+from sansgpu.watch.events import Event, RecordError
 from sansgpu.watch.files import to_nowhere, whole_file
 
 MOST_LINE_BYTES = 4 << 20  # of an event; a sample is the longest thing in one
@@ -35,15 +35,19 @@ class Metrics:
         kept = b"" if resumed_step is None else _before(path, resumed_step)
         with whole_file(path) as partial:
             partial.write_bytes(kept)
-        self._has_start = bool(kept)
+        self._has_start, self._path = bool(kept), path
         self._file = path.open("a", encoding="utf-8")
 
     def emit(self, event: Event) -> None:
-        """Append one line. The writer of snapshots has them synced to disk."""
+        """Append one line. The writer of snapshots has them synced to disk. Raises RecordError if the disk refuses."""
         if event["event"] == "start" and self._has_start:
             return
-        self._file.write(line(event))
-        self._file.flush()
+        try:
+            self._file.write(line(event))
+            self._file.flush()
+        except OSError as error:
+            what_to_do = "snapshots are untouched: free some space and resume"
+            raise RecordError(f"{self._path} cannot be written: {error.strerror}; {what_to_do}.") from None
 
     def close(self) -> None:
         """Close the file."""

@@ -23,7 +23,8 @@ from sansgpu.config import RunPaths
 from sansgpu.watch.controls import Controls
 from sansgpu.watch.events import Event
 from sansgpu.watch.jsonl import read_events
-from sansgpu.watch.live_screen import Shown, screen
+from sansgpu.watch.live_screen import Point, Shown, screen
+from sansgpu.watch.results import evaluation_words
 from sansgpu.watch.terminal import REDRAWS_PER_SECOND, Terminal
 
 SHARE = 0.0012  # of one core's time, that drawing may take: a step waits two or three times as long for it
@@ -105,14 +106,14 @@ class LiveView:
             shown.start, shown.stepped = event, time.monotonic()
             for earlier in _earlier(event):
                 points = shown.training if earlier["event"] == "step" else shown.validation
-                points.append((earlier["step"], earlier["loss"]))
+                points += _point(earlier)
         elif kind == "step":
             shown.step, shown.stepped = event, time.monotonic()
-            shown.training.append((event["step"], event["loss"]))
+            shown.training += _point(event)
         elif kind == "eval":
             shown.evaluation = event
-            shown.validation.append((event["step"], event["loss"]))
-            shown.news.append((f"step {event['step']:,}: validation loss {event['loss']:.4f}", ""))
+            shown.validation += _point(event)
+            shown.news.append((f"step {event['step']:,}: validation {' '.join(evaluation_words(event)[0])}", ""))
         elif kind == "snapshot":
             shown.snapshot = event["path"], time.monotonic()
             shown.news.append((f"step {event['step']:,}: snapshot {event['path']}", "dim"))
@@ -185,6 +186,11 @@ def _earlier(start: Event) -> list[Event]:
     events = read_events(RunPaths(Path(start["output_dir"])).metrics)
     points = [event for event in events if event["event"] in ("step", "eval") and event["loss"] is not None]
     return [event for event in points if event["step"] <= start["step"]]
+
+
+def _point(event: Event) -> list[Point]:
+    """The event's point of a curve; none if its loss was not finite."""
+    return [] if event["loss"] is None else [(event["step"], event["loss"])]
 
 
 class _Keys:

@@ -168,7 +168,7 @@ def _course(shown: Shown) -> list[Cell]:
             ("gradient norm", f"{step['grad_norm']:.3g}"),
         ]
     for key, (name, form) in _METRICS.items():
-        if key in told:
+        if told.get(key) is not None:
             cells.append((name, f"{form.format(told[key])} at {told['step']:,}"))
     if shown.snapshot:
         name, when = shown.snapshot

@@ -88,9 +88,9 @@ class Record:
 
     @property
     def best(self) -> Event | None:
-        """The evaluation with the lowest loss."""
-        finite = [event for event in self.evaluations if event["loss"] is not None]
-        return min(finite, key=lambda event: float(event["loss"]), default=None)
+        """The evaluation with the lowest loss; a loss that was not finite is None and never the lowest."""
+        scored = [event for event in self.evaluations if event["loss"] is not None]
+        return min(scored, key=lambda event: float(event["loss"]), default=None)
 
     @property
     def ending(self) -> str | None:

@@ -14,6 +14,7 @@ from sansgpu.watch.terminal import duration
 
 Numbers = dict[str, Any]
 
+NOT_FINITE = "not finite"  # said of a number that an event holds as null
 STATES = {"done": "done", "out_of_time": "out of time", "interrupted": "interrupted"}
 # Of an evaluation, what is no metric of its own.
 EVALUATION_KEYS = ("event", "step", "loss", "seconds", "sample", "time")
@@ -165,7 +166,7 @@ _WORDS: dict[str, Callable[[Numbers], str | None]] = {
 
 def evaluation_words(event: dict[str, Any]) -> list[tuple[str, str]]:
     """An evaluation's loss and metrics in words."""
-    found = [("loss", "not finite" if event["loss"] is None else f"{event['loss']:.4f}")]
+    found = [("loss", NOT_FINITE if event["loss"] is None else f"{event['loss']:.4f}")]
     for key in own_metrics(event):
         value = metric(key, event[key])
         assert value is not None

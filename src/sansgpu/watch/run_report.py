@@ -106,7 +106,7 @@ def _part(run: Told) -> RunPart:
     record = run.record
     samples = [event for event in record.evaluations if event.get("sample")]
     warnings = record.of("warning")
-    columns = list(dict.fromkeys(name for event in record.evaluations[:1] for name, _ in evaluation_words(event)))
+    columns = list(dict.fromkeys(name for event in record.evaluations for name, _ in evaluation_words(event)))
     best = record.best["step"] if record.best else None
     kept = _kept(record.evaluations, MOST_ROWS, best)
     rows = [(f"{event['step']:,}", [dict(evaluation_words(event)).get(c, "") for c in columns]) for event in kept]

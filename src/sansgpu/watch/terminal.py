@@ -97,12 +97,12 @@ class Terminal:
             "exact_match": "exact match {:.2f} %", "f1": "F1 {:.2f} %", "questions": "{:.0f} questions",
             "answerable": "{:.0f} answerable", "unanswerable": "{:.0f} not",
         }  # fmt: skip
-        parts = [form.format(event[key]) for key, form in known.items() if key in event]
+        parts = [_number(event, key, form) for key, form in known.items() if key in event]
         gaps, said = _gaps(event)
         others = [
             k for k in event if k not in known and k not in said and k not in ("event", "step", "sample", "seconds")
         ]
-        parts += gaps + [f"{key.replace('_', ' ')} {event[key]:.4f}" for key in others]
+        parts += gaps + [_number(event, key, key.replace("_", " ") + " {:.4f}") for key in others]
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
@@ -111,6 +111,10 @@ class Terminal:
     def _end(self, event: Event) -> None:
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done, as its time is up,"}
         self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
+
+
+def _number(event: Event, key: str, form: str) -> str:
+    return form.format(event[key]) if event[key] is not None else f"{key.replace('_', ' ')} not finite"
 
 
 def batch_shape(micro_batch: int, event: Event) -> str:
@@ -199,7 +203,7 @@ class PreparationBar:
 def _figures(event: Event) -> str:
     eta = event["eta_seconds"]
     finish = datetime.now() + timedelta(seconds=eta)
-    right = "".join(f"{what} {event[key]:.0%}  " for key, what in _RIGHT.items() if key in event)
+    right = "".join(f"{what} {event[key]:.0%}  " for key, what in _RIGHT.items() if event.get(key) is not None)
     return (
         f"loss {event['loss']:.4f}  {right}{event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
         f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
@@ -214,7 +218,7 @@ def _gaps(event: Event) -> tuple[list[str], set[str]]:
         if count is None or share is None:
             continue
         text = f"{share:.1%} of {count:,.0f} {what} right"
-        beside = [f"loss {event[f'{kind}_loss']:.4f}"] if f"{kind}_loss" in event else []
+        beside = [_number(event, f"{kind}_loss", "loss {:.4f}")] if f"{kind}_loss" in event else []
         if f"{kind}_interval" in event:
             low, high = event[f"{kind}_interval"]
             beside.append(f"95 % interval {low:.1%} to {high:.1%}")
