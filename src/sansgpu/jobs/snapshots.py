@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, RunPaths, SansGPUError, save_config
+from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
 from sansgpu.jobs.claims import claim_run
-from sansgpu.jobs.folders import open_run, recorded_config
+from sansgpu.jobs.folders import open_run, recorded_file
 from sansgpu.jobs.loading import run_snapshot
 from sansgpu.jobs.runs import is_held
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_moves, record_of
@@ -89,7 +89,9 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
     if read_mark(output) or is_unmarked(output, "run"):
         raise ConfigError(f"{output} holds a run already; fork into a new folder.")
     _, paths = open_run(run)
-    config = recorded_config(run)
+    file = recorded_file(run, str(snapshot.folder))
+    assert file is not None  # open_run requires one
+    config, _ = load_config(file)
     here = config.training.model_copy(update={"checkpoint_dir": None, "logging_dir": None})
     config = config.model_copy(update={"training": here})
     try:
