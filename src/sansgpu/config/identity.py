@@ -16,12 +16,11 @@ from sansgpu.config.schema import Config
 
 Values = dict[str, Any]
 
-# Keys of the sections model and data that change neither the model nor which data a step sees. A base model may be moved:
-# its weights have a fingerprint of their own in every snapshot.
+# Keys of the sections model and data that change neither the model nor which data a step sees. A base model may be
+# moved: its weights have a fingerprint of their own in every snapshot.
 _FREE = {
-    "model.name_or_path",
-    "model.gradient_checkpointing", "model.merge_adapter", "model.trust_remote_code", "data.cache_dir",
-    "data.long_tails", "data.preprocessing_num_workers", "data.n_best_size", "data.max_answer_length",
+    "model.name_or_path", "model.gradient_checkpointing", "model.merge_adapter", "model.trust_remote_code",
+    "data.cache_dir", "data.long_tails", "data.preprocessing_num_workers", "data.n_best_size", "data.max_answer_length",
     "data.null_answers", "data.null_score_diff_threshold",
 }  # fmt: skip
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
