@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sansgpu.config import ABANDONED, ConfigError, RunPaths, SansGPUError
-from sansgpu.machine.disk import sync_to_disk
 from sansgpu.train.checkpoint import Snapshot, snapshots
-from sansgpu.watch.files import write_text
+from sansgpu.watch.files import sync_to_disk, write_text
 
 JOURNAL = ".moves.json"  # moves that were begun; a process that was killed leaves them to the next one
 _FOLDER = rf"{ABANDONED}(\d{{6,}})(?:-(\d+))?"
