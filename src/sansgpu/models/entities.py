@@ -41,7 +41,7 @@ class EntityTable(nn.Module):
 
     def forward(self, names: NameBags, embedding: torch.Tensor) -> torch.Tensor:
         """Vectors of the entities 1, 2, ... whose names are given, (E, D) fp32; embedding (V, D)."""
-        own: torch.Tensor = self.project(self.own.weight[1:])
+        own: torch.Tensor = self.project(self.own.weight[1 : 1 + len(names)])  # the table may have rows to spare
         return own.float() + names.means(embedding)
 
 
@@ -54,6 +54,9 @@ class NameBags:
         shares = torch.tensor([1 / len(tokens) for tokens in names for _ in tokens])
         self._matrix = _sparse(rows, columns, shares, (len(names), vocabulary), device)
         self._transposed = _sparse(columns, rows, shares, (vocabulary, len(names)), device)
+
+    def __len__(self) -> int:
+        return len(self._matrix)
 
     def means(self, embedding: torch.Tensor) -> torch.Tensor:
         """(V, D) -> (E, D) fp32, with a gradient."""
