@@ -1,52 +1,35 @@
-"""The command line in a forked process with bounds on time and memory, for inputs that must not cost either."""
+"""The command line with bounds on time and memory, for inputs that must not cost either."""
 
 from __future__ import annotations
 
-import os
-import resource
-import signal
-import sys
+import atexit
+import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
-import torch
+from tests.fuzz.harness import HANG_SECONDS, MOST_BYTES, Case, Runner
 
-from sansgpu.cli import run
-
-CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES = 10, 90, 2 << 30  # a pipe that is waited for costs no processor time
 PROGRESS = ("training the tokenizer", "tokenizing", "reading")  # what is written to stderr before an input is refused
+
+
+@cache
+def _runner() -> Runner:
+    """One server of forks for all tests of a process: pytest's own has threads, which a fork does not take along."""
+    home = Path(tempfile.mkdtemp(prefix="sansgpu-bounded-"))
+    started = Runner(home)
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    atexit.register(started.close)
+    return started
 
 
 def outcome(*arguments: object) -> tuple[int, str]:
     """Exit code and stderr of `sansgpu ARGUMENTS`; a negative code is the signal that ended the process."""
-    with tempfile.TemporaryFile() as said:
-        child = os.fork()
-        if not child:
-            _run([str(argument) for argument in arguments], said.fileno())
-        _, status = os.waitpid(child, 0)
-        said.seek(0)
-        return os.waitstatus_to_exitcode(status), said.read().decode()
-
-
-def _run(arguments: list[str], said: int) -> None:
-    code = 99
-    try:
-        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-        os.dup2(0, 1)
-        os.dup2(said, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not what pytest has put in their places
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        signal.alarm(WALL_SECONDS)
-        torch.set_num_threads(1)  # the threads of the process that was forked are not here
-        code = run(arguments)
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+    found = _runner()(Case([str(argument) for argument in arguments]))
+    assert not found.late, found.err[-2000:]
+    assert found.cpu_seconds < HANG_SECONDS, found.err[-2000:]
+    assert found.peak_bytes < MOST_BYTES, found.err[-2000:]
+    return found.code, found.err
 
 
 def assert_refused(fragment: str, *arguments: object) -> None:
