@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ MOMENTS = (0.02, 0.1, 0.4, 1.0)
 
 
 def hold_interrupts() -> None:
-    """Until the command handles them; before that Python's own start would show a traceback."""
+    """Until the command handles them; before that Python's own start would show a traceback.
+
+    A shell's background jobs ignore SIGINT, and these tests may be one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
@@ -25,11 +30,16 @@ def ignore_hangups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("signals")
     write_corpus(folder / "corpus.jsonl", documents=400)
-    return folder
+    yield folder
+    for process in STARTED:  # a signal that did not arrive would leave a run of days behind
+        process.kill()
 
 
 def training(home: Path, run: str, *more: str, **changes: object) -> list[str]:
@@ -40,7 +50,8 @@ def training(home: Path, run: str, *more: str, **changes: object) -> list[str]:
 def started(home: Path, arguments: list[str], **more: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "sansgpu", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-    return subprocess.Popen(command, text=True, env=environment(home / "cache"), **pipes)  # type: ignore[call-overload,no-any-return]
+    STARTED.append(subprocess.Popen(command, text=True, env=environment(home / "cache"), **pipes))  # type: ignore[call-overload]
+    return STARTED[-1]
 
 
 def has_snapshot(run: Path, process: subprocess.Popen[str]) -> None:
