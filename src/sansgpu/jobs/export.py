@@ -39,6 +39,9 @@ def export_run(
 
     `merge` says whether an adapter becomes part of the model; by default as the run's configuration does.
     """
+    if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is a Hugging Face folder already; export takes a run.")
+    open_run(run)  # refuses what is no run
     folder = output or run / "export"
     if output is None:
         require_run(run)
@@ -53,8 +56,7 @@ def export_run(
     if merge is not None:
         raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
     loaded = load_model(str(run), snapshot, warn)
-    if loaded.snapshot is None:
-        raise ConfigError(f"{run} is a Hugging Face folder already; export takes a run.")
+    assert loaded.snapshot is not None  # a run's model is one of its snapshots
     export_model(loaded.decoder, loaded.tokenizer, folder)
     leave_card(run, folder, loaded.snapshot.step, warn)
     return folder
@@ -70,8 +72,7 @@ def _require_no_other_run(folder: Path, run: Path) -> None:
 
 def _export_graph(run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None]) -> None:
     encoder = load_graph(str(run), snapshot, warn)
-    if encoder.snapshot is None:
-        raise ConfigError(f"{run} is an exported folder already; export takes a run.")
+    assert encoder.snapshot is not None  # as above
     if merge is not None:
         raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
     export_graph_model(encoder.objective.model, encoder.codec, folder, how_learned(encoder.config))
