@@ -178,8 +178,8 @@ def test_triples_alone_are_joined_to_the_texts_of_their_entities(write: Write) -
         Triple("Rhine", "flows into", "North Sea", (0, 5), "Q1", "North Sea"),
     )
     assert read(write(*KNOWLEDGE)) == [
-        GraphDocument("Q1", "Q1", "Rhine: a river in Europe", triples),
-        GraphDocument("Q3", "Q3", "Q3", (Triple("Q3", "flows through", "Rhine", (0, 2), "Q3", "Q1"),)),
+        GraphDocument("Q1", "Q1", "Rhine: a river in Europe", triples, about="Q1"),
+        GraphDocument("Q3", "Q3", "Q3", (Triple("Q3", "flows through", "Rhine", (0, 2), "Q3", "Q1"),), about="Q3"),
     ]
 
 
@@ -311,6 +311,7 @@ def test_a_folder_of_triples_has_parts_and_texts(folder: Path) -> None:
         "01",
         "tree, a tall plant",
         (Triple("tree", "has part", "leaf", (0, 4), "01", "02"), Triple("tree", "also see", "04", (0, 4), "01", "04")),
+        about="01",
     )
     assert facts(twig) == [("twig", "belongs to", "tree")]
 
