@@ -60,8 +60,9 @@ def test_documents_with_any_line_end_are_read_whole(home: Path, tmp_path: Path) 
 
 
 def test_standard_input_is_encoded_to_the_character(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert cli(["tokenizer", "train", str(home / "corpus.jsonl"), "--vocab-size", "300", "--output", "t"]) == 0
     capsys.readouterr()
     text = f"one\r\ntwo\r{TEXT}"

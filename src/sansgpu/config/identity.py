@@ -49,8 +49,8 @@ def require_identity(file: Path, values: Values, recorded: Sequence[Values]) -> 
 def _difference(recorded: Values, values: Values) -> str | None:
     """A clause that names the first key that does not fit; None if all do."""
     fixed, free = recorded.get("fixed"), recorded.get("free")
-    if not isinstance(fixed, dict) or not isinstance(free, list):
-        return None
+    if not isinstance(fixed, dict) or not isinstance(free, list) or not all(isinstance(key, str) for key in free):
+        return None  # not as `identity` gives it, so that nothing is known
     flat = _flat(values)
     if missing := next((key for key in (*fixed, *free) if key not in flat and key != _BATCH), None):
         return f"it has no {missing}, so a part of the file is missing"
