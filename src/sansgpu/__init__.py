@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as in `typing`, which a command that is interrupted at once has not imported yet
+TYPE_CHECKING = False  # type checkers take it for true; importing `typing` would delay the handling of Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 

@@ -35,7 +35,7 @@ ConfigArgument = Annotated[
 OverrideOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")
 ]
-LARGEST_SEED = 2**63 - 1  # that torch's generators take
+LARGEST_SEED = 2**63 - 1  # the largest seed that torch.Generator accepts
 
 
 def written_path(name: str) -> Path:

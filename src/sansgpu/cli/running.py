@@ -22,7 +22,6 @@ from sansgpu.cli import (  # noqa: F401  what they define is in app
 from sansgpu.cli.options import CONFIG_SUFFIXES, app, complain, show
 from sansgpu.cli.signals import CODE, interrupted
 
-SHOWN_CHARACTERS = 200  # of a file's name in a message
 # A path that was asked for cannot work, rather than the disk: it names nothing, a wrong kind of file, or is too long.
 _WRONG_NAMES = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO,
@@ -52,10 +51,11 @@ def run(arguments: list[str]) -> int:
 def _explained(error: BaseException) -> tuple[str, int]:
     """One sentence, and the exit code."""
     from sansgpu.config import SansGPUError  # not above: `--help` needs no schema
+    from sansgpu.config.plain import cut
 
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
-        return f"the name {name[:200]}... has {len(name):,} characters, which is too long for the file system.", 2
+        return f"the name {cut(name)} has {len(name):,} characters, which is too long for the file system.", 2
     if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return "interrupted; what was saved before stays.", CODE
     usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer names it in no public place
@@ -65,9 +65,7 @@ def _explained(error: BaseException) -> tuple[str, int]:
         context = error.ctx.command_path if error.ctx else "sansgpu"
         return f"{error.format_message().rstrip('.')}; see {context} --help.", 2
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        name = str(error.filename)
-        shown = name if len(name) <= SHOWN_CHARACTERS else f"{name[:SHOWN_CHARACTERS]}..."
-        return f"{shown} cannot be used: {error.strerror}.", 2 if error.errno in _WRONG_NAMES else 1
+        return f"{cut(str(error.filename))} cannot be used: {error.strerror}.", 2 if error.errno in _WRONG_NAMES else 1
     # a defect of ours, or a machine in trouble
     return f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)", 1
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # as in `typing`, which takes longer to import than all that runs before it
+TYPE_CHECKING = False  # type checkers take it for true; importing `typing` would delay the handling of Ctrl-C
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
     from types import FrameType

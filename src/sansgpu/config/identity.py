@@ -1,4 +1,4 @@
-"""Whether a configuration is the one that a run was trained with.
+"""Checks that a configuration is the one that a run was trained with.
 
 `identity` is recorded in every snapshot and in the mark of a run's folder. A config.yaml that lacks one of its keys was
 cut off; one that has another value for a key that decides the model or the order of the data is another run's.
@@ -79,7 +79,7 @@ def _flat(values: Values) -> Values:
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two values of a file mean the same; YAML reads 1e-3 as a text."""
+    """Returns True if two values mean the same: YAML reads 1e-3 as text, not as a number."""
     if one == other:
         return True
     try:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from sansgpu.config.section import Section
 
-USUAL_LEAVES = 3  # of a token while the data is unknown
+USUAL_LEAVES = 3  # leaf slots per token assumed until the data is read
 MOST_LEAVES = 64
 
 

@@ -22,7 +22,7 @@ else:
 Values = dict[str, Any]
 
 MOST_CONFIG_BYTES = 64 << 10  # the largest file; PyYAML parses about this much in a second
-MOST_NODES = 10_000  # of a YAML file with every alias written out
+MOST_NODES = 10_000  # the most nodes of a YAML file, counted with aliases expanded
 
 
 def read_values(path: Path) -> Values:

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
-MOST_BYTES = 1 << 20  # of a JSON file
+MOST_BYTES = 1 << 20  # the largest JSON file that is read
 MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting, and values in all; a run's files need a tenth of either
-SHOWN_CHARACTERS = 200  # of a value in a message
+SHOWN_CHARACTERS = 200  # messages show at most this many characters of a value
 _LARGEST = 2**63 - 1
 _SCALARS = (str, bool, int, float, date, time, type(None))
 

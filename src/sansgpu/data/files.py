@@ -28,7 +28,7 @@ MOST_PROBLEM = 400  # characters of a message about a row
 MOST_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes below which the ratio does not matter
 
 
-UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a damaged file raises
+UNREADABLE = (OSError, EOFError, zlib.error)  # raised when a file is damaged
 
 
 class Row(NamedTuple):

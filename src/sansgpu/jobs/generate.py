@@ -22,21 +22,9 @@ def generate_text(
     `remote_code` allows Python code that comes with the model to run.
     """
     require_possible(sampling)
-    if not is_ours(target):
-        return _continued(target, prompt, max_new_tokens, sampling, snapshot, warn, remote_code)
-    loaded = load_model(target, snapshot, warn)
-    return generate(loaded.decoder, loaded.tokenizer, prompt, max_new_tokens, sampling)
-
-
-def _continued(
-    target: str,
-    prompt: str,
-    max_new_tokens: int,
-    sampling: Sampling,
-    snapshot: str,
-    warn: Callable[[str], None],
-    remote_code: bool,
-) -> Iterator[str]:
+    if is_ours(target):
+        ours = load_model(target, snapshot, warn)
+        return generate(ours.decoder, ours.tokenizer, prompt, max_new_tokens, sampling)
     from sansgpu.jobs.fine_tuned import load_fine_tuned, narrow_where_faster  # imports transformers
     from sansgpu.models.chat import continued
 
