@@ -40,7 +40,8 @@ END_SECONDS = 120  # after which a run that should have ended counts as hanging
 POLL_SECONDS = 0.003
 SPREAD_SECONDS = 0.08  # after what is aimed at was seen
 DISK_ROOM = 3 << 20  # bytes a small disk has beyond what the undisturbed run takes
-MIXED_FILES = ("README.md",)  # of final/: it tells times and the run's name
+# In final/: the model card names times and the run, and the mark holds the fingerprint of the model card.
+UNEQUAL_FILES = ("README.md", ".sansgpu.json")
 
 
 @dataclass
@@ -208,7 +209,7 @@ def differences(whole: Path, run: Path) -> list[str]:
     for part in ("snapshots", "final"):
         expected, actual = (file_digests(folder / part) for folder in (whole, run))
         for name in sorted(expected.keys() | actual.keys()):
-            if name not in MIXED_FILES and expected.get(name) != actual.get(name):
+            if name not in UNEQUAL_FILES and expected.get(name) != actual.get(name):
                 what = "is missing" if name not in actual else "is left over" if name not in expected else "differs"
                 found.append(f"{part}/{name} {what}")
     if any(path.name.startswith(".") for path in (run / "snapshots").iterdir()):
