@@ -15,7 +15,7 @@ from benchmarks.small_graph import CONFIG, facts, write_graph
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, load_config
 from sansgpu.data.graph import Entity
-from sansgpu.data.graph_batch import ASKED, TAIL
+from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL
 from sansgpu.data.masking import with_queries
 from sansgpu.tasks.candidates import EntityCandidates, EntityTableIndex
 from sansgpu.tasks.filling import mask_rules
@@ -238,28 +238,76 @@ def _ratio(config: Config, ratio: float) -> tuple[Config]:
     return (config.model_copy(update={"data": config.data.model_copy(update={"entity_query_ratio": ratio})}),)
 
 
-def test_the_loss_of_queries_is_that_of_a_plain_softmax(home: Path) -> None:
+def plain_vectors(task: Graph, corpus: GraphCorpus) -> torch.Tensor:
+    """Vectors of all entities, (E, D) fp64: the mean of a name's tokens and the projected vector."""
+    table, embedding = task.model.entities, task.model.embedding.weight.double()
+    assert table is not None
+    own = table.own.weight[1:].double() @ table.project.weight.double().T
+    names = torch.stack([embedding[tokens].mean(0) for tokens in corpus.entity_names])
+    return own[: len(names)] + names
+
+
+def complex_tails(task: Graph, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
+    """ComplEx's product of heads (M, D) and relations (M,), normed, (M, D) fp64."""
+    table = task.model.entities
+    assert table is not None
+    turned = [torch.complex(*x.chunk(2, dim=1)) for x in (heads, table.relation.weight[relations].double())]
+    product = turned[0] * turned[1]
+    tails = torch.cat((product.real, product.imag), dim=1)
+    norm = table.tail_norm
+    return torch.nn.functional.layer_norm(tails, tails.shape[1:], norm.weight.double(), norm.bias.double(), norm.eps)
+
+
+def mean_loss(logits: torch.Tensor, numbers: torch.Tensor) -> float:
+    """Of the entities 1, 2, ... that are right."""
+    return float(torch.nn.functional.cross_entropy(logits, numbers - 1))
+
+
+@torch.no_grad()
+def test_losses_over_entities_are_those_of_a_plain_softmax(home: Path) -> None:
     config, corpus = corpus_of(
         home, **STILL, data__mask_ratio=0, data__leaf_mask_ratio=0, data__entity_query_ratio=1, model__n_entities=40
     )
     task = Graph(config, corpus, 8)
-    batch = task.batch(0)
-    loss = float(task.loss(batch)) / batch.target_count()
-    model, table = task.model, task.model.entities
+    table = task.model.entities
     assert table is not None
-    assert batch.queries == batch.target_count() == 8
-    triples = batch.placed_triples()
-    predicted = model.predicted(task.states(batch)[triples[:, TAIL]]).double()
-    embedding = model.embedding.weight.double()
-    expected = 0.0
-    for row, target in zip(predicted, (triples[:, ASKED] - 1).tolist(), strict=True):
-        logits = []
-        for number, tokens in enumerate(corpus.entity_names, 1):
-            own = table.project.weight.double() @ table.own.weight[number].double()
-            logits.append(row @ (own + embedding[tokens].mean(0)))
-        expected -= float(torch.log_softmax(torch.stack(logits), 0)[target]) / 8
-    assert loss == pytest.approx(expected, rel=1e-4)
-    assert task.step_metrics(task.step_sums())["entity_loss"] == pytest.approx(expected, rel=1e-4)
+    table.tail_norm.weight.uniform_(0.5, 2)
+    table.tail_norm.bias.uniform_(-1, 1)
+    batch = task.batch(0)
+    assert (batch.queries, batch.fact_count, batch.target_count()) == (8, 8 * config.data.kge_triples, 40)
+    triples, vectors = batch.placed_triples(), plain_vectors(task, corpus)
+    known = triples[:, HEAD_ENTITY] > 0
+    assert known.any()
+    tails = complex_tails(task, vectors[(triples[:, HEAD_ENTITY] - 1).clamp(min=0)], triples[:, RELATION])
+    predicted = task.model.predicted(task.states(batch)[triples[:, TAIL]]).double() + tails * known[:, None]
+    of_queries = mean_loss(predicted @ vectors.T, triples[:, ASKED])
+    head, relation, tail = batch.facts.flatten(0, 1).T
+    of_facts = mean_loss(complex_tails(task, vectors[head - 1], relation) @ vectors.T, tail)
+    loss = float(task.loss(batch)) / batch.target_count()
+    assert loss == pytest.approx(of_queries + of_facts, rel=1e-4)
+    metrics = task.step_metrics(task.step_sums())
+    assert (metrics["entity_loss"], metrics["kge_loss"]) == (
+        pytest.approx(of_queries, rel=1e-4),
+        pytest.approx(of_facts, rel=1e-4),
+    )
+
+
+def test_facts_are_training_triples_and_differ_from_epoch_to_epoch(home: Path) -> None:
+    config, corpus = corpus_of(home, data__kge_triples=3)
+    task = Graph(config, corpus, len(corpus.train))
+    names = [entity.name for entity in corpus.codec.entities]
+    trained = {tuple(row.split("\t")) for row in (home / "graph" / "train.tsv").read_text().splitlines()}
+    epochs = [task.batch(step).facts for step in (0, 1)]
+    for facts_drawn in epochs:
+        assert facts_drawn.shape == (len(corpus.train), 3, 3)
+        said = {
+            (names[h - 1], corpus.codec.relations[r - 1], names[t - 1])
+            for h, r, t in facts_drawn.flatten(0, 1).tolist()
+        }
+        assert said <= trained
+        assert len(said) > 0.8 * len(trained)
+    assert not torch.equal(*epochs)
+    assert not any(batch.fact_count for batch in task.validation_batches(8))
 
 
 def test_one_batch_of_queries_in_pieces_gives_one_gradient(home: Path) -> None:

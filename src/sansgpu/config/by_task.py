@@ -58,7 +58,7 @@ _KEYS: dict[tuple[str, ...], str] = {  # that not every kind has
         model.position model.slot_embedding model.decay model.decay_base model.fusion
         model.relation_rank model.relation_dropout model.embedding_norm
         training.mlm_weight training.mnm_weight training.mnm_ramp_steps training.mnm_reduction training.sbo_weight
-        training.entity_weight data.entity_query_ratio data.long_tails
+        training.entity_weight data.entity_query_ratio data.kge_triples data.long_tails
         data.triples data.inverse_relations data.leaf_mask_ratio data.min_leaf_groups
     """,
     (GRAPH, MASKED): "data.mask_ratio data.max_span",

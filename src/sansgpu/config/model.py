@@ -144,6 +144,8 @@ class ModelConfig(Section):
             problems.append(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
         elif self.modern and self.head_dim % 2:
             problems.append(f"the head dim d_model / n_heads is {self.head_dim}, but rotary positions need an even one")
+        if self.n_entities and self.d_model % 2:
+            problems.append(f"d_model {self.d_model} is odd, but entity vectors need an even one")
         if self.n_heads % self.kv_heads:
             problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}")
         if not self.modern and self.kv_heads != self.n_heads:

@@ -29,7 +29,7 @@ from sansgpu.config.training import Device, TrainingConfig
 
 # Keys of task graph that act only where there are leaves, and where a head is mixed into its tail.
 _OF_FUSION = ("model.relation_rank", "model.relation_dropout")
-_OF_ENTITIES = ("model.entity_rank", "training.entity_weight", "data.entity_query_ratio")
+_OF_ENTITIES = ("model.entity_rank", "training.entity_weight", "data.entity_query_ratio", "data.kge_triples")
 _OF_LEAVES = (
     "model.n_relations", "model.slot_embedding", "model.fusion", *_OF_FUSION, "training.mnm_weight",
     "training.mnm_ramp_steps", "training.mnm_reduction", "data.triples", "data.inverse_relations",
@@ -96,6 +96,12 @@ class DataConfig(Section):
         le=1,
         description="share of a knowledge graph's triples that ask for the tail among all entities, in each epoch; the "
         "others show or mask the tail's tokens",
+    )
+    kge_triples: int = Field(
+        4,
+        ge=0,
+        description="knowledge graph embedding: triples drawn beside each example, of which the tail is predicted from "
+        "the vector of the head and the relation alone, without a text",
     )
     long_tails: Literal["refuse", "drop"] = Field(
         "refuse",
@@ -205,7 +211,8 @@ class Config(Section):
             yield f"data.max_length {self.roots} leaves no room between [CLS] and [SEP]; raise it"
         of_tails = self.kind == GRAPH and self.model.leaf_slots > 0
         leaves = of_tails and (data.leaf_mask_ratio or data.min_leaf_groups) and training.mnm_weight
-        queries = of_tails and self.model.n_entities and data.entity_query_ratio and training.entity_weight
+        asked = data.entity_query_ratio or data.kge_triples
+        queries = of_tails and self.model.n_entities and asked and training.entity_weight
         if not (data.mask_ratio and training.mlm_weight) and not leaves and not queries:
             yield "nothing is learned: raise data.mask_ratio or data.leaf_mask_ratio, with a weight above 0"
 

@@ -12,6 +12,7 @@ from sansgpu.data.batch import IGNORE
 from sansgpu.data.leafy import Leafy
 from sansgpu.data.masking import Masked
 
+FACT = 3  # numbers of a triple of entities: the head's, the relation's and the tail's
 RELATION, PLACE, HEAD, TAIL, LEAVES, HEAD_ENTITY, ASKED = range(7)  # columns of GraphBatch.triples
 PLACEMENT = 5  # of them say where a triple hangs
 
@@ -28,11 +29,13 @@ class GraphBatch:
     triples: torch.Tensor  # (M, 7) int64: relation, head's first root and tokens, tail's first node and leaves, the
     # head's entity, and the tail's where that is asked for, else 0
     triple_counts: torch.Tensor  # (B,) int64
-    weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # in the summed loss: of roots, leaves, spans' bounds, entities
+    facts: torch.Tensor  # (B, K, 3) int64: head, relation and tail of triples that are learned without their texts
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)  # in the summed loss: of roots, leaves, spans' bounds,
+    # entity queries, facts
 
     @classmethod
-    def of(cls, examples: Sequence[Leafy], shown: Sequence[Masked]) -> GraphBatch:
-        """From examples and what is masked of them."""
+    def of(cls, examples: Sequence[Leafy], shown: Sequence[Masked], facts: np.ndarray | None = None) -> GraphBatch:
+        """From examples, what is masked of them, and as many `facts` (K, 3) for each."""
 
         def joined(parts: Sequence[np.ndarray], width: tuple[int, ...] = ()) -> torch.Tensor:
             empty = np.zeros((0, *width), np.int64)
@@ -46,6 +49,7 @@ class GraphBatch:
             lengths=torch.tensor([e.nodes for e in examples], dtype=torch.int64),
             triples=joined([_triples(e) for e in examples], (7,)),
             triple_counts=torch.tensor([len(e.placed) for e in examples], dtype=torch.int64),
+            facts=torch.zeros(len(examples), 0, FACT, dtype=torch.int64) if facts is None else torch.from_numpy(facts),
         )
 
     def __len__(self) -> int:
@@ -79,9 +83,14 @@ class GraphBatch:
         """Tails that are asked for among all entities."""
         return int((self.triples[:, ASKED] > 0).sum())
 
+    @property
+    def fact_count(self) -> int:
+        """Triples that are learned without their texts."""
+        return self.facts.shape[0] * self.facts.shape[1]
+
     def target_count(self) -> int:
         """Tokens and entities that are predicted; at least 1, as the loss is divided by it."""
-        return max(1, int((self.targets != IGNORE).sum()) + self.queries)
+        return max(1, int((self.targets != IGNORE).sum()) + self.queries + self.fact_count)
 
     def token_count(self) -> int:
         """Nodes that are read."""
@@ -91,14 +100,15 @@ class GraphBatch:
         """The batch with weights that make the summed loss over `target_count` the loss of the whole batch.
 
         With `pooled` that is one mean over all tokens, else a mean over roots plus one over leaves. The mean of spans'
-        bounds is over roots, and that of entity queries over these.
+        bounds is over roots; entity queries and facts each have a mean of their own.
         """
         roots, leaves = self.counts()
         total = self.target_count()
         of_roots, of_leaves = total / max(1, roots), total / max(1, leaves)
         of_tokens = total / max(1, roots + leaves)
         weights = (mlm * of_tokens, mnm * of_tokens) if pooled else (mlm * of_roots, mnm * of_leaves)
-        return replace(self, weights=(*weights, of_roots, entity * total / max(1, self.queries)))
+        of_entities = (entity * total / max(1, count) for count in (self.queries, self.fact_count))
+        return replace(self, weights=(*weights, of_roots, *of_entities))
 
     def rows(self, start: int, stop: int) -> GraphBatch:
         """Examples start..stop, fewer where there are no more."""
@@ -112,6 +122,7 @@ class GraphBatch:
             self.lengths[start:stop],
             self.triples[begin:end],
             self.triple_counts[start:stop],
+            self.facts[start:stop],
             self.weights,
         )
 
@@ -125,7 +136,7 @@ class GraphBatch:
         """The same examples, of which nothing is learned."""
         triples = self.triples.clone()
         triples[:, ASKED] = 0
-        return replace(self, targets=torch.full_like(self.targets, IGNORE), triples=triples)
+        return replace(self, targets=torch.full_like(self.targets, IGNORE), triples=triples, facts=self.facts[:, :0])
 
     def to(self, device: torch.device) -> GraphBatch:
         """These examples on `device`."""
@@ -144,6 +155,7 @@ class GraphBatch:
             change(self.lengths),
             change(self.triples),
             change(self.triple_counts),
+            change(self.facts),
             self.weights,
         )
 

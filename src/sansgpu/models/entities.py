@@ -15,16 +15,20 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.models.modules import Table
 
+NORM_EPS = 1e-5
+
 
 class EntityTable(nn.Module):
     """An entity is the mean of its name's token embeddings plus a learned vector of its own.
 
     `own` has K numbers for each entity, projected to D; its row 0 stands for an entity that training did not name.
+    `relation` has D numbers for each relation 1, 2, ...: D / 2 complex ones by which `tails` turns a head.
     """
 
-    def __init__(self, entities: int, rank: int, width: int) -> None:
+    def __init__(self, entities: int, relations: int, rank: int, width: int) -> None:
         super().__init__()
         self.own, self.project = Table(entities + 1, rank), Linear(rank, width, bias=False)
+        self.relation, self.tail_norm = Table(relations + 1, width), nn.LayerNorm(width, eps=NORM_EPS)
 
     @torch.no_grad()
     def initialise(self, std: float, generator: torch.Generator) -> None:
@@ -32,6 +36,20 @@ class EntityTable(nn.Module):
         self.own.weight.normal_(0.0, std, generator=generator)
         self.own.weight[0] = 0.0
         self.project.weight.normal_(0.0, self.own.embedding_dim**-0.5, generator=generator)
+        self.relation.weight.normal_(0.0, 1.0, generator=generator)
+
+    def tails(self, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
+        """What the tails of the relations (M,) of heads with the vectors (M, D) are expected to be like, (M, D) fp32.
+
+        The product with an entity's vector is the score of ComplEx (arXiv 1606.06357), but for the norm. It remembers
+        single triples, those of symmetric relations from either end.
+        """
+        with torch.autocast(heads.device.type, enabled=False):
+            real, imaginary = heads.float().chunk(2, dim=1)
+            cosine, sine = embed(relations[None], self.relation.weight)[0].float().chunk(2, dim=1)
+            turned = torch.cat((real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=1)
+            tails: torch.Tensor = self.tail_norm(turned)
+        return tails
 
     def own_vectors(self, numbers: torch.Tensor) -> torch.Tensor:
         """What entities (M,) have beside their names, (M, D)."""

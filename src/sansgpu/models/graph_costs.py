@@ -43,7 +43,7 @@ def parameters_by_part(model: ModelConfig, longest_span: int | None = None) -> d
         "positions": model.max_seq_len * d if model.position == "learned" else 0,
         "slots": (model.leaf_slots + 1) * d if model.leaf_slots and model.slot_embedding else 0,
         "relations": rows * (matrix + 2 * d) if model.leaf_slots and model.fusion == "hgat" else 0,
-        "entities": (model.n_entities + 1) * model.entity_rank + model.entity_rank * d if model.n_entities else 0,
+        "entities": (model.n_entities + 1 + d) * model.entity_rank + rows * d + 2 * d if model.n_entities else 0,
         "attention": layers * 4 * (d * d + d),
         "feed_forward": layers * (2 * d * f + f + d),
         "norms": layers * 4 * d + (2 * d if model.embedding_norm else 0),

@@ -121,9 +121,10 @@ class GraphEncoder(nn.Module):
             self.position = Table(config.max_seq_len, width) if config.position == "learned" else None
             slots = config.leaf_slots + 1 if config.leaf_slots and config.slot_embedding else 0
             self.slot = Table(slots, width) if slots else None  # row 0 is of roots
-            self.fusion = RelationFusion(config, config.n_relations or 0) if fused else None
+            relations = config.n_relations or 0
+            self.fusion = RelationFusion(config, relations) if fused else None
             entities = config.n_entities or 0
-            self.entities = EntityTable(entities, config.entity_rank, width) if entities else None
+            self.entities = EntityTable(entities, relations, config.entity_rank, width) if entities else None
             self.embedding_norm = nn.LayerNorm(width, eps=NORM_EPS) if config.embedding_norm else None
             self.decay_center = nn.Parameter(torch.ones(config.n_heads)) if config.decay != "none" else None
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))

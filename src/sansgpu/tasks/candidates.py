@@ -103,6 +103,8 @@ class EntityCandidates(Candidates):
         keys = [(number, tokens) for number, tokens in zip(map(table.number, asked), ids, strict=True)]
         distinct = list(dict.fromkeys(keys))
         super().__init__(names, keys, distinct)
+        with torch.no_grad():
+            self._table = filler.objective.entity_vectors()
         self._vectors = filler.candidate_vectors([tokens for _, tokens in distinct], [number for number, _ in distinct])
 
     def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
@@ -111,7 +113,7 @@ class EntityCandidates(Candidates):
 
     def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
         """One forward pass, whatever the names' numbers of tokens; log-probabilities among the candidates."""
-        return filler.entity_log_probabilities(questions, self._vectors).cpu()
+        return filler.entity_log_probabilities(questions, self._vectors, self._table).cpu()
 
 
 class EntityTableIndex:

@@ -23,6 +23,8 @@ from sansgpu.tasks.task import Sums, add_sums
 
 KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
 ENTITY = "entity"  # tails that are asked for among all entities
+KGE = "kge"  # tails that are predicted from the head's vector and the relation alone
+SBO = "sbo"  # masked tokens told from the boundary of their span
 Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # a batch's examples by all lengths, as a model likes them
 
 
@@ -59,6 +61,29 @@ def _as_they_are(numbers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """Triples of entities, of which some are drawn beside each example."""
+
+    triples: np.ndarray  # (F, 3) int64: numbers of the head, the relation and the tail
+    each: int  # drawn for an example: K
+
+    @classmethod
+    def of(cls, graphs: LeafyGraphs, each: int) -> Facts | None:
+        """Every triple of which both ends are in the entity table, once; None where nothing is to be drawn."""
+        placed = (p for _, placed in graphs.examples for p in placed)
+        found = dict.fromkeys((p.entities[0], p.relation, p.entities[1]) for p in placed if all(p.entities))
+        return cls(np.array(list(found), np.int64), each) if found and each else None
+
+    def drawn(self, seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
+        """Those beside the examples of these numbers, (B, K, 3)."""
+        seeds = (fold_seed(seed, "facts", epoch, int(number)) for number in numbers)
+        draws = (np.random.Generator(np.random.PCG64(seed)) for seed in seeds)
+        rows = np.array([draw.integers(len(self.triples), size=self.each) for draw in draws])
+        drawn: np.ndarray = self.triples[rows]
+        return drawn
+
+
+@dataclass(frozen=True)
 class Masking:
     """Examples with the masks of their epoch."""
 
@@ -66,6 +91,7 @@ class Masking:
     rules: MaskRules
     seed: int
     ordered: Ordered = _as_they_are
+    facts: Facts | None = None  # where triples of entities are learned without their texts as well
 
     def batch(self, numbers: np.ndarray, epoch: int) -> GraphBatch:
         """The examples of these numbers, masked."""
@@ -78,7 +104,8 @@ class Masking:
             masked(example, self.rules, self.seed, epoch, int(number))
             for example, number in zip(examples, numbers, strict=True)
         ]
-        return GraphBatch.of(examples, shown)
+        facts = self.facts.drawn(self.seed, epoch, numbers) if self.facts else None
+        return GraphBatch.of(examples, shown, facts)
 
     def of_step(self, step: int, size: int) -> GraphBatch:
         """The batch of step 0, 1, 2, ..."""

@@ -84,10 +84,17 @@ class GapFiller:
         return torch.log_softmax(logits, dim=-1).view(len(questions), -1, self.vocabulary)
 
     @torch.no_grad()
-    def entity_log_probabilities(self, questions: Sequence[Question], vectors: torch.Tensor) -> torch.Tensor:
-        """Of each candidate to be the tail, by one forward pass; vectors (S, D) fp32, returns (Q, S) fp32."""
+    def entity_log_probabilities(
+        self, questions: Sequence[Question], candidates: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        """Of each candidate to be the tail, by one forward pass; returns (Q, S) fp32.
+
+        candidates (S, D) fp32; table (E, D) fp32, the vectors of the entities 1, 2, ... that heads may be.
+        """
         states = self._leaf_states(questions, self.empty(questions, 1))[:, 0]
-        return torch.log_softmax(self.objective.model.predicted(states) @ vectors.T, dim=-1)
+        heads, relations = torch.tensor([(q.entity, q.relation) for q in questions], device=self.device).unbind(1)
+        predicted = self.objective.predicted_entities(states, heads, relations, table)
+        return torch.log_softmax(predicted @ candidates.T, dim=-1)
 
     @torch.no_grad()
     def candidate_vectors(self, names: Sequence[Sequence[int]], numbers: Sequence[int]) -> torch.Tensor:

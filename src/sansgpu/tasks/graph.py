@@ -12,7 +12,7 @@ import torch
 from sansgpu.config import Config, ConfigError, change_config, fold_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
-from sansgpu.data.graph_batch import ASKED, TAIL, GraphBatch
+from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL, GraphBatch
 from sansgpu.data.leafy import Leafy, Placed
 from sansgpu.data.masking import MaskRules, masked
 from sansgpu.data.shards import Progress
@@ -26,7 +26,10 @@ from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.tasks.filling import (
     ENTITY,
+    KGE,
     KINDS,
+    SBO,
+    Facts,
     Filling,
     FillingSums,
     FillingTask,
@@ -86,27 +89,54 @@ class GraphObjective:
                 total = total + weight * loss
                 self._sums.add(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
         if self.model.entities is not None:
-            total = total + batch.weights[3] * self._entity_loss(batch, states, self._sums)
+            vectors = self.entity_vectors()
+            total = total + batch.weights[3] * self._query_loss(batch, states, vectors, self._sums)
+            if batch.fact_count:
+                total = total + batch.weights[4] * self._fact_loss(batch, vectors, self._sums)
         if self.model.boundary is not None:
             total = total + batch.weights[2] * self._boundary_loss(batch, states, chosen & ~batch.is_leaf)
         return total
 
-    def _entity_loss(self, batch: GraphBatch, states: torch.Tensor, sums: FillingSums) -> torch.Tensor:
+    def _query_loss(
+        self, batch: GraphBatch, states: torch.Tensor, vectors: torch.Tensor, sums: FillingSums
+    ) -> torch.Tensor:
         """Summed cross-entropy of the tails that are asked for, among all entities."""
         triples = batch.placed_triples()
         asked = triples[triples[:, ASKED] > 0]
         if not len(asked):
             return states.sum() * 0.0
-        predicted, vectors = self.model.predicted(states[asked[:, TAIL]]), self.entity_vectors()
+        predicted = self.predicted_entities(states[asked[:, TAIL]], asked[:, HEAD_ENTITY], asked[:, RELATION], vectors)
         loss, hits = linear_cross_entropy_and_hits(predicted, vectors, asked[:, ASKED] - 1)
         sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(asked)))
+        return loss
+
+    def predicted_entities(
+        self, states: torch.Tensor, heads: torch.Tensor, relations: torch.Tensor, vectors: torch.Tensor
+    ) -> torch.Tensor:
+        """What is compared with entities' vectors, (M, D).
+
+        states (M, D) of masked leaves; heads (M,), numbers in the entity table, whose `vectors` (E, D) are given, or 0;
+        relations (M,).
+        """
+        assert self.model.entities is not None
+        known = embed((heads - 1).clamp(min=0)[None], vectors)[0]
+        tails = self.model.entities.tails(known, relations)
+        return self.model.predicted(states) + torch.where(heads[:, None] > 0, tails, 0.0)
+
+    def _fact_loss(self, batch: GraphBatch, vectors: torch.Tensor, sums: FillingSums) -> torch.Tensor:
+        """Summed cross-entropy of the tails of the batch's facts, predicted without a text."""
+        assert self.model.entities is not None
+        head, relation, tail = batch.facts.flatten(0, 1).unbind(1)
+        predicted = self.model.entities.tails(embed(head[None] - 1, vectors)[0], relation)
+        loss = linear_cross_entropy(predicted, vectors, tail - 1)
+        sums.add(KGE, loss=float(loss.detach()), count=float(len(tail)))
         return loss
 
     def query_sums(self, batch: GraphBatch) -> Sums:
         """Loss, hits and count of the batch's entity queries."""
         sums = FillingSums()
         if batch.queries:
-            self._entity_loss(batch, self.states(batch), sums)
+            self._query_loss(batch, self.states(batch), self.entity_vectors(), sums)
         return sums.take()
 
     def _boundary_loss(self, batch: GraphBatch, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -119,7 +149,7 @@ class GraphObjective:
         before, behind = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
         rows = self.model.boundary(embed(before[None], states)[0], embed(behind[None], states)[0], offsets)
         loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen])
-        self._sums.add("sbo", loss=float(loss.detach()), count=float(len(rows)))
+        self._sums.add(SBO, loss=float(loss.detach()), count=float(len(rows)))
         return self.config.training.sbo_weight * loss
 
     def step_sums(self) -> Sums:
@@ -129,8 +159,9 @@ class GraphObjective:
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         """Loss and accuracy of masked tokens and of masked leaves, of what there was."""
         metrics = filling_metrics(sums)
-        if count := sums.get("sbo_count"):
-            metrics["sbo_loss"] = sums["sbo_loss"] / count
+        for name in (SBO, KGE):
+            if count := sums.get(f"{name}_count"):
+                metrics[f"{name}_loss"] = sums[f"{name}_loss"] / count
         return metrics
 
     def compile(self, on: bool) -> None:
@@ -155,7 +186,8 @@ class Graph(FillingTask, GraphObjective):
             config.model, corpus.example_tokens, 1, masked, longest_span(config)
         ).needed
         training, rules = config.training, mask_rules(config, corpus.codec.tokenizer)
-        self._masking = Masking(corpus.train, rules, training.seed)
+        facts = Facts.of(corpus.train, config.data.kge_triples)
+        self._masking = Masking(corpus.train, rules, training.seed, facts=facts)
         held = held_masking(corpus.validation, rules, training.seed)
         self._measured = Filling(
             self, held, majority_of(corpus.train), (training.mlm_weight, training.mnm_weight, training.entity_weight)
@@ -200,7 +232,7 @@ class Graph(FillingTask, GraphObjective):
         ids = np.arange(model.vocab_size)
         rules = MaskRules(data.mask_ratio, config.max_span, data.leaf_mask_ratio, data.min_leaf_groups, 0, ids)
         shown = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
-        return GraphBatch.of(examples, shown)
+        return GraphBatch.of(examples, shown, _random_facts(config, size, draws))
 
     @staticmethod
     def parameters(config: Config) -> dict[str, int]:
@@ -252,7 +284,7 @@ class Graph(FillingTask, GraphObjective):
 def how_learned(config: Config) -> dict[str, dict[str, Any]]:
     """What of the configuration an exported model is asked by."""
     data = ["max_length", "doc_stride", "triples", "inverse_relations", "mask_ratio", "max_span"]
-    data += ["leaf_mask_ratio", "min_leaf_groups", "entity_query_ratio"]
+    data += ["leaf_mask_ratio", "min_leaf_groups", "entity_query_ratio", "kge_triples"]
     training = ["mlm_weight", "mnm_weight", "entity_weight", "seed"]
     return {
         "data": {key: getattr(config.data, key) for key in data},
@@ -282,6 +314,15 @@ def _settled(config: Config, corpus: GraphCorpus) -> Config:
             raise ConfigError(f"model.{key} {given} is less than the {count} of the data; raise it or leave it out.")
     settled = {key: count for key, count in found.items() if getattr(model, key) is None} | {"leaves": corpus.leaves}
     return change_config(config, [f"model.{key}={count}" for key, count in settled.items()])
+
+
+def _random_facts(config: Config, size: int, draws: np.random.Generator) -> np.ndarray | None:
+    """As many as each example of a training batch has, (B, K, 3); None where the model has no entity table."""
+    model, each = config.model, config.data.kge_triples
+    if not model.n_entities or not each:
+        return None
+    ends = [1 + draws.integers(count, size=(size, each)) for count in (model.n_entities, model.n_relations or 1)]
+    return np.stack((ends[0], ends[1], ends[0]), axis=2)
 
 
 def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> Leafy:
