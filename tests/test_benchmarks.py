@@ -187,3 +187,24 @@ def test_disturbed_runs_end_as_undisturbed_ones(tmp_path: Path, disk: bool) -> N
     found = benchmark("chaos", *arguments, cache=tmp_path / "cache", result=tmp_path / "chaos.json")["rows"]
     assert sum(len(row["disturbed"]) for row in found) >= 6
     assert [row["differences"] for row in found] == [[]] * len(found)
+
+
+@pytest.mark.long
+def test_reference_runs_are_equal_until_something_changes(tmp_path: Path) -> None:
+    recorded = tmp_path / "runs.json"
+
+    def reference_runs(action: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "benchmarks.reference_runs", action, str(recorded), "--kinds", "qa"]
+        return subprocess.run(command, cwd=ROOT, env=environment(tmp_path / "cache"), capture_output=True, text=True)
+
+    assert reference_runs("record").returncode == 0
+    results = json.loads(recorded.read_text())
+    weights = results["qa"]["resumed"]
+    assert weights == results["qa"]["trained"]
+    assert any(name.startswith("final/") for name in weights)
+    assert reference_runs("compare").returncode == 0
+    weights["metrics.jsonl"] = "0" * 64
+    recorded.write_text(json.dumps(results))
+    changed = reference_runs("compare")
+    assert changed.returncode == 1
+    assert changed.stdout.startswith("/qa/resumed/metrics.jsonl: ")
