@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
+from sansgpu.config.plain import first_line
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
@@ -331,4 +332,4 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             batches = pyarrow.parquet.ParquetFile(content).iter_batches(batch_size=256)
             yield from _numbered(path, (row for batch in batches for row in batch.to_pylist()))
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a text or a date that Python cannot hold
-        raise ConfigError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path} is no Parquet file: {first_line(error)}.") from None
