@@ -19,7 +19,7 @@ from sansgpu.config import load_config
 from sansgpu.config.load import describe
 from tests.fuzz.bases import Bases, copy, member, tiny_config, yaml_text
 from tests.fuzz.harness import Case
-from tests.fuzz.values import NUMBERS, ODD, TEXTS, changed, damaged, dumped, places
+from tests.fuzz.values import NUMBERS, TEXTS, changed, damaged, dumped, odd, places
 from tests.processes import settings
 
 FAST = ["--set", "training.timeout_seconds=3", "--set", "training.kernels=torch"]
@@ -91,7 +91,7 @@ def configuration(draw: random.Random, bases: Bases) -> Case:
             section, _, name = key.rpartition(".")
             inner = values.setdefault(section, {}) if section else values
             if isinstance(inner, dict):
-                inner[name] = draw.choice(ODD)
+                inner[name] = odd(draw)
     name, text = draw.choice([("a.json", dumped(values)), ("a.yaml", dumped(values)), ("a.toml", "")])
     if name == "a.toml":
         text = _toml(values) if isinstance(values, dict) else "a = 1"
@@ -175,7 +175,7 @@ def rows(draw: random.Random, bases: Bases) -> Case:
         found = [json.loads(line) for line in text.splitlines()]
         for _ in range(draw.choice((1, 3, 10))):
             number = draw.randrange(len(found))
-            found[number] = changed(found[number], draw) if draw.random() < 0.9 else draw.choice(ODD)
+            found[number] = changed(found[number], draw) if draw.random() < 0.9 else odd(draw)
         name, content = _form(draw, found, task)
     if draw.random() < 0.3:
         content = damaged(content, draw)
@@ -242,7 +242,7 @@ def _changed_shallow(value: Any, draw: random.Random) -> Any:
     inner = value
     for key in path:
         inner = inner[key]
-    inner[last] = draw.choice(ODD)
+    inner[last] = odd(draw)
     return value
 
 
