@@ -84,6 +84,15 @@ def test_usage_errors_are_one_sentence(arguments: list[str], words: str, capsys:
     assert words in sentence(capsys)
 
 
+def test_a_message_with_a_very_long_name_keeps_its_beginning_and_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["generate", "/missing" + "/a" * 1500]) == 2
+    said = sentence(capsys)
+    assert said.startswith("sansgpu: /missing/a/a")
+    assert " ... " in said
+    assert said.endswith(" does not exist; give a run's folder or a Hugging Face model.")
+    assert len(said) < 3000
+
+
 def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert train("--target-device", "gpu") == 2

@@ -159,3 +159,11 @@ def test_the_doors_open_for_what_is_sound(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     code, said = outcome("tokenizer", "train", corpus, "--vocab-size", 300, "--output", tmp_path / "made")
     assert code == 0, said
+
+
+@pytest.mark.parametrize("column", [None, "x" * 5000])
+def test_columns_with_long_names_are_refused_in_a_short_sentence(tmp_path: Path, column: str | None) -> None:
+    row = {f"column {number}": "words" for number in range(2000)}
+    data = written(tmp_path / "data.jsonl", (json.dumps(row) + "\n").encode() * 40)
+    changes = settings(data__dataset_name=data, data__text_column=column or "null", training__max_steps=2)
+    assert_refused("set data.text_column", "train", *changes, "--dry-run")

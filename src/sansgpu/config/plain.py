@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 MOST_BYTES = 1 << 20  # the largest JSON file that is read
 MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting, and values in all; a run's files need a tenth of either
 SHOWN_CHARACTERS = 200  # messages show at most this many characters of a value
+REASON_CHARACTERS = 300  # and of what a library says, which may repeat a file's whole content
 _LARGEST = 2**63 - 1
 _SCALARS = (str, bool, int, float, date, time, type(None))
 
@@ -158,9 +159,18 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} that cannot be shown"
 
 
-def cut(text: str) -> str:
-    """The text, with an ellipsis after `SHOWN_CHARACTERS`."""
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+def cut(text: str, most: int = SHOWN_CHARACTERS) -> str:
+    """The text, with an ellipsis after `most` characters."""
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message, without its full stop and with an ellipsis after `REASON_CHARACTERS`.
+
+    The error's type where it says nothing.
+    """
+    lines = str(error).strip().splitlines()
+    return cut(lines[0], REASON_CHARACTERS).removesuffix(".") if lines else type(error).__name__
 
 
 def reason_of(error: Exception) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
+from sansgpu.config.plain import first_line
 from sansgpu.data.conversations import BadRowError, Conversation, Turn, bad_row, read_conversation
 from sansgpu.data.files import Row
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
@@ -217,7 +218,7 @@ class _Rendered:
         try:
             template = str(tokenizer.get_chat_template())
         except ValueError as error:  # several templates, none of them the default
-            raise ConfigError(f"{str(error).splitlines()[0]} Set data.chat_template to a jinja file.") from None
+            raise ConfigError(f"{first_line(error)}; set data.chat_template to a jinja file.") from None
         self._template = FIXED_DATE + template if "strftime_now" in template else template
         self._names = tokenizer.special_tokens_map
         self._prefixes: dict[tuple[int, bool], Rendered] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.data.files import Row, is_text, short
+from sansgpu.data.files import Row, column_names, is_text, short
 
 Turn = dict[str, Any]  # role, content, and whatever else the chat template may read
 
@@ -71,7 +71,7 @@ def _read(where: str, row: dict[str, Any]) -> Conversation:
         return _instruction(where, row)
     if "text" in row:
         return Conversation(where, text=_said(where, row, "text"))
-    columns = ", ".join(map(str, row)) or "no columns"
+    columns = column_names(row) or "no columns"
     raise bad_row(where, f"has {columns}, which is none of the four forms: {FORMS}")
 
 

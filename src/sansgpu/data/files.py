@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
+from sansgpu.config.plain import cut, first_line
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
@@ -156,18 +157,21 @@ def _rows(path: Path) -> Iterator[Row]:
             yield from _parquet_rows(path)
 
 
+def column_names(row: dict[str, Any]) -> str:
+    """The names of a row's columns for a message."""
+    return cut(", ".join(map(str, row)))
+
+
 def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
     """The text of one row: of `column`, else of `text`, `content` or the only column of strings."""
     if column is None:
         named = [name for name in ("text", "content") if name in row]
         strings = [name for name, value in row.items() if isinstance(value, str)]
         if not named and len(strings) != 1:
-            raise ConfigError(
-                f"{where} has the columns {', '.join(map(str, row))}; set data.text_column to the text's."
-            )
+            raise ConfigError(f"{where} has the columns {column_names(row)}; set data.text_column to the text's.")
         column = (named or strings)[0]
     if column not in row:
-        raise ConfigError(f"{where} has no column {column}, only {', '.join(map(str, row))}; set data.text_column.")
+        raise ConfigError(f"{where} has no column {cut(column)}, only {column_names(row)}; set data.text_column.")
     text = row[column]
     if text is None:
         return ""
@@ -331,4 +335,4 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             batches = pyarrow.parquet.ParquetFile(content).iter_batches(batch_size=256)
             yield from _numbered(path, (row for batch in batches for row in batch.to_pylist()))
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a text or a date that Python cannot hold
-        raise ConfigError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path} is no Parquet file: {first_line(error)}.") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
+from sansgpu.config.plain import first_line
 from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, Row, file_form, pieces, read_documents, read_rows, row_text
 from sansgpu.data.stdlib_chat import stdlib_conversations
 from sansgpu.machine.disk import file_sha256
@@ -150,13 +151,13 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     try:
         loaded: Any = datasets.load_from_disk(name) if local else _from_hub(name, data)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         if not local and isinstance(error, OSError):  # connections, and datasets that are not in the cache
             raise UnreachableError(
                 f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason})'
             ) from None
         raise ConfigError(
-            f"{name} is no local path, and as a Hugging Face dataset it cannot be loaded: {reason}"
+            f"{name} is no local path, and as a Hugging Face dataset it cannot be loaded: {reason}."
         ) from None
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     train = next((splits[part] for part in TRAIN_NAMES if part in splits), None)

@@ -13,6 +13,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
+from sansgpu.config.plain import cut, first_line
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.inputs import read_object, read_text, require_ordinary
 from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
@@ -40,7 +41,7 @@ class Tokenizer:
         names = [end_of_text] if end_of_text else KNOWN_ENDS
         found = next((name for name in names if backend.token_to_id(name) is not None), None)
         if found is None:
-            raise ConfigError(f"the tokenizer has no end-of-text token (looked for {' '.join(names)}).")
+            raise ConfigError(f"the tokenizer has no end-of-text token (looked for {cut(' '.join(names))}).")
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # `<|endoftext|>` written in a text is text
@@ -217,7 +218,7 @@ def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokeni
         return Tokenizer(Backend.from_str(text), end_of_text)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except TypeError:
+    except (TypeError, UnicodeEncodeError):  # the latter of half a surrogate pair
         raise ConfigError(f"{source}: eos_token in tokenizer_config.json is no text.") from None
 
 
@@ -261,8 +262,7 @@ def _loaded_by_transformers(name: str | Path, remote_code: bool = False) -> tupl
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=remote_code)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the tokenizer of {name} cannot be loaded: {reason}") from None
+        raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}.") from None
     if not getattr(loaded, "is_fast", False):
         raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
     return Backend.from_str(loaded.backend_tokenizer.to_str()), loaded.eos_token

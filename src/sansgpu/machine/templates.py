@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sansgpu.config.plain import first_line
 from sansgpu.machine.contained import Contained, ContainedError
 
 CPU_SECONDS = 2  # of all prefixes of a conversation, which take milliseconds
@@ -93,8 +94,7 @@ def _render(
     except (TemplateSyntaxError, MemoryError):
         raise
     except Exception as error:  # whatever a program raises
-        reason = str(error).strip().split("\n")[0].removesuffix(".") or type(error).__name__
-        return "", [], reason
+        return "", [], first_line(error)
     (text,), found = rendered
     if len(text) > MOST_CHARACTERS:
         return "", [], f"it writes more than {MOST_CHARACTERS >> 20} million characters"

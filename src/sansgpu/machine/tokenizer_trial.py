@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import cut
+from sansgpu.config.plain import first_line
 from sansgpu.machine.contained import Contained, ContainedError, is_panic
 
 CPU_SECONDS = 5  # the largest tokenizers take two
@@ -61,7 +61,7 @@ def tokenizer_errors(where: str = "") -> Iterator[None]:
         if type(error) is not Exception and not is_panic(error):  # it raises bare Exception where it does not panic
             raise
         place = f"{where}: " if where else ""
-        raise ConfigError(f"{place}the tokenizer fails on this text ({_first_line(error)}).") from None
+        raise ConfigError(f"{place}the tokenizer fails on this text ({first_line(error)}).") from None
 
 
 def _try(content: bytes) -> bytes:
@@ -73,7 +73,7 @@ def _try(content: bytes) -> bytes:
     except BaseException as error:
         if isinstance(error, MemoryError):
             raise
-        flaw = _first_line(error)
+        flaw = first_line(error)
     return (flaw or "").encode()
 
 
@@ -124,8 +124,3 @@ def _growth(step: dict[str, Any]) -> float:
         return 1.0
     replaced = step["pattern"].get("String")  # a regular expression replaces one character at least
     return max(1.0, len(step["content"]) / max(1, len(replaced or "")))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return cut(lines[0]).removesuffix(".") if lines else type(error).__name__

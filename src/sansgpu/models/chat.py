@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from sansgpu.config import ConfigError
+from sansgpu.config.plain import first_line
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generate import Sampling, reading, write
@@ -52,9 +53,7 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         template = tokenizer.get_chat_template()
         asked = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, none of them the default
-        raise ConfigError(
-            f"{str(error).splitlines()[0].removesuffix('.')}; give the model another chat template."
-        ) from None
+        raise ConfigError(f"{first_line(error)}; give the model another chat template.") from None
     if asked[0].refusal is not None:
         raise ConfigError(f"the chat template refuses this conversation: {asked[0].refusal}.")
     return list(tokenizer(asked[0].text, add_special_tokens=False).input_ids)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
+from sansgpu.config.plain import first_line
 from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy
 from sansgpu.machine.inputs import read_object
 from sansgpu.models.decoder import TransformerLM
@@ -95,7 +96,9 @@ def _shape(settings: dict[str, Any], source: Path) -> ModelConfig | None:
     except ValidationError as error:
         raise ConfigError(f"{source}: config.json makes no model: {'; '.join(problems(error))}.") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{source}: config.json has a value of another type than expected ({error}).") from None
+        raise ConfigError(
+            f"{source}: config.json has a value of another type than expected ({first_line(error)})."
+        ) from None
 
 
 class HuggingFaceLM(torch.nn.Module):

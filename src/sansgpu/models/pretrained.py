@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from itertools import cycle, islice
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,6 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, fold_seed
+from sansgpu.config.plain import first_line, shown
 from sansgpu.machine.contained import is_panic
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
@@ -70,6 +72,7 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{model.name_or_path} has no tokenizer.json; convert it with transformers first.")
+    _require_number_of_tokens(tokenizer, model.name_or_path)
     if chat_template is not None:
         ours = chat_template == SIMPLE_TEMPLATE
         path = _SIMPLE if ours else Path(chat_template).expanduser()
@@ -289,6 +292,13 @@ def _require_sound_tokenizer(file: Path) -> None:
         raise ConfigError(f"{file} is no tokenizer that can be used: {flaw}.")
 
 
+def _require_number_of_tokens(tokenizer: Any, name: str | None) -> None:
+    """Raises ConfigError if the longest text is no number: transformers compares with it only when it tokenizes."""
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, (int, float)) or not -inf < longest < inf:
+        raise ConfigError(f"{name}: model_max_length in tokenizer_config.json is {shown(longest)}; give a number.")
+
+
 def _tokenizer_of(file: GGUFFile) -> Any:
     parts = file.tokenizer
     return PreTrainedTokenizerFast(
@@ -352,8 +362,7 @@ class _one_sentence:  # noqa: N801  read as a statement
                     f"{self._what}: it comes with Python code of its own; read that code, and allow it with "
                     "--trust-remote-code."
                 ) from None
-            lines = str(error).strip().splitlines()
-            raise ConfigError(f"{self._what}: {lines[0] if lines else type(error).__name__}") from None
+            raise ConfigError(f"{self._what}: {first_line(error)}.") from None
 
 
 class _seeded:  # noqa: N801
