@@ -54,6 +54,7 @@ def make_kinds(folder: Path) -> list[Kind]:
 
     text = {**SHAPE, "data.dataset_name": _write(folder / "text.jsonl", _texts())}
     graph = {"data.dataset_name": _write(folder / "graph.jsonl", _graphs())}
+    facts = {"data.dataset_name": _write(folder / "facts.jsonl", _facts()), "data.inverse_relations": "true"}
     tuned = {"data.max_length": 64, "data.validation_split": 0.2, "training.learning_rate": 0.002}
     sft = {**tuned, "task": "sft", "data.dataset_name": _write(folder / "chat.jsonl", _conversations())}
     sft["model.name_or_path"] = make_folder(folder / "qwen2")
@@ -70,6 +71,7 @@ def make_kinds(folder: Path) -> list[Kind]:
         ),
         Kind("masked", {**MASKED, **graph}),
         Kind("graph", {**GRAPH, **graph}),
+        Kind("knowledge graph", {**GRAPH, **facts}),
         Kind("sft, whole", sft),
         Kind("sft, LoRA", {**sft, **lora}),
         Kind("qa", qa),
@@ -99,6 +101,12 @@ def _graphs(count: int = 20) -> Iterable[dict[str, Any]]:
         head, tail, place = (WORDS[(number * k + number // 16) % 16] for k in (1, 3, 5))
         triples = [{"head": head, "relation": r, "tail": t} for r, t in (("treats", tail), ("acts on", place))]
         yield {"id": f"d{number}", "text": f"note {number} : the {head} one was {place} {number}", "triples": triples}
+
+
+def _facts() -> Iterable[dict[str, Any]]:
+    for number, head in enumerate(WORDS):
+        for relation, tail in (("part of", WORDS[number // 3]), ("like", WORDS[-number - 1])):
+            yield {"head": head, "relation": relation, "tail": tail}
 
 
 def _conversations(count: int = 30) -> Iterable[dict[str, Any]]:

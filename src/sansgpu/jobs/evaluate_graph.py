@@ -103,4 +103,4 @@ def wilson(share: float, count: float) -> list[float]:
     z2 = WILSON_Z**2 / count
     middle = (share + z2 / 2) / (1 + z2)
     half = WILSON_Z / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))
-    return [middle - half, middle + half]
+    return [max(0.0, middle - half), min(1.0, middle + half)]
