@@ -40,13 +40,13 @@ def test_yaml_does_not_turn_a_time_into_a_number(given: str, read: str) -> None:
 
 @settings(deadline=None)
 @given(
-    step=st.floats(0.01, 10), noise=st.lists(st.floats(0.8, 1.3), min_size=50, max_size=50), hours=st.floats(0.1, 10),
+    step=st.floats(0.01, 10), noise=st.lists(st.floats(0.8, 1.3), min_size=50, max_size=50), steps=st.integers(30, 20_000),
     validation=st.floats(0, 20), evaluate=st.sampled_from([0, 10, 1000]),
 )  # fmt: skip
 def test_a_run_simulated_on_a_clock_of_its_own_ends_within_its_budget(
-    step: float, noise: list[float], hours: float, validation: float, evaluate: int
+    step: float, noise: list[float], steps: int, validation: float, evaluate: int
 ) -> None:
-    clock, done = 30.0, 0
+    clock, done, hours = 30.0, 0, step * steps / 3600
     training = TrainingConfig(max_hours=hours, eval_steps=evaluate, warmup_steps=0)
     budget = Budget(training, lambda: clock, validation, 0, 0)
     total, evaluation = UNKNOWN, step * validation / 3
