@@ -308,7 +308,7 @@ FILES: dict[str, bytes] = {
 @pytest.mark.parametrize("damage", FILES)
 def test_counts_in_a_gguf_file_are_checked_before_anything_loops(tmp_path: Path, damage: str) -> None:
     (tmp_path / "model.gguf").write_bytes(FILES[damage])
-    assert_refused("is a GGUF file that is torn", "generate", tmp_path / "model.gguf", "--max-new-tokens", 2)
+    assert_refused("is a damaged GGUF file", "generate", tmp_path / "model.gguf", "--max-new-tokens", 2)
 
 
 @pytest.mark.parametrize(
