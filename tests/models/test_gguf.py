@@ -328,5 +328,5 @@ def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_a_causal_model_answers_no_questions(whole: Path) -> None:
-    with pytest.raises(ConfigError, match="holds a causal model"):
+    with pytest.raises(ConfigError, match="holds a causal language model"):
         load_pretrained(ModelConfig(name_or_path=str(whole)), "qa", 0)
