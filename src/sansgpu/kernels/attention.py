@@ -38,10 +38,7 @@ def causal_ranges(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 def bidirectional_ranges(document_ids: torch.Tensor) -> torch.Tensor:
-    """Returns the key range of each token without a causal mask: its whole document. (B, T) -> (B, T, 2) int32.
-
-    Padding must have a document id of its own.
-    """
+    """As `causal_ranges`, but a token sees its whole document. Padding must have a document id of its own."""
     _, first, end = _document_bounds(document_ids)
     return torch.stack((first, end), dim=-1).int()
 
@@ -181,10 +178,9 @@ def _blocked_attention(
     seed: torch.Tensor,
     decay: Decay | None,
 ) -> torch.Tensor:
-    """Computes attention in plain torch, for machines without a C++ compiler.
+    """Computes attention in plain torch, block by block, for machines without a C++ compiler.
 
-    Each block of queries is multiplied with only the keys that it may see. This is twice as fast as
-    F.scaled_dot_product_attention, whose backward pass on a CPU also computes masked scores.
+    It is twice as fast as F.scaled_dot_product_attention, whose backward pass on a CPU also computes masked scores.
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:

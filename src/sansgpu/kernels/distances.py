@@ -59,10 +59,7 @@ class Decay:
         entries: torch.Tensor,
         table_grad: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the gradient of the scores (B, H, T, S), given that of the decayed scores.
-
-        Adds the gradient of the table to `table_grad` (H, M).
-        """
+        """Returns the gradient of scores from that of decayed scores; adds the table's to `table_grad` (H, M)."""
         entries_grad = grad if self.added else grad * scores
         index = distances.flatten().expand(len(table_grad), -1)
         table_grad.scatter_add_(1, index, entries_grad.transpose(0, 1).flatten(1))

@@ -16,8 +16,7 @@ _library.define("dropout(Tensor x, float p, Tensor seed) -> Tensor")
 def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Computes F.dropout, seeded from torch's generator; x of any shape.
 
-    torch draws one number at a time, compiled or not, which takes longer than a transformer block's norms and
-    activations.
+    torch draws one number at a time, compiled or not, which takes longer than the norms and activations of a block.
     """
     if not training or p == 0:
         return x

@@ -25,10 +25,10 @@ _library.define(
 
 
 def dynamic_map(signed: bool) -> torch.Tensor:
-    """Returns the 256 values of the dynamic tree map, sorted, fp32.
+    """Returns the 256 values of the dynamic tree map, sorted, fp32: 0, 1 and midpoints of equal cells in each decade.
 
-    These are 0, 1 and the midpoints of equal cells in each decade below 1. The lowest decade has 1 cell if signed and 2
-    if unsigned; each higher decade has twice as many. A signed map also contains the negatives of the midpoints.
+    The lowest decade has 1 cell if signed, else 2; each higher one has twice as many. A signed map also has the
+    negatives of the midpoints.
     """
     values = [0.0]
     for decade in range(DECADES):

@@ -33,10 +33,7 @@ def use_our_attention(model: PreTrainedModel) -> bool:
 
 
 def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
-    """Converts a boolean mask (B, 1, T, S) to key ranges (B, T, 2) int32, [first, end).
-
-    Returns None if the visible keys of some query are not contiguous.
-    """
+    """Converts a mask (B, 1, T, S) to key ranges (B, T, 2) int32; None if visible keys are not contiguous."""
     if mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
     visible = mask[:, 0].int()

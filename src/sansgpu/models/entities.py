@@ -41,8 +41,8 @@ class EntityTable(nn.Module):
     def tails(self, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
         """Predicts tail vectors (M, D) fp32 from head vectors (M, D) and relations (M,).
 
-        Its dot product with an entity vector is the score of ComplEx (arXiv 1606.06357), except for the LayerNorm. It
-        can memorize single triples, and those of symmetric relations in both directions.
+        Its dot product with an entity vector is the score of ComplEx (arXiv 1606.06357), except for the LayerNorm. This
+        score can memorize single triples, and those of symmetric relations in both directions.
         """
         with torch.autocast(heads.device.type, enabled=False):
             real, imaginary = heads.float().chunk(2, dim=1)

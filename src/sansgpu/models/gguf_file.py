@@ -62,7 +62,7 @@ class About:
 
 
 def is_gguf(target: str) -> bool:
-    """Returns True for a file, and for a name in .gguf that is no folder. Raises ConfigError for a pipe or device."""
+    """Returns True for a file, or a .gguf name that is not a folder. Raises ConfigError for a pipe or device."""
     path = Path(target).expanduser()
     require_ordinary(path)
     return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
@@ -194,7 +194,7 @@ class GGUFFile:
 
 @lru_cache(maxsize=1)
 def _open_cached(path: Path, mtime_ns: int, size: int) -> GGUFFile:
-    """Caches the last file, as parsing a vocabulary of a hundred thousand tokens takes seconds."""
+    """Opens a file and caches it, because parsing a vocabulary of a hundred thousand tokens takes seconds."""
     return GGUFFile(path)
 
 

@@ -94,10 +94,7 @@ class SpanBoundary(nn.Module):
         self.first_norm, self.second_norm = (nn.LayerNorm(width, eps=NORM_EPS) for _ in range(2))
 
     def forward(self, before: torch.Tensor, behind: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns (M, D) for each masked token.
-
-        before, behind (M, D): the states before and after its span; offsets (M,): its position in the span.
-        """
+        """Combines the states before and after each masked token's span (M, D) and its offset (M,) into (M, D)."""
         x = torch.cat((before, behind, embed(offsets[None], self.offset.weight)[0]), dim=-1)
         x = self.first_norm(F.gelu(self.first(x)))
         out: torch.Tensor = self.second_norm(F.gelu(self.second(x)))
@@ -140,10 +137,7 @@ class GraphEncoder(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """Draws weights from N(0, INIT_STD) and sets biases to zero.
-
-        Attention projections follow Glorot and Bengio (2010), with q, k and v scaled by 1 / sqrt(2).
-        """
+        """Draws N(0, INIT_STD); attention follows Glorot and Bengio (2010), with q, k and v scaled by 1 / sqrt(2)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0 if name.endswith("norm.weight") or name == "decay_center" else 0.0)

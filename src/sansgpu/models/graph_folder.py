@@ -1,7 +1,6 @@
-"""Saves and loads graph encoders as folders, in BERT's layout if possible, otherwise in our own.
+"""Saves graph encoders as folders, in BERT's layout if possible, otherwise in our own, and loads the latter.
 
-BERT's layout needs plain text, learned positions, normalized embeddings and no decay; transformers loads it with equal
-logits. Our own layout has the same files.
+BERT's layout requires plain text, learned positions, normalized embeddings and no decay. transformers can load it.
 """
 
 from __future__ import annotations

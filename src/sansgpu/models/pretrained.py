@@ -112,7 +112,7 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedMode
     if missing or info["mismatched_keys"]:
         first = missing[0] if missing else str(sorted(info["mismatched_keys"])[0])
         raise ConfigError(
-            f"{model.name_or_path}: the weights do not match config.json; first missing or mismatched is {first}."
+            f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has another shape."
         )
     return prepared_for_training(loaded, model)
 
@@ -155,8 +155,7 @@ def prepared_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTra
     if model.gradient_checkpointing:
         if not loaded.supports_gradient_checkpointing:
             raise ConfigError(
-                f"{model.name_or_path} does not support gradient checkpointing; set model.gradient_checkpointing to "
-                "false."
+                f"{model.name_or_path} does not support gradient checkpointing; set model.gradient_checkpointing=false."
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its new name is missing in some transformers 5 releases
@@ -169,10 +168,7 @@ def prepared_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTra
 
 
 def with_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
-    """Wraps a model in a trainable LoRA or DoRA adapter with peft (arXiv 2106.09685, 2402.09353).
-
-    The head of a question answering model is trained as well.
-    """
+    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353); a QA head is trained, too."""
     from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
 
     heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not _is_inside(loaded, name)}

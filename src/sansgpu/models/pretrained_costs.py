@@ -119,10 +119,7 @@ def parameters_by_part(shape: PretrainedShape) -> dict[str, int]:
 def pretrained_memory(
     shape: PretrainedShape, model: ModelConfig, tokens: int, how: Execution, masters: str, state: str
 ) -> Memory:
-    """Estimates peak memory of a step with micro-batches of `tokens`, in bytes.
-
-    `benchmarks.memory` compares it with real runs.
-    """
+    """Estimates peak memory of a step in bytes; `tokens` per micro-batch. `benchmarks.memory` compares real runs."""
     compute, summed = COMPUTE[how.precision], how.accumulation > 1
     frozen, trained, matrices = shape.total - shape.trained, shape.trained, shape.trained_matrices
     width, inner = _SAVED_BYTES[how.precision]

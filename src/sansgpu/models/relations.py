@@ -36,7 +36,7 @@ class RelationFusion(nn.Module):
         self.attention = Table(relations + 1, 2 * width)  # a_r
 
     def forward(self, x: torch.Tensor, triples: torch.Tensor) -> torch.Tensor:
-        """Returns embeddings (N, D) with the fused tails, for embeddings x (N, D).
+        """Fuses heads into tails: embeddings (N, D) -> (N, D).
 
         triples (M, 5): relation, first node and token count of the head, first node and token count of the tail.
         """

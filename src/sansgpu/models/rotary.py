@@ -13,7 +13,7 @@ from torch import nn
 
 
 class LengthDependentRotary:
-    """The length-dependent rotary embeddings of a model; false if it has none, like most models."""
+    """The length-dependent rotary embeddings of a model. Evaluates to False if it has none, as most models."""
 
     def __init__(self, model: nn.Module) -> None:
         modules: list[Any] = [
@@ -29,7 +29,7 @@ class LengthDependentRotary:
 
     @property
     def unscaled(self) -> int | None:
-        """The largest length at which frequencies do not depend on length; None if they never do."""
+        """The number of tokens up to which frequencies do not depend on length; None if they never do."""
         return min(self._growing + self._switching, default=None)
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:

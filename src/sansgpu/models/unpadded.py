@@ -56,10 +56,7 @@ class UnpaddedModel:
     def inputs(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], Flat]:
-        """Returns the model's inputs, and a function that maps its outputs to one row per token.
-
-        tokens and types (N,); lengths (B,).
-        """
+        """Returns the model's inputs, and a function that maps outputs to a row per token; tokens and types (N,)."""
         examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         positions = torch.arange(len(tokens), device=tokens.device) - (lengths.cumsum(0) - lengths)[examples]
         if self.packs:
@@ -249,10 +246,7 @@ def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
-    """Returns True if logits are the last hidden states times the output embedding, softcapped.
-
-    Some models scale or shift them.
-    """
+    """Returns True if logits are last hidden states times output embedding, softcapped; some models scale or shift."""
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         return False

@@ -25,15 +25,7 @@ def readable_weights(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (
-        SafetensorError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
+    except UNREADABLE as error:
         reason = cut(" ".join(str(error).split())).removesuffix(".")
         raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
 

@@ -1,5 +1,4 @@
-// Computes losses from logits and overwrites the logits with their gradients; kernels/cross_entropy.py has the
-// reference.
+// Computes losses and overwrites logits with their gradients; kernels/cross_entropy.py has the reference.
 //
 // N tokens, V vocabulary. A row of logits and its exponentials stay in L2 cache between maximum, sum and gradient.
 

@@ -103,8 +103,7 @@ class Blocks final : public Memory {
   std::unordered_map<void*, size_t> used_;
 };
 
-// Cuts blocks from large regions. Each takes the smallest free piece that fits; freed blocks merge with adjacent free
-// pieces.
+// Cuts blocks from large regions, best fit first. Freed blocks merge with adjacent free pieces.
 class Regions final : public Memory {
  public:
   void* take(size_t bytes) override {

@@ -1,5 +1,4 @@
-// Code shared by the kernels: matmuls of tiles that stay in cache, their packing, reductions, dropout and a vectorizable
-// exp.
+// Code shared by the kernels: matmuls of tiles in cache, packing, reductions, dropout and a vectorizable exp.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>

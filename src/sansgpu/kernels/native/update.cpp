@@ -60,8 +60,7 @@ double squared_norm(const at::Tensor& tensor) {
   return total;
 }
 
-// Gives 32 random bits for each element of a tensor. They depend only on the seed and the element's index, not on the
-// number of threads.
+// Gives 32 random bits for each element of a tensor, which depend only on the seed and the index of the element.
 struct Random {
   uint32_t key;
   explicit Random(int64_t seed)
@@ -123,8 +122,7 @@ void with_types(const at::Tensor& weight, const at::Tensor& grad, const std::opt
   weight.scalar_type() == at::kBFloat16 ? typed(weight.data_ptr<bf16>()) : typed(weight.data_ptr<float>());
 }
 
-// Works in blocks of fixed size: the scalar remainder of a vectorized loop rounds differently, and its place must not
-// depend on the number of threads.
+// Works in blocks of fixed size: scalar remainders of vectorized loops round differently and must not depend on threads.
 void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor& second, const at::Tensor& grad,
             const std::optional<at::Tensor>& working, double lr, double beta1, double beta2, double eps, double decay,
             int64_t step, double scale, int64_t seed) {
@@ -197,8 +195,7 @@ inline float largest(const float* x, int64_t count) {
   return y;
 }
 
-// Writes the codes of one block and returns their scale. A scale whose inverse would overflow becomes 0; a value that
-// is not finite spoils the whole block.
+// Writes the codes of one block and returns their scale, 0 if its inverse overflows. NaN or infinity spoils the block.
 template <uint8_t (*code)(float)>
 float quantise(const float* from, uint8_t* codes, int64_t count) {
   const float scale = largest(from, count);
