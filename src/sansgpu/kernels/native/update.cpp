@@ -122,7 +122,7 @@ void with_types(const at::Tensor& weight, const at::Tensor& grad, const std::opt
   weight.scalar_type() == at::kBFloat16 ? typed(weight.data_ptr<bf16>()) : typed(weight.data_ptr<float>());
 }
 
-// Works in blocks of fixed size: scalar remainders of vectorized loops round differently and must not depend on threads.
+// Uses blocks of fixed size: scalar remainders of vectorized loops round differently and must not depend on threads.
 void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor& second, const at::Tensor& grad,
             const std::optional<at::Tensor>& working, double lr, double beta1, double beta2, double eps, double decay,
             int64_t step, double scale, int64_t seed) {
@@ -149,7 +149,7 @@ constexpr int DECADES = 7;
 // Finds the nearest code without a search: within a decade the map is linear, and value number `place` is the midpoint
 // of [place, place + 1) of x * slope + offset. The lowest decade has `lowest` values, each higher one twice as many.
 struct Places {
-  float edge[DECADES], slope[DECADES], offset[DECADES], one;  // edges and `one` are midpoints between neighboring values
+  float edge[DECADES], slope[DECADES], offset[DECADES], one;  // edges and `one` are midpoints between neighbors
   constexpr explicit Places(int lowest) : edge(), slope(), offset(), one() {
     double unit = 1e-6, count = lowest;
     for (int d = 0; d < DECADES; ++d, unit *= 10, count *= 2) {
