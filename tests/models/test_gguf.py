@@ -1,4 +1,4 @@
-"""GGUF files come back as they were written, within what their numbers hold; what is none, or torn, is refused."""
+"""GGUF files are read back as written, up to the precision of their encoding; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def rewritten(source: Path, path: Path, leave_out: str = "", architecture: str = "qwen3", **more: object) -> Path:
-    """A file without a tensor or a key, of another architecture, or with another tensor."""
+    """Rewrites a file without a tensor or key, with another architecture, or with an additional tensor."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, architecture)
     for name, field in reader.fields.items():
         if name not in ("general.architecture", leave_out) and not name.startswith("GGUF."):
