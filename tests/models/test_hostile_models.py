@@ -187,7 +187,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "prefix": ({"model": {"continuing_subword_prefix": "##"}}, "slice index"),
     "id": ({"model": {"vocab": {"zz": 4294967295}}}, "would need 4,294,967,296 rows"),
     "type": ({"normalizer": {"type": "Nothing"}}, "did not match"),
-    "version": ({"version": 5}, "no tokenizer"),
+    "version": ({"version": 5}, "is not a usable tokenizer"),
 }
 
 
