@@ -136,7 +136,7 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         ((plain, *as_gguf, "--snapshot", "9999"), "9999"),
         ((plain / "final", *as_gguf), "is no run"),
         ((home / "relu", *as_gguf), "this model has relu; use --format hf"),
-        ((home / "gemma", *as_gguf), "is of architecture gemma"),
+        ((home / "gemma", *as_gguf), "this model has the architecture gemma"),
         ((tmp_path / "qa", *as_gguf), "is of task qa; --format gguf takes decoders"),
         ((tmp_path / "graph", *as_gguf), "is of task graph; --format gguf takes decoders"),
     ]:
@@ -148,7 +148,11 @@ def test_a_file_that_is_no_model_is_refused_by_every_command(home: Path, capsys:
     file = Path(said(capsys, "export", home / "plain", "--format", "gguf").strip())
     (tmp_path / "torn.gguf").write_bytes(file.read_bytes()[:-5000])
     (tmp_path / "notes.txt").write_text("no model")
-    for name, sentence in [("torn.gguf", "is torn"), ("notes.txt", "is no GGUF"), ("none.gguf", "does not exist")]:
+    for name, sentence in [
+        ("torn.gguf", "is a damaged GGUF"),
+        ("notes.txt", "is not a GGUF"),
+        ("none.gguf", "does not exist"),
+    ]:
         target = tmp_path / name
         assert sentence in refused(capsys, "generate", target, "--prompt", "a")
         assert sentence in refused(capsys, "chat", target, "--prompt", "a")

@@ -1,4 +1,4 @@
-"""What tests of kernels share."""
+"""Fixtures for tests of kernels."""
 
 import ctypes
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ M_PERTURB = -6  # malloc.h
 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test with compiled kernels and without."""
+    """Runs each test with the C++ kernels and with plain torch."""
     if request.param == "native" and not native.available():
         pytest.skip("no C++ compiler here")
     monkeypatch.setattr(native, "_loaded", request.param == "native")
@@ -21,9 +21,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Fill allocated memory with 3.4e38, in fp32 and bf16 alike, so that no kernel can return or use what it has not
-    written. glibc alone can do so.
-    """
+    """Fills allocated memory with 3.4e38 (fp32 and bf16), so that uninitialized values show. Needs glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield

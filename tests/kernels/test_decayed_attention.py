@@ -1,4 +1,4 @@
-"""Attention that decays by distance in graphs: distances against a search, kernels against plain float64 code."""
+"""Attention with decay by distance in graphs: distances against a search, kernels against plain float64 code."""
 
 from collections import deque
 from functools import partial
@@ -19,7 +19,7 @@ APART = 1000  # roots between two graphs of one row: no table reaches so far
 
 
 def steps_from(start: tuple[int, int], roots: int, leaves: int) -> dict[tuple[int, int], int]:
-    """Edges from one node of the whole graph to every other, by breadth-first search."""
+    """Returns distances from one node of the whole graph to all others, by breadth-first search."""
     steps, waiting = {start: 0}, deque([start])
     while waiting:
         root, slot = here = waiting.popleft()
@@ -47,7 +47,7 @@ def test_distances_are_the_edges_of_the_shortest_way(roots: int, leaves: int, da
 
 
 def random_row(graphs: int, roots: int, slots: int, generator: torch.Generator) -> tuple[list[list[int]], list[int]]:
-    """Nodes of several graphs, each in any order and with any leaves, and which graph each belongs to."""
+    """Draws nodes of several graphs, in any order and with any leaves, and the graph of each node."""
     nodes, documents = [], []
     for graph in range(graphs):
         leaf = torch.rand(roots, slots, generator=generator) < torch.rand((), generator=generator)
@@ -61,7 +61,7 @@ def random_row(graphs: int, roots: int, slots: int, generator: torch.Generator) 
 def random_graphs(
     batch: int, graphs: int, roots: int, slots: int, causal: bool, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nodes (B, T, 2) and ranges (B, T, 2); behind the shorter rows stand queries that see nothing."""
+    """Returns nodes (B, T, 2) and ranges (B, T, 2); shorter rows are padded with queries that see no key."""
     rows = [random_row(graphs, roots, slots, generator) for _ in range(batch)]
     longest = max(len(nodes) for nodes, _ in rows)
     nodes = torch.tensor([nodes + [[0, 0]] * (longest - len(nodes)) for nodes, _ in rows], dtype=torch.int32)
@@ -73,7 +73,7 @@ def random_graphs(
 def random_inputs(
     batch: int, heads: int, kv_heads: int, time: int, dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """q, k, v."""
+    """Returns q, k and v."""
     shapes = [(batch, count, time, dim) for count in (heads, kv_heads, kv_heads)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
@@ -86,7 +86,7 @@ def by_hand(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, nodes: torch.Tensor, table: torch.Tensor,
     added: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The definition, query by query over the keys in its range."""
+    """Computes attention by its definition, query by query over the keys in range."""
     rows = []
     for b, example_ranges in enumerate(ranges.tolist()):
         for i, (first, end) in enumerate(example_ranges):
@@ -119,7 +119,7 @@ def assert_exact(
     leaves: list[torch.Tensor], ranges: torch.Tensor, nodes: torch.Tensor, added: bool, weight: torch.Tensor,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Output and gradients of q, k, v and the table are those of the reference in float64."""
+    """Compares output and gradients of q, k, v and the table with the reference in float64."""
     ours = with_gradients(leaves, lambda q, k, v, t: attention(q, k, v, ranges, 0.0, Decay(nodes, t, added)), weight)
     exact = with_gradients(
         [t.double() for t in leaves],
@@ -262,7 +262,7 @@ def test_it_compiles_for_any_length(kernels: str, added: bool) -> None:
     def block(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor, ranges: torch.Tensor, nodes: torch.Tensor
     ) -> torch.Tensor:
-        """With a table from learned parameters, as models have."""
+        """Attends with a table computed from learned parameters, as in models."""
         table = 0.6 ** torch.nn.functional.gelu((torch.arange(14) + 1.0).sqrt() - p[:, None])
         return attention(q * 2, k, v, ranges, 0.0, Decay(nodes, table, added)) * 0.5
 

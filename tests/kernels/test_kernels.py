@@ -20,7 +20,7 @@ RANDOM = settings(deadline=None, max_examples=40, suppress_health_check=[HealthC
 
 
 def with_gradients(tensors: list[torch.Tensor], function: object, weight: torch.Tensor) -> list[torch.Tensor]:
-    """The function's value and the gradient of its weighted sum in each tensor."""
+    """Returns the function's value and the gradient of its weighted sum for each tensor."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     value = function(*leaves)  # type: ignore[operator]
     (value * weight.to(value.dtype)).sum().backward()

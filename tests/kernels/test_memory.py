@@ -1,4 +1,4 @@
-"""The allocator of large tensors: nothing overlaps, what is freed is used again, and joined again where sizes vary."""
+"""The allocator of large tensors: blocks do not overlap, freed ones are reused, and merge if sizes vary."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""AdamW with bf16 weights and with moments of 8 bits, against float64; compiled C++ and plain torch."""
+"""AdamW with bf16 weights and with 8-bit moments, against float64; C++ and plain torch."""
 
 import math
 from collections.abc import Callable
@@ -26,14 +26,14 @@ def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
 
 
 def spread(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Numbers of many magnitudes, some of them zero."""
+    """Draws values of many magnitudes, some of them zero."""
     return normal(shape, seed) * torch.exp(3 * normal(shape, seed + 1)) * (normal(shape, seed + 2) < 1.5)
 
 
 def exact_step(
     weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, step: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weight and moments after it, in float64."""
+    """Returns weight and moments after a step, in float64."""
     gradient = gradient.double() * SCALE
     first = BETA1 * first.double() + (1 - BETA1) * gradient
     second = BETA2 * second.double() + (1 - BETA2) * gradient**2
@@ -42,7 +42,7 @@ def exact_step(
 
 
 def unit(exact: torch.Tensor) -> torch.Tensor:
-    """The distance of the two bf16 numbers around each."""
+    """Returns the distance between the two bf16 values around each value."""
     return torch.exp2(exact.abs().log2().floor() - 7)
 
 
@@ -180,7 +180,7 @@ def test_blocks_of_zeros_are_exact(signed: bool) -> None:
 
 
 def assert_quantised(ours: tuple[torch.Tensor, torch.Tensor], exact: torch.Tensor, signed: bool) -> None:
-    """The codes of `exact`, but for neighbours where it lies between the two."""
+    """Checks codes against those of `exact`; neighbors are allowed if `exact` is between the two."""
     codes, scales = quantise(exact, signed)
     torch.testing.assert_close(ours[1], scales, rtol=1e-5, atol=0)
     apart = (ours[0].int() - codes.int() + 128 & 255) - 128
@@ -220,7 +220,7 @@ def test_adamw8_is_adamw_of_what_its_codes_say(
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_compiled_code_finds_the_same_codes(kernels: str, signed: bool) -> None:
-    """At and around every place where the nearest code changes: a step whose moments become these numbers."""
+    """Runs a step whose moments become values at and around every boundary between two codes."""
     middles = ((MAPS[signed][1:] + MAPS[signed][:-1]) / 2).double()
     values = torch.cat([torch.ones(1).double(), MAPS[signed].double(), *(middles * (1 + e) for e in (-1e-4, 1e-4))])
     values = torch.cat([torch.cat([values[:1], part]) for part in values.split(BLOCK - 1)])  # each block has its 1
@@ -257,7 +257,7 @@ def test_steps_stay_bounded_whatever_shares_a_block(kernels: str, betas: tuple[f
 
 
 def regression_loss(update: Callable[[torch.Tensor, torch.Tensor, int], None], dtype: torch.dtype) -> float:
-    """Of 200 steps on noisy linear data, started from zero."""
+    """Returns the loss after 200 steps on noisy linear data, starting from zero."""
     inputs, truth = normal((400, 60), 0), normal((60, 9), 1) / 8
     targets = inputs @ truth + 0.1 * normal((400, 9), 2)
     weight = torch.zeros(60, 9, dtype=dtype)

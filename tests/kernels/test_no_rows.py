@@ -1,6 +1,6 @@
-"""Kernels given no rows return zeros, forward and backward; conftest fills new memory with large numbers.
+"""Kernels return zeros for inputs without rows, forward and backward; conftest fills new memory with large values.
 
-A process has such inputs where its share of a batch predicts nothing.
+A rank has such inputs if its share of a batch has no targets.
 """
 
 import pytest
@@ -31,7 +31,7 @@ def assert_zero_gradients(*leaves: torch.Tensor) -> None:
 
 @pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
 def test_new_memory_is_poisoned() -> None:
-    """Otherwise the tests below could pass by luck."""
+    """Without this the tests below could pass by luck."""
     if torch.ones(1).new_empty(3, 5).eq(0).all():
         pytest.skip("this C library cannot fill new memory")
     assert (torch.empty(200, 70) > 1e38).all()

@@ -1,4 +1,4 @@
-"""GGUF files of small models: of our layouts, and of the architectures that fine-tuning goes on from."""
+"""GGUF files of small models, in our layouts and in the architectures supported for fine-tuning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_ours(path: Path, model: TransformerLM, kind: GGUFType, tokenizer: Toke
 
 
 def base(folder: Path, name: str) -> tuple[PreTrainedModel, Any]:
-    """A model of transformers whose weights matter, and its tokenizer."""
+    """Returns a transformers model with weights large enough to matter, and its tokenizer."""
     architecture, changes = BASES[name]
     given = ModelConfig(name_or_path=str(make_folder(folder, architecture, **changes)))
     model = load_pretrained(given, "causal", 0).eval()
@@ -66,7 +66,7 @@ def write_base(path: Path, model: PreTrainedModel, tokenizer: Any, kind: GGUFTyp
 
 @torch.no_grad()
 def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
-    """(T, V), of our model or one of transformers."""
+    """Returns the logits (T, V) of our model or a transformers model."""
     out = model(torch.tensor([ids]))
     logits: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
     return logits[0]

@@ -1,4 +1,4 @@
-"""What a real block keeps for its backward pass."""
+"""Measures the bytes that a block saves for its backward pass."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,9 +13,9 @@ from sansgpu.train.optim import Optimizer
 def kept_bytes_of(
     model: nn.Module, how: Execution, prepare: Callable[[], tuple[Callable[[], torch.Tensor], Iterable[torch.Tensor]]]
 ) -> int:
-    """Bytes of all storages that are kept, and of the output.
+    """Returns the bytes of all saved storages and the output.
 
-    `prepare`, called with the weights as they are trained, gives a pass and the inputs, which do not count.
+    `prepare` returns a forward pass and its inputs, which do not count; it is called after the weights are cast.
     """
     dtype = torch.bfloat16 if how.precision == "bf16" else torch.float32
     optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), dtype)

@@ -1,4 +1,4 @@
-"""A GGUF file as llama.cpp reads it, through its C interface: the `Llama` class cannot leave out repacked weights."""
+"""Runs GGUF files in llama.cpp through its C interface, as the `Llama` class cannot disable repacked weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class LlamaFile:
-    """Tokens and logits of a file. Weights stay as they are stored: kernels for AMX crash on some virtual machines."""
+    """Tokens and logits of a file. Weights are not repacked, as llama.cpp's AMX kernels crash on some VMs."""
 
     def __init__(self, path: Path, context: int = 0) -> None:
         import llama_cpp
@@ -27,7 +27,7 @@ class LlamaFile:
         self._context = context
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text; with `special`, with what is put before it."""
+        """Returns the ids of a text; with `special`, including leading special tokens."""
         raw = text.encode()
         ids = (ctypes.c_int32 * (len(raw) + 2))()
         count = self._api.llama_tokenize(self._vocabulary, raw, len(raw), ids, len(ids), special, False)
@@ -35,7 +35,7 @@ class LlamaFile:
         return list(ids[:count])
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """Logits behind every token, (T, V), with keys and values kept in f32."""
+        """Returns the logits after every token, (T, V), with an f32 key-value cache."""
         api = self._api
         settings = api.llama_context_default_params()
         settings.n_ctx = settings.n_batch = settings.n_ubatch = len(ids)

@@ -24,7 +24,7 @@ def config_of(layout: str, **changes: object) -> ModelConfig:
 
 
 def model_of(layout: str, seed: int = 0, **changes: object) -> TransformerLM:
-    """In evaluation, with weights moved off their initial zeros."""
+    """Returns a model in evaluation mode, with noise added to all weights."""
     model = TransformerLM(config_of(layout, **changes), seed).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Models of transformers with our attention compute what they compute with their own."""
+"""transformers models compute the same with our attention kernel as with SDPA."""
 
 from pathlib import Path
 

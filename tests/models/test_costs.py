@@ -1,4 +1,4 @@
-"""What a decoder is said to cost is what it costs."""
+"""Estimated costs of a decoder match real models."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The decoder: what it sees, what it learns from, what it costs."""
+"""The decoder: masking, losses, compilation and initialization."""
 
 from pathlib import Path
 

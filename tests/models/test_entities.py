@@ -1,4 +1,4 @@
-"""Entities' vectors, held to plain loops in float64."""
+"""Entity vectors, compared with plain loops in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: others compute the same from ours, and we from theirs, or leave it to them."""
+"""Hugging Face folders: transformers and our decoder load each other's folders with equal logits."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def configuration_of(settings: dict[str, object]) -> transformers.PretrainedConf
 
 
 def theirs_of(settings: dict[str, object]) -> transformers.PreTrainedModel:
-    """A model of transformers with weights that matter."""
+    """Returns a transformers model with weights large enough to matter."""
     model = AutoModelForCausalLM.from_config(configuration_of(settings)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

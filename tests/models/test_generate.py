@@ -1,4 +1,4 @@
-"""Sampling: what is drawn, when it ends, how it is shown."""
+"""Text generation: sampling, stopping and streaming."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ LIKELIEST = Sampling(temperature=0)
 
 
 def greedy(model: TransformerLM, ids: list[int], count: int) -> list[int]:
-    """Ids and the likeliest ones behind them, each from all that the context holds; when full, from its later half."""
+    """Continues ids greedily, recomputing the whole context for each token; keeps its newer half when it is full."""
     context = model.config.max_seq_len
     ids, held = list(ids), ids[-context:]
     for _ in range(count):
@@ -30,9 +30,9 @@ def greedy(model: TransformerLM, ids: list[int], count: int) -> list[int]:
 
 
 def writer_of(ids: list[int], end: int, vocabulary: int) -> TransformerLM:
-    """A model whose likeliest text is `ids`, all different, and then the end: each token's direction asks for the next.
+    """Returns a model whose likeliest text is `ids` (all different), then the end token.
 
-    A fresh model's blocks add nothing, so what the head sees is the last token's embedding alone.
+    The blocks of a new model add nothing, so the head sees only the embedding of the last token.
     """
     model = TransformerLM(config_of("modern", tie_embeddings=False, vocab_size=vocabulary), 0).eval()
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_generation_needs_no_dropout_and_leaves_the_model_in_the_mode_it_was_in(
 
 
 def reference_choices(logits: torch.Tensor, sampling: Sampling) -> dict[int, float]:
-    """Token -> probability, in plain words."""
+    """Computes token -> probability in plain Python."""
     weights = ((logits.double() / sampling.temperature) - logits.max() / sampling.temperature).exp().tolist()
     best = sorted(range(len(weights)), key=lambda token: -weights[token])
     best = best[: sampling.top_k] if sampling.top_k else best

@@ -1,4 +1,4 @@
-"""What a graph encoder is said to cost is what it costs."""
+"""Estimated costs of a graph encoder match real models."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The encoder of leafy chain graphs against a plain one, in the padded layout of the paper."""
+"""The graph encoder, compared with a plain one in the padded layout of the GraphMERT paper."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def shape(**changes: object) -> ModelConfig:
 
 
 def scaled(model: GraphEncoder) -> GraphEncoder:
-    """With weights large enough that everything matters."""
+    """Returns a model with weights large enough to matter."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -69,7 +69,7 @@ def logits(model: GraphEncoder, batch: GraphBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_without_its_empty_leaves_a_graph_gives_what_the_padded_one_gives(seed: int) -> None:
-    """Logits of real nodes, and gradients of every weight, against the plain model in float64."""
+    """Compares logits of real nodes and gradients of all weights with the plain model in float64."""
     config = shape()
     ours = scaled(GraphEncoder(config, seed))
     plain = PlainEncoder(config, ROOTS)

@@ -105,13 +105,13 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "thousands of layers": (change("config.json", num_hidden_layers=9000), "9000 layers, but 13 weights"),
     "a wide model": (change("config.json", hidden_size=1 << 50), "hidden_size is larger than 16,777,216"),
     "a long vocabulary": (change("config.json", vocab_size=1 << 50), "vocab_size is larger than 16,777,216"),
-    "a list for a number": (change("config.json", hidden_size=[64]), "config.json has a value of another type"),
+    "a list for a number": (change("config.json", hidden_size=[64]), "config.json has a value of an unexpected type"),
     "nested settings": (instead("config.json", "[" * 100_000), "config.json cannot be read"),
     "a list of settings": (instead("config.json", "[]"), "config.json holds a list"),
     "architectures": (change("config.json", architectures=5, model_type="none"), "model"),
     "an index that leaves the folder": (
         instead("model.safetensors.index.json", json.dumps({"weight_map": {"a": "../model.safetensors"}})),
-        "'../model.safetensors', which is no file of its folder",
+        "'../model.safetensors', which is not a file in its folder",
     ),
     "an index of a list": (instead("model.safetensors.index.json", "[1]"), "holds a list"),
     "a tokenizer's settings in a list": (instead("tokenizer_config.json", "[1]"), "holds a list"),
@@ -187,7 +187,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "prefix": ({"model": {"continuing_subword_prefix": "##"}}, "slice index"),
     "id": ({"model": {"vocab": {"zz": 4294967295}}}, "would need 4,294,967,296 rows"),
     "type": ({"normalizer": {"type": "Nothing"}}, "did not match"),
-    "version": ({"version": 5}, "no tokenizer"),
+    "version": ({"version": 5}, "is not a usable tokenizer"),
 }
 
 
@@ -308,7 +308,7 @@ FILES: dict[str, bytes] = {
 @pytest.mark.parametrize("damage", FILES)
 def test_counts_in_a_gguf_file_are_checked_before_anything_loops(tmp_path: Path, damage: str) -> None:
     (tmp_path / "model.gguf").write_bytes(FILES[damage])
-    assert_refused("is a GGUF file that is torn", "generate", tmp_path / "model.gguf", "--max-new-tokens", 2)
+    assert_refused("is a damaged GGUF file", "generate", tmp_path / "model.gguf", "--max-new-tokens", 2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""llama.cpp computes from our GGUF files what we do: the same tokens, and the same logits but for how it sums."""
+"""llama.cpp computes the same tokens and, up to rounding, the same logits from our GGUF files."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class CharTokenizer(Tokenizer):
 def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokenizer:
     """A tokenizer.json that was read from `source`. Raises ConfigError where it is none, or has no end of text."""
     if (flaw := tokenizer_flaw(text)) is not None:
-        raise ConfigError(f"{source} is no tokenizer that can be used: {flaw}.")
+        raise ConfigError(f"{source} is not a usable tokenizer: {flaw}.")
     try:
         return Tokenizer(Backend.from_str(text), end_of_text)
     except ConfigError as error:

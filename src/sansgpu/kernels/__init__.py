@@ -1,1 +1,1 @@
-"""What makes a step fast, each beside the plain code it is held to."""
+"""Fast CPU kernels, each with a plain reference implementation that tests compare it to."""

@@ -1,7 +1,7 @@
-"""Attention in which every query sees one range of keys: causal, bidirectional, packed documents and padding alike.
+"""Attention in which every query sees one contiguous range of keys.
 
-Between nodes of graphs, scores may depend on distance. B batch, T queries, S keys, H query heads, K key-value heads,
-d head dim.
+A range per query expresses causal and bidirectional attention, packed documents and padding. In graphs, a `Decay` makes
+scores depend on the distance between nodes. B batch, T queries, S keys, H query heads, K key-value heads, d head dim.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import native
-from sansgpu.kernels.distances import Decay as Decay  # for callers, too
+from sansgpu.kernels.distances import Decay as Decay  # re-exported
 
-ROWS = 128  # queries of a block in plain torch: fewer skip more of what the mask forbids, more make larger products
+ROWS = 128  # queries per block in plain torch: smaller blocks skip more masked scores, larger ones make larger matmuls
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define(
@@ -29,22 +29,22 @@ _library.define(
 
 
 def causal_ranges(document_ids: torch.Tensor) -> torch.Tensor:
-    """Which keys each token may see: the tokens before, of its own document. (B, T) -> (B, T, 2) int32, [first, end).
+    """Returns the key range [first, end) of each token under a causal mask: (B, T) -> (B, T, 2) int32.
 
-    A document is a run of equal ids. Made once a batch, used by every layer.
+    A token sees itself and the earlier tokens of its document. A document is a run of equal ids.
     """
-    position, first, _ = _runs(document_ids)
+    position, first, _ = _document_bounds(document_ids)
     return torch.stack((first, position + 1), dim=-1).int()
 
 
 def bidirectional_ranges(document_ids: torch.Tensor) -> torch.Tensor:
-    """The same for encoders: a token sees all of its document. Padding is a document of its own."""
-    _, first, end = _runs(document_ids)
+    """As `causal_ranges`, but a token sees its whole document. Padding must have a document id of its own."""
+    _, first, end = _document_bounds(document_ids)
     return torch.stack((first, end), dim=-1).int()
 
 
-def _runs(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every token: its position, its run's first position, and the position after its run's last, each (B, T)."""
+def _document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns each token's position, its document's first position and its document's end, each (B, T)."""
     batch, time = document_ids.shape
     position = torch.arange(time, device=document_ids.device).expand(batch, time)
     edge = torch.ones(batch, 1, dtype=torch.bool, device=document_ids.device)
@@ -55,7 +55,7 @@ def _runs(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def visible_keys(ranges: torch.Tensor, keys: int) -> torch.Tensor:
-    """(B, T, 2) -> (B, 1, T, S) bool: the ranges as a mask."""
+    """Converts key ranges (B, T, 2) to a boolean attention mask (B, 1, T, S)."""
     key = torch.arange(keys, device=ranges.device)
     return ((ranges[:, :, :1] <= key) & (key < ranges[:, :, 1:]))[:, None]
 
@@ -68,10 +68,10 @@ def reference_attention(
     kept: torch.Tensor | None = None,
     decay: Decay | None = None,
 ) -> torch.Tensor:
-    """Softmax(q k^T / sqrt(d)) v over the keys in range; zero for a query that sees none. Plain, slow, of any dtype.
+    """Computes softmax(q k^T / sqrt(d)) v over the keys in range, in any dtype. Queries without keys give zeros.
 
-    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2), `kept` (B, H, T, S) what dropout multiplies weights with;
-    `decay` changes scores before the softmax; returns (B, H, T, d).
+    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2); `kept` (B, H, T, S) is the scaled dropout mask of the
+    attention weights; `decay` changes scores before the softmax. Returns (B, H, T, d).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -91,45 +91,46 @@ def attention(
     dropout: float = 0.0,
     decay: Decay | None = None,
 ) -> torch.Tensor:
-    """`reference_attention`, with dropout of the weights drawn from torch's generator.
+    """Computes `reference_attention` with the fastest kernel available; dropout draws from torch's generator.
 
-    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d). IndexError where a query sees a
-    key farther away than `decay` has entries for.
+    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d). Raises IndexError if a query
+    sees a key at a distance for which `decay.table` has no entry.
     """
     if q.device.type != "cpu":
-        return _on_device(q, k, v, ranges, dropout, decay)
+        return _device_attention(q, k, v, ranges, dropout, decay)
     seed = torch.randint(1 << 31, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
     if native.available() and q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] % 2 == 0:
-        views = [_dense(t).transpose(1, 2) for t in (q, k, v)]
-        out, _ = torch.ops.sansgpu.attention_forward(*views, ranges.contiguous(), dropout, seed, *_graph(q, decay))
+        views = [_aligned(t).transpose(1, 2) for t in (q, k, v)]
+        decay_arguments = _decay_arguments(q, decay)
+        out, _ = torch.ops.sansgpu.attention_forward(*views, ranges.contiguous(), dropout, seed, *decay_arguments)
         return cast(torch.Tensor, out).transpose(1, 2)
-    # Said only to a compiler, as it is imported by being told.
-    blocked = torch.compiler.disable(_blocked) if torch.compiler.is_compiling() else _blocked
+    # Only while compiling: torch.compiler.disable imports the compiler.
+    blocked = torch.compiler.disable(_blocked_attention) if torch.compiler.is_compiling() else _blocked_attention
     return cast(torch.Tensor, blocked(q, k, v, ranges, dropout, seed, decay))
 
 
-def _on_device(
+def _device_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float, decay: Decay | None
 ) -> torch.Tensor:
-    """On anything but a CPU: torch's own attention, or, as that knows no decay, all scores at once."""
+    """Computes attention on devices other than the CPU: with SDPA, or with the reference if there is a decay."""
     if decay is None:
         return F.scaled_dot_product_attention(
             q, k, v, visible_keys(ranges, k.shape[2]), dropout, enable_gqa=q.shape[1] != k.shape[1]
         )
-    kept = F.dropout(q.new_ones((*q.shape[:3], k.shape[2])), dropout) if dropout else None
-    return reference_attention(q, k, v, ranges, kept, decay)
+    dropout_mask = F.dropout(q.new_ones((*q.shape[:3], k.shape[2])), dropout) if dropout else None
+    return reference_attention(q, k, v, ranges, dropout_mask, decay)
 
 
-def _graph(q: torch.Tensor, decay: Decay | None) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
-    """Nodes, table and kind of decay for the compiled kernel, which decays scores before it scales them."""
+def _decay_arguments(q: torch.Tensor, decay: Decay | None) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
+    """Returns (nodes, table, added) for the C++ kernel, which applies the decay before it divides scores by sqrt(d)."""
     if decay is None:
         return None, None, False
     table = decay.table.float() * (q.shape[-1] ** 0.5 if decay.added else 1.0)
     return decay.nodes.contiguous(), table.contiguous(), decay.added
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Heads that the kernel can step through: each row of d numbers in one piece, an even number apart."""
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Returns x, copied unless its last dimension is contiguous and its other strides are even, as the kernel needs."""
     aligned = x.stride(-1) == 1 and all(stride % 2 == 0 for stride in x.stride()[:-1])
     return x if aligned else x.contiguous()
 
@@ -149,14 +150,14 @@ def _backward_shapes(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), table_grad
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, ranges, ctx.dropout, seed, nodes, table, ctx.added = inputs
     ctx.save_for_backward(q, k, v, *output, ranges, seed, nodes, table)
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, ranges, seed, nodes, table = ctx.saved_tensors
-    grad_out = _dense(grad_out.to(q.dtype))
+    grad_out = _aligned(grad_out.to(q.dtype))
     *grads, table_grad = torch.ops.sansgpu.attention_backward(
         grad_out, q, k, v, out, lse, ranges, ctx.dropout, seed, nodes, table, ctx.added
     )
@@ -165,10 +166,10 @@ def _backward(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.
 
 torch.library.register_fake("sansgpu::attention_forward", _forward_shapes)
 torch.library.register_fake("sansgpu::attention_backward", _backward_shapes)
-torch.library.register_autograd("sansgpu::attention_forward", _backward, setup_context=_keep)
+torch.library.register_autograd("sansgpu::attention_forward", _backward, setup_context=_setup_context)
 
 
-def _blocked(
+def _blocked_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -177,21 +178,21 @@ def _blocked(
     seed: torch.Tensor,
     decay: Decay | None,
 ) -> torch.Tensor:
-    """Plain torch for machines without a compiler: blocks of queries, each against the keys that it may see.
+    """Computes attention in plain torch, block by block, for machines without a C++ compiler.
 
-    Twice as fast as F.scaled_dot_product_attention, whose backward pass on a CPU skips nothing.
+    It is twice as fast as F.scaled_dot_product_attention, whose backward pass on a CPU also computes masked scores.
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     table = None
     if decay is not None:
-        table = decay.table.to(_accurate(q))
+        table = decay.table.to(_accumulation_dtype(q))
         decay = replace(decay, table=table)
-    return cast(torch.Tensor, _Blocked.apply(q, k, v, ranges, dropout, seed, decay, table))
+    return cast(torch.Tensor, _BlockedAttention.apply(q, k, v, ranges, dropout, seed, decay, table))
 
 
-class _Blocked(torch.autograd.Function):
+class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -202,7 +203,7 @@ class _Blocked(torch.autograd.Function):
         dropout: float,
         seed: torch.Tensor,
         decay: Decay | None,
-        table: torch.Tensor | None,  # decay's, once more: gradients are of arguments
+        table: torch.Tensor | None,  # decay.table again: autograd returns gradients of tensor arguments only
     ) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int(seed))
         out = q.new_zeros(q.shape)
@@ -219,10 +220,10 @@ class _Blocked(torch.autograd.Function):
                 _, entries = decay.entries(visible, slice(start, stop), slice(low, high))
                 scores = decay.decayed(scores, entries)
             weights = torch.softmax(scores.masked_fill_(~visible, float("-inf")), dim=-1).nan_to_num_().to(q.dtype)
-            kept = _kept(weights, dropout, generator)
-            out[:, :, start:stop] = (weights if kept is None else weights * kept) @ v[:, :, low:high]
+            mask = _dropout_mask(weights, dropout, generator)
+            out[:, :, start:stop] = (weights if mask is None else weights * mask) @ v[:, :, low:high]
             blocks.append((start, stop, low, high))
-            saved += [weights] if kept is None else [weights, kept]
+            saved += [weights] if mask is None else [weights, mask]
         ctx.save_for_backward(q, k, v, ranges, *saved)
         ctx.blocks, ctx.with_dropout, ctx.decay = blocks, dropout > 0, decay
         return out
@@ -234,23 +235,23 @@ class _Blocked(torch.autograd.Function):
         table_grad = None if decay is None else torch.zeros_like(decay.table)
         grad_out = grad_outputs[0].to(q.dtype)
         q_grad = torch.zeros_like(q)
-        k_grad, v_grad = (torch.zeros_like(t, dtype=_accurate(t)) for t in (k, v))
+        k_grad, v_grad = (torch.zeros_like(t, dtype=_accumulation_dtype(t)) for t in (k, v))
         for index, (start, stop, low, high) in enumerate(ctx.blocks):
             weights = saved[2 * index if ctx.with_dropout else index]
-            kept = saved[2 * index + 1] if ctx.with_dropout else None
+            mask = saved[2 * index + 1] if ctx.with_dropout else None
             grad = grad_out[:, :, start:stop]
-            dropped = weights if kept is None else weights * kept
+            dropped = weights if mask is None else weights * mask
             v_grad[:, :, low:high] += dropped.transpose(-1, -2) @ grad
-            weight_grad = (grad @ v[:, :, low:high].transpose(-1, -2)).to(_accurate(q))
-            if kept is not None:
-                weight_grad.mul_(kept)
+            weight_grad = (grad @ v[:, :, low:high].transpose(-1, -2)).to(_accumulation_dtype(q))
+            if mask is not None:
+                weight_grad.mul_(mask)
             product = weight_grad.mul_(weights)
             score_grad = product.sub_(product.sum(-1, keepdim=True) * weights)
             if decay is not None and table_grad is not None:
                 visible = visible_keys(ranges[:, start:stop] - low, high - low)
-                found = decay.entries(visible, slice(start, stop), slice(low, high))
+                distances, entries = decay.entries(visible, slice(start, stop), slice(low, high))
                 scores = _scores(q[:, :, start:stop], k[:, :, low:high])
-                score_grad = decay.gradient(score_grad, scores, *found, table_grad)
+                score_grad = decay.gradient(score_grad, scores, distances, entries, table_grad)
             score_grad = score_grad.mul_(q.shape[-1] ** -0.5).to(q.dtype)
             q_grad[:, :, start:stop] = score_grad @ k[:, :, low:high]
             k_grad[:, :, low:high] += score_grad.transpose(-1, -2) @ q[:, :, start:stop]
@@ -258,15 +259,15 @@ class _Blocked(torch.autograd.Function):
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return (q @ k.transpose(-1, -2)).to(_accurate(q)).mul_(q.shape[-1] ** -0.5)
+    return (q @ k.transpose(-1, -2)).to(_accumulation_dtype(q)).mul_(q.shape[-1] ** -0.5)
 
 
-def _accurate(x: torch.Tensor) -> torch.dtype:
+def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _kept(weights: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor | None:
-    """What each weight is multiplied with: 0, or 1 over the share that is kept."""
+def _dropout_mask(weights: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor | None:
+    """Returns 0 or 1 / (1 - dropout) for each weight, or None without dropout."""
     if not dropout:
         return None
     draws = torch.rand(weights.shape, generator=generator)

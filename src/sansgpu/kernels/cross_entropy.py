@@ -1,4 +1,4 @@
-"""Head projection and cross-entropy in one pass that never holds all logits.
+"""Output projection and cross-entropy fused, so that the full (N, V) logits are never in memory.
 
 N tokens, D width, V vocabulary.
 """
@@ -13,7 +13,7 @@ import torch
 from sansgpu.kernels import native
 from sansgpu.kernels.update import add_product
 
-CHUNK_ROWS = 1024  # tokens at once: with fewer, adding each chunk to the (V, D) gradient outweighs the products
+CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define(
@@ -24,11 +24,11 @@ _library.define(
 
 @dataclass(frozen=True)
 class LossShape:
-    """What is added to plain cross-entropy."""
+    """Options of the cross-entropy loss; the defaults give plain cross-entropy."""
 
-    label_smoothing: float = 0.0  # share of each target spread over the vocabulary (arXiv 1512.00567)
-    z_loss: float = 0.0  # times log(sum(exp(logits)))^2, which keeps logits from drifting (arXiv 2204.02311)
-    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (arXiv 2408.00118); 0: they stay
+    label_smoothing: float = 0.0  # probability mass spread evenly over the vocabulary (arXiv 1512.00567)
+    z_loss: float = 0.0  # coefficient of log(sum(exp(logits)))^2, which keeps logits from drifting (arXiv 2204.02311)
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (arXiv 2408.00118); 0 disables it
 
 
 PLAIN = LossShape()
@@ -41,7 +41,7 @@ def reference_cross_entropy(
     shape: LossShape = PLAIN,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Summed loss of all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
+    """Computes the summed loss from all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
     kept = targets != ignore_index
     logits = hidden[kept] @ weight.T
     if shape.softcap:
@@ -60,10 +60,10 @@ def linear_cross_entropy(
     shape: LossShape = PLAIN,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """`reference_cross_entropy` in fp32, of the positions that have a target.
+    """Computes `reference_cross_entropy` chunk by chunk, skipping positions without a target.
 
-    Products run in the dtype of `hidden`, or autocast's where it is on; sums in fp32 (fp64 for fp64). Unless gradients
-    are disabled, they are computed in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989).
+    Matmuls run in the dtype of `hidden`, or in autocast's if enabled; sums run in fp32 (fp64 for fp64). Unless
+    gradients are disabled, the forward pass computes them as well, as in Liger Kernel (arXiv 2410.10989).
     """
     return _cross_entropy(hidden, weight, targets, shape, ignore_index, count=False)[0]
 
@@ -75,7 +75,7 @@ def linear_cross_entropy_and_hits(
     shape: LossShape = PLAIN,
     ignore_index: int = -100,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy`, and how many targets have the largest logit: () and () int64."""
+    """Returns `linear_cross_entropy` and the number of targets that have the largest logit: () and () int64."""
     return _cross_entropy(hidden, weight, targets, shape, ignore_index, count=True)
 
 
@@ -89,7 +89,7 @@ def _cross_entropy(
         kept = targets != ignore_index
         if not bool(kept.all()):
             hidden, targets = hidden[kept], targets[kept]
-        if not torch.is_grad_enabled():  # the function below would see only that the weight requires a gradient
+        if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
             hidden, weight = hidden.detach(), weight.detach()
         return cast(tuple[torch.Tensor, torch.Tensor], _LinearCrossEntropy.apply(hidden, weight, targets, shape, count))
 
@@ -106,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_grad: torch.Tensor | None = None
         total = torch.zeros((), dtype=accurate, device=hidden.device)
         hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        # One buffer for all chunks: large blocks that come and go leave holes in the heap.
+        # Chunks share one buffer: allocating and freeing large blocks would fragment the heap.
         buffer = hidden.new_empty(min(CHUNK_ROWS, len(hidden)), len(head))
         product = torch.empty_like(head) if of_weight and len(hidden) > CHUNK_ROWS else None
         for start in range(0, len(hidden), CHUNK_ROWS):
@@ -139,12 +139,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _losses(
     logits: torch.Tensor, targets: torch.Tensor, shape: LossShape, with_gradients: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss of each row, its gradient in the logits), which are overwritten."""
+    """Returns the loss of each row and the gradient of the logits, which are overwritten."""
     if native.available() and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):
         settings = (shape.label_smoothing, shape.z_loss, shape.softcap)
         return torch.ops.sansgpu.cross_entropy_(logits, targets, *settings, with_gradients), logits
     dtype, targets = logits.dtype, targets[:, None]
-    # In place throughout: a fresh copy of the logits costs more than the arithmetic.
+    # Operates in place: another copy of the logits costs more than the arithmetic.
     logits = logits.to(torch.promote_types(dtype, torch.float32))
     slope = None
     if shape.softcap:

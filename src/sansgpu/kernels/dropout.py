@@ -1,4 +1,4 @@
-"""Dropout whose randomness costs less than reading the numbers."""
+"""Dropout with a random mask that is cheaper to compute than the input is to read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _library.define("dropout(Tensor x, float p, Tensor seed) -> Tensor")
 
 
 def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
-    """F.dropout, its randomness drawn from torch's generator; x of any shape.
+    """Computes F.dropout, seeded from torch's generator; x of any shape.
 
-    torch draws one number at a time, compiled or not, which takes longer than a block's norms and activations.
+    torch draws one number at a time, compiled or not, which takes longer than the norms and activations of a block.
     """
     if not training or p == 0:
         return x
@@ -25,11 +25,11 @@ def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     return F.dropout(x, p)
 
 
-def _same_shape(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+def _output_shape(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: tuple[torch.Tensor, float, torch.Tensor], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, float, torch.Tensor], output: torch.Tensor) -> None:
     _, ctx.p, seed = inputs
     ctx.save_for_backward(seed)
 
@@ -38,5 +38,5 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return torch.ops.sansgpu.dropout(grad.contiguous(), ctx.p, ctx.saved_tensors[0]), None, None
 
 
-torch.library.register_fake("sansgpu::dropout", _same_shape)
-torch.library.register_autograd("sansgpu::dropout", _backward, setup_context=_keep)
+torch.library.register_fake("sansgpu::dropout", _output_shape)
+torch.library.register_autograd("sansgpu::dropout", _backward, setup_context=_setup_context)

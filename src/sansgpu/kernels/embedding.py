@@ -1,4 +1,4 @@
-"""Rows of a table. B batch, T time, D width, V rows of the table."""
+"""Embedding lookup. B batch, T time, D width, V rows of the table."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, cast
 
 import torch
 
-FEW = 8  # times as many rows as tokens: then a dense gradient is mostly zeros
+SPARSE_RATIO = 8  # rows of the table per token above which the gradient is sparse: a dense one would be mostly zeros
 
 
 def embed(indices: torch.Tensor, table: torch.Tensor, sparse: bool = False) -> torch.Tensor:
-    """Rows of `table` (V, D) at `indices` (B, T), in fp32 (B, T, D); gradients are summed in fp32 as well.
+    """Looks up rows of `table` (V, D) at `indices` (B, T); returns (B, T, D) fp32.
 
-    With `sparse` the gradient is a sparse tensor where most of it would be zeros.
-    A bf16 table through F.embedding would add up the gradient of a frequent token in bf16.
+    Gradients are summed in fp32, because F.embedding would sum those of a bf16 table in bf16. With `sparse` the
+    gradient is a sparse tensor if most of its rows would be zero.
     """
     return cast(torch.Tensor, _Embed.apply(indices, table, sparse))
 
@@ -22,7 +22,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: torch.Tensor, table: torch.Tensor, sparse: bool) -> torch.Tensor:
         ctx.save_for_backward(indices)
-        ctx.rows, ctx.sparse = len(table), sparse and len(table) > FEW * indices.numel()
+        ctx.rows, ctx.sparse = len(table), sparse and len(table) > SPARSE_RATIO * indices.numel()
         return table[indices].to(torch.promote_types(table.dtype, torch.float32))
 
     @staticmethod
@@ -30,8 +30,8 @@ class _Embed(torch.autograd.Function):
         (indices,) = ctx.saved_tensors
         grad = grad_outputs[0].contiguous()
         if ctx.sparse:
-            places, values = indices.expand(grad.shape[:-1]).reshape(1, -1), grad.flatten(0, -2)
+            rows, values = indices.expand(grad.shape[:-1]).reshape(1, -1), grad.flatten(0, -2)
             size = (ctx.rows, grad.shape[-1])
-            return None, torch.sparse_coo_tensor(places, values, size, check_invariants=False), None
+            return None, torch.sparse_coo_tensor(rows, values, size, check_invariants=False), None
         dense = torch.ops.aten.embedding_dense_backward(grad, indices.expand(grad.shape[:-1]), ctx.rows, -1, False)
         return None, dense, None

@@ -1,8 +1,8 @@
-"""C++ kernels, compiled for this processor once and then loaded. If that fails, plain torch does the work.
+"""Compiles the C++ kernels for this processor and loads them. If that fails, the plain torch code runs instead.
 
-Compilers vectorise the plain loops for what `-march=native` finds (AVX-512, AVX2, NEON); products of tiles are
-oneDNN's, which has AMX, AVX512_BF16, AVX-512 and AVX2 forms. The operators are declared in Python, beside what uses
-them; C++ adds their CPU form.
+The compiler vectorizes the plain loops for `-march=native` (AVX-512, AVX2, NEON). Matmuls of tiles call oneDNN, which
+supports AMX, AVX512_BF16, AVX-512 and AVX2. The Python module that uses an operator declares its schema; C++ registers
+its CPU implementation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sansgpu.machine.compiled import compiled_in, make_private, require_own_file
 
 SOURCES = Path(__file__).parent / "native"
 NAME = "sansgpu_kernels"
-# Reassociation lets sums vectorise; infinities must keep their meaning.
+# -ffast-math lets the compiler reorder sums to vectorize them; softmax needs infinities to work.
 FLAGS = ["-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-std=c++20"]
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-mprefer-vector-width=512")
@@ -28,15 +28,15 @@ _loaded = _amx = False
 
 
 def available() -> bool:
-    """Whether this process has the kernels."""
+    """Returns True if the kernels are loaded in this process."""
     return _loaded
 
 
 def keep_blocks(varying: bool = False) -> None:
-    """From now on, have large tensors' memory kept when it is freed and used again, in huge pages; see memory.cpp.
+    """Installs the caching allocator of memory.cpp, which reuses the memory of freed large tensors, in huge pages.
 
-    `varying` where tensors have other sizes at every step, and what is kept would become ever more.
-    `machine.allocator.give_back_memory` gives the kernel back what is free.
+    Set `varying` if tensor sizes change from step to step, so that the cache does not grow without bound.
+    `machine.allocator.give_back_memory` returns free memory to the operating system.
     """
     if _loaded:
         torch.ops.sansgpu.use_blocks(varying)
@@ -44,15 +44,15 @@ def keep_blocks(varying: bool = False) -> None:
 
 
 def has_amx() -> bool:
-    """Whether it has them on a processor whose bf16 products are AMX's. A plain flag, so that it can be compiled in."""
+    """Returns True if the kernels are loaded and bf16 matmuls use AMX. It reads flags that torch.compile can inline."""
     return _loaded and _amx
 
 
 def load(cache: Path) -> str | None:
-    """Load the kernels, compiling them first if `cache` has none for this processor and this torch.
+    """Loads the kernels, compiling them first if `cache` has none for this processor and torch version.
 
-    Libraries are read from the private folder of the cache alone (`machine.compiled`). Returns None, or the reason for
-    which plain torch does the work: no compiler, a processor without the instructions, a folder that others can write.
+    Loads libraries only from the private folder of the cache (see `machine.compiled`). Returns None, or the reason why
+    plain torch runs instead: no compiler, unsupported instructions, or a folder that other users can write to.
     """
     global _loaded, _amx
     if _loaded:
@@ -74,9 +74,9 @@ def _load(folder: Path) -> None:
             require_own_file(library)
             torch.ops.load_library(library)
             return
-        from torch.utils import cpp_extension  # slow to import, and needed once a machine
+        from torch.utils import cpp_extension  # slow to import, needed once per machine
 
-        (folder / "lock").unlink(missing_ok=True)  # cpp_extension's own, of a process that was killed
+        (folder / "lock").unlink(missing_ok=True)  # left by cpp_extension if its process was killed
         cpp_extension.load(
             NAME,
             [str(path) for path in sorted(SOURCES.glob("*.cpp"))],
@@ -89,7 +89,7 @@ def _load(folder: Path) -> None:
 
 
 def _key() -> str:
-    """Of all the compiled code depends on: sources, flags, torch, and what `native` stands for."""
+    """Returns a hash of everything the compiled code depends on: sources, flags, torch version and CPU features."""
     parts = [str(torch.__version__), *FLAGS, *(f"{k}={v}" for k, v in sorted(torch.cpu.get_capabilities().items()))]
     key = hashlib.sha256("\n".join(parts).encode())
     for path in sorted(SOURCES.iterdir()):

@@ -1,24 +1,24 @@
-"""Orthogonalisation of a matrix, Muon's core."""
+"""Orthogonalization of matrices, the core of the Muon optimizer."""
 
 from __future__ import annotations
 
 import torch
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest slope at 0 that stays near 1
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest slope at 0 with results near 1
 STEPS = 5
 
 
 def reference_orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """U V^T of the singular value decomposition, which the iteration approaches to within singular values 0.7-1.2."""
+    """Returns U V^T of the SVD. `orthogonalise` approximates it: its singular values are between 0.7 and 1.2."""
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     return torch.matmul(u, vh)
 
 
 def orthogonalise(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Newton-Schulz iteration on (N, rows, columns) in `dtype`, all matrices at once; returns the same shape.
+    """Orthogonalizes a batch of matrices (N, rows, columns) by Newton-Schulz iteration in `dtype`.
 
-    Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. In fp32 and up, long
-    matrices are iterated through their Gram matrix, which is smaller; in bf16 that loses the small singular values.
+    Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. In fp32 and fp64, long
+    matrices are iterated through their smaller Gram matrix; in bf16 that would lose the small singular values.
     """
     wide = matrices.shape[1] <= matrices.shape[2]
     x = matrices if wide else matrices.mT
@@ -37,7 +37,7 @@ def _iterate(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gram_polynomial(x: torch.Tensor) -> torch.Tensor:
-    """The matrix that all steps together multiply x with: each is a polynomial in x x^T, and these commute."""
+    """Returns the product of all steps. Each step is a polynomial in x x^T, so they commute."""
     a, b, c = COEFFICIENTS
     gram = torch.bmm(x, x.mT)
     total: torch.Tensor | None = None
@@ -51,6 +51,6 @@ def _gram_polynomial(x: torch.Tensor) -> torch.Tensor:
 
 
 def orthogonalise_flops(rows: int, columns: int) -> float:
-    """Of one matrix."""
+    """Returns the FLOPs to orthogonalize one matrix."""
     short, long = min(rows, columns), max(rows, columns)
     return STEPS * (4.0 * short**2 * long + 2.0 * short**3)

@@ -1,8 +1,8 @@
-"""AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv 2110.02861): blocks of numbers share one fp32 scale.
+"""AdamW with 8-bit moments, quantized in blocks that share one fp32 scale (Dettmers et al. 2021, arXiv 2110.02861).
 
-A moment is two tensors: codes (uint8, the weight's shape) and scales (fp32, one a block of the flattened weight, its
-largest absolute value). A code is a value's place in the sorted map, counted from that of zero, modulo 256; so
-memory of zeros is a moment of zeros.
+A moment is stored as two tensors: codes (uint8, the shape of the weight) and scales (fp32, the largest absolute value
+of each block of the flattened weight). A code is the index of a value in the sorted map, minus the index of zero,
+modulo 256, so that zeroed memory is a moment of zeros.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from sansgpu.kernels import native
 from sansgpu.kernels.update import adamw
 
-BLOCK = 256  # numbers a scale; native/update.cpp has it too
-DECADES = 7  # of magnitudes below the scale
+BLOCK = 256  # values per scale; must equal BLOCK in native/update.cpp
+DECADES = 7  # decades of magnitudes below the scale
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define(
@@ -25,9 +25,10 @@ _library.define(
 
 
 def dynamic_map(signed: bool) -> torch.Tensor:
-    """The 256 values of the dynamic tree map, sorted, fp32: 0, 1 and, in each decade below, the middles of equal cells.
+    """Returns the 256 values of the dynamic tree map, sorted, fp32: 0, 1 and midpoints of equal cells in each decade.
 
-    The lowest of the decades has 1 cell, or 2 unsigned, each above it twice as many; signed, their negatives too.
+    The lowest decade has 1 cell if signed, else 2; each higher one has twice as many. A signed map also has the
+    negatives of the midpoints.
     """
     values = [0.0]
     for decade in range(DECADES):
@@ -37,38 +38,38 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 
 
 MAPS = {signed: dynamic_map(signed) for signed in (False, True)}
-ZEROS = {signed: int((values < 0).sum()) for signed, values in MAPS.items()}  # the place of 0 in each
-VALUES = {signed: values.roll(-ZEROS[signed]) for signed, values in MAPS.items()}  # by their codes
+ZEROS = {signed: int((values < 0).sum()) for signed, values in MAPS.items()}  # index of 0 in each map
+VALUES = {signed: values.roll(-ZEROS[signed]) for signed, values in MAPS.items()}  # indexed by code
 
 
 def quantised_zeros(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) of a moment of zeros, signed or not, for a weight of the shape and on the device of `like`."""
+    """Returns (codes, scales) of an all-zero moment, signed or unsigned, with the shape and device of `like`."""
     codes = torch.zeros(like.shape, dtype=torch.uint8, device=like.device)
     return codes, torch.zeros(-(-like.numel() // BLOCK), device=like.device)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The fp32 values of the shape of `codes`."""
+    """Returns fp32 values in the shape of `codes`."""
     values = VALUES[signed].to(codes.device)[codes.flatten().int()]
     return (values * scales.repeat_interleave(BLOCK)[: codes.numel()]).view(codes.shape)
 
 
 def quantise(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) of fp32 `values`, each to the nearest; unsigned are those >= 0. NaN or infinity spoils its block.
+    """Rounds fp32 `values` to the nearest codes; returns (codes, scales). NaN or infinity spoils its whole block.
 
-    Unsigned, nothing positive gets the code of 0, but the smallest other. A second moment of 0 would divide a first
-    moment that is not, and so take a step many times the learning rate; too large a one only makes a step smaller.
+    Unsigned values must be >= 0. A positive unsigned value never gets the code of 0: a second moment rounded to 0 would
+    make the step many times the learning rate, while one that is too large only makes the step smaller.
     """
     flat = values.flatten().float()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
-    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0, scales)  # the inverse would overflow
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0, scales)  # their inverse would overflow
     relative = blocks / torch.where(scales == 0, torch.inf, scales)[:, None]
     sorted_values = MAPS[signed].to(values.device)
-    places = torch.bucketize(relative, (sorted_values[1:] + sorted_values[:-1]) / 2) - ZEROS[signed]
+    codes = torch.bucketize(relative, (sorted_values[1:] + sorted_values[:-1]) / 2) - ZEROS[signed]
     if not signed:
-        places = places.maximum((relative > 0).long())
-    return (places & 255).to(torch.uint8).view(-1)[: len(flat)].view(values.shape), scales
+        codes = codes.maximum((relative > 0).long())
+    return (codes & 255).to(torch.uint8).view(-1)[: len(flat)].view(values.shape), scales
 
 
 def adamw8(
@@ -88,9 +89,9 @@ def adamw8(
     scale: float,
     seed: int = 0,
 ) -> None:
-    """`update.adamw` with quantised moments, the first signed, the second not; weight and gradient fp32 or bf16."""
+    """Runs `update.adamw` with quantized moments (first signed, second unsigned); weight and gradient fp32 or bf16."""
     moments = (first_codes, first_scales, second_codes, second_scales)
-    if _takes(weight, gradient, working, *moments):
+    if _use_native(weight, gradient, working, *moments):
         settings = (lr, *betas, eps, weight_decay, step, scale, seed)
         torch.ops.sansgpu.adamw8_(weight, *moments, gradient, working, VALUES[True], VALUES[False], *settings)
         return
@@ -103,5 +104,5 @@ def adamw8(
         moment.copy_(new)
 
 
-def _takes(*tensors: torch.Tensor | None) -> bool:
+def _use_native(*tensors: torch.Tensor | None) -> bool:
     return native.available() and all(t is None or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors)

@@ -1,4 +1,4 @@
-"""Tensors -> tensors."""
+"""Model architectures, their file formats and what they cost to train."""
 
 from sansgpu.models.decoder import KeyValueCache, TransformerLM
 

@@ -1,4 +1,4 @@
-"""Our attention kernel inside models of transformers.
+"""Runs our attention kernel in transformers models.
 
 B batch, T queries, S keys, H query heads, K key-value heads, d head dim.
 """
@@ -15,30 +15,30 @@ from transformers.masking_utils import sdpa_mask
 from sansgpu.kernels.attention import attention, visible_keys
 
 NAME = "sansgpu"
-_RANGES = "_sansgpu_ranges"  # of a mask: what every query sees, where that is one run of keys
+_RANGES = "_sansgpu_ranges"  # attribute of a mask: the key range of each query, if each sees one contiguous range
 
 
 def use_our_attention(model: PreTrainedModel) -> bool:
-    """Have a model attend with our kernel, if transformers would take SDPA for it; returns whether it does.
+    """Makes a model use our attention kernel if transformers would use SDPA; returns True if the model now uses it.
 
-    Others keep what they have: attention with a softcap or with sinks is none of SDPA's or ours.
+    Leaves other models unchanged: neither SDPA nor our kernel supports softcapping or attention sinks.
     """
     config = model.config.get_text_config()
     if model.config._attn_implementation != "sdpa" or getattr(config, "attn_logit_softcapping", None):
         return False
-    AttentionInterface.register(NAME, _attend)
+    AttentionInterface.register(NAME, _attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
     return bool(model.config._attn_implementation == NAME)
 
 
 def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
-    """(B, 1, T, S) bool -> (B, T, 2) int32: first key and the one after the last; None where some lie apart."""
+    """Converts a mask (B, 1, T, S) to key ranges (B, T, 2) int32; None if visible keys are not contiguous."""
     if mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
-    seen = mask[:, 0].int()
-    count, first = seen.sum(-1), seen.argmax(-1)
-    end = seen.shape[-1] - seen.flip(-1).argmax(-1)
+    visible = mask[:, 0].int()
+    count, first = visible.sum(-1), visible.argmax(-1)
+    end = visible.shape[-1] - visible.flip(-1).argmax(-1)
     empty = count == 0
     if not bool(((end - first == count) | empty).all()):
         return None
@@ -46,9 +46,9 @@ def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
 
 
 def ranges_mask(ranges: torch.Tensor) -> torch.Tensor:
-    """Hands ranges (B, T, 2) to every layer in place of a mask (B, 1, T, T), which is never made.
+    """Returns a stand-in mask that carries key ranges (B, T, 2) to every layer, so that no (B, 1, T, T) mask is built.
 
-    transformers passes a mask of four dimensions on as it is.
+    transformers passes four-dimensional masks through unchanged.
     """
     mask = torch.ones(len(ranges), 1, 1, 1, dtype=torch.bool, device=ranges.device)
     setattr(mask, _RANGES, ranges)
@@ -56,14 +56,14 @@ def ranges_mask(ranges: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """SDPA's mask, never left out, with the ranges worked out once for all layers."""
+    """Builds the mask of SDPA, even if SDPA could do without, and computes its key ranges once for all layers."""
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     assert mask is not None
     setattr(mask, _RANGES, ranges_of(mask))
     return mask
 
 
-def _attend(
+def _attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -74,31 +74,31 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (B, H, T, d), key and value (B, K, S, d); returns (B, T, H, d)."""
+    """Computes attention; query (B, H, T, d), key and value (B, K, S, d); returns (B, T, H, d)."""
     ranges = getattr(attention_mask, _RANGES, None)
     if attention_mask is None:
-        ranges = _without_mask(module, query, key, is_causal)
-    if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):  # rotated in fp32
+        ranges = _default_ranges(module, query, key, is_causal)
+    if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):  # rotary embeddings give fp32
         query, key = query.to(value.dtype), key.to(value.dtype)
-    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-    more = any(kwargs.get(name) is not None for name in ("position_bias", "cache"))
-    if ranges is None or not alike or more:
+    uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+    unsupported = any(kwargs.get(name) is not None for name in ("position_bias", "cache"))
+    if ranges is None or not uniform or unsupported:
         if ranges is not None and attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
-            attention_mask = visible_keys(ranges, key.shape[2])  # it was `ranges_mask`'s
+            attention_mask = visible_keys(ranges, key.shape[2])  # replaces the stand-in of `ranges_mask`
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
         return out
-    width = query.shape[-1] ** 0.5
-    if scaling is not None and scaling * width != 1.0:
-        query = query * (scaling * width)
+    root = query.shape[-1] ** 0.5
+    if scaling is not None and scaling * root != 1.0:
+        query = query * (scaling * root)
     return attention(query, key, value, ranges, dropout).transpose(1, 2).contiguous(), None
 
 
-def _without_mask(
+def _default_ranges(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, is_causal: bool | None
 ) -> torch.Tensor:
-    """What SDPA does without a mask: all keys, or where the model is causal those up to the query's own place."""
+    """Returns the key ranges that SDPA uses without a mask: all keys, or those up to the query if it is causal."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     end = torch.arange(1, queries + 1).clamp(max=keys) if causal and queries > 1 else torch.full((queries,), keys)

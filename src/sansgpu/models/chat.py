@@ -1,4 +1,4 @@
-"""Talking to a model of transformers."""
+"""Chat and text generation with transformers models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generate import Sampling, reading, write
 from sansgpu.models.unpadded import autocast_of
 
-UNBOUNDED_CONTEXT = 4096  # of models that name no longest context
+UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
 
 
 class PretrainedReader:
-    """A model of transformers with its cache."""
+    """A transformers model and its key-value cache, as a `Reader`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -28,11 +28,9 @@ class PretrainedReader:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
         self._cache, self.length = DynamicCache(config=self._model.config), 0
 
     def read(self, ids: list[int]) -> torch.Tensor:
-        """Logits (V,) of the token behind `ids`."""
         inputs = torch.tensor([ids], device=self._model.device)
         with autocast_of(self._model):
             output = self._model(inputs, past_key_values=self._cache, use_cache=True)
@@ -43,54 +41,54 @@ class PretrainedReader:
 
 @tokenizer_errors()
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Ids of a conversation that the model is to go on with; without a chat template, of its last text alone.
+    """Returns the prompt ids of a conversation; without a chat template, those of its last message.
 
-    Raises ConfigError where the template refuses it.
+    Raises ConfigError if the chat template refuses the conversation.
     """
     if tokenizer.chat_template is None:
-        return _begun(tokenizer, messages[-1]["content"])
+        return _encode_prompt(tokenizer, messages[-1]["content"])
     try:
         template = tokenizer.get_chat_template()
-        asked = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])
-    except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, none of them the default
+        prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])[0]
+    except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates without a default
         raise ConfigError(f"{first_line(error)}; give the model another chat template.") from None
-    if asked[0].refusal is not None:
-        raise ConfigError(f"the chat template refuses this conversation: {asked[0].refusal}.")
-    return list(tokenizer(asked[0].text, add_special_tokens=False).input_ids)
+    if prompt.refusal is not None:
+        raise ConfigError(f"the chat template refuses this conversation: {prompt.refusal}.")
+    return list(tokenizer(prompt.text, add_special_tokens=False).input_ids)
 
 
 def answer(
     model: PreTrainedModel, tokenizer: Any, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    """What the model says next, in pieces, until it ends its turn or after `max_new_tokens`."""
-    return _written(model, tokenizer, prompt_ids(tokenizer, messages), max_new_tokens, sampling)
+    """Streams the model's reply to a conversation, until it ends its turn or after `max_new_tokens`."""
+    return _generate(model, tokenizer, prompt_ids(tokenizer, messages), max_new_tokens, sampling)
 
 
 def continued(
     model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    """How the model goes on with a text."""
-    return _written(model, tokenizer, _begun(tokenizer, prompt), max_new_tokens, sampling)
+    """Streams the model's continuation of a text."""
+    return _generate(model, tokenizer, _encode_prompt(tokenizer, prompt), max_new_tokens, sampling)
 
 
-def _begun(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text to go on with: the special tokens that the tokenizer puts before a text, and the text's own."""
+def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Returns the ids of a text with the tokenizer's leading special tokens, but without its trailing ones."""
     with tokenizer_errors():
         probe = tokenizer("a", return_special_tokens_mask=True)
-        before = probe.input_ids[: (*probe.special_tokens_mask, 0).index(0)]
-        ids = [*before, *tokenizer(text, add_special_tokens=False).input_ids]
+        prefix = probe.input_ids[: (*probe.special_tokens_mask, 0).index(0)]
+        ids = [*prefix, *tokenizer(text, add_special_tokens=False).input_ids]
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return ids or [first]
 
 
-def _written(
+def _generate(
     model: PreTrainedModel, tokenizer: Any, ids: list[int], max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    listed: Any = getattr(model.generation_config, "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
+    eos: Any = getattr(model.generation_config, "eos_token_id", None)
+    stop_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
 
-    def decode(written: list[int]) -> str:
-        return str(tokenizer.decode(written, skip_special_tokens=True))
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     with reading(model):
-        yield from write(PretrainedReader(model), ids, ends, decode, max_new_tokens, sampling)
+        yield from write(PretrainedReader(model), ids, stop_ids, decode, max_new_tokens, sampling)

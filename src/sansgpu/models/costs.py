@@ -1,4 +1,4 @@
-"""What a decoder costs by its shape alone: parameters, memory and work.
+"""Parameters, memory and FLOPs of a decoder, from its configuration alone.
 
 N tokens of a micro-batch, D width, K key-value width, F feed-forward width, H heads, T window, V vocabulary.
 """
@@ -25,9 +25,9 @@ from sansgpu.models.costing import (
     with_process,
 )
 
-# Bytes that a block keeps of each token for its backward pass, times D, K and F. Counts of what the code does, which a
-# test holds to real blocks; by (layout, compile, precision).
-_KEPT = {
+# Bytes per token that a block saves for its backward pass, per unit of D, K and F, by (layout, compile, precision).
+# Counted from the code; a test compares them with real blocks.
+_SAVED_BYTES = {
     ("swiglu", "off", "bf16"): (34, 12, 8),
     ("swiglu", "on", "bf16"): (12, 6, 6),
     ("swiglu", "off", "fp32"): (36, 16, 16),
@@ -41,11 +41,11 @@ _KEPT = {
     ("classic", "off", "fp32"): (28, 0, 8),
     ("classic", "on", "fp32"): (28, 0, 8),
 }
-_KEPT_A_HEAD = {"swiglu": 14, "relu2": 14, "classic": 8}  # norms' and softmax' sums
+_SAVED_BYTES_PER_HEAD = {"swiglu": 14, "relu2": 14, "classic": 8}  # statistics of norms and softmax
 
 
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:
-    """Parameters, a tied one counted once."""
+    """Returns the number of parameters of each part; tied parameters count once."""
     d, f, layers, vocabulary = model.d_model, model.d_ff, model.n_layers, vocabulary_of(model)
     kv = model.kv_heads * model.head_dim
     matrices = 3 if model.activation == "swiglu" else 2
@@ -66,26 +66,26 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
 
 
 def block_products(model: ModelConfig) -> Shapes:
-    """(inputs, outputs) of a block's linear layers, and how many have this shape."""
+    """Returns the shapes of the linear layers of a block."""
     d, f, kv = model.d_model, model.d_ff, model.kv_heads * model.head_dim
     shapes = [(d, d), (d, kv), (d, kv), (d, d), (d, f), (f, d)] + ([(d, f)] if model.activation == "swiglu" else [])
     return counted(shapes)
 
 
 def kept_bytes(model: ModelConfig, window: int, how: Execution) -> int:
-    """What one block keeps for the backward pass of a micro-batch, with its output."""
+    """Returns the bytes that one block saves for the backward pass of a micro-batch, including its output."""
     layout = model.activation if model.modern else "classic"
-    width, kv, feed_forward = _KEPT[layout, how.compile, how.precision]
+    width, kv, feed_forward = _SAVED_BYTES[layout, how.compile, how.precision]
     per_token = (width + FULL) * model.d_model + kv * model.kv_heads * model.head_dim + feed_forward * model.d_ff
-    per_token += _KEPT_A_HEAD[layout] * model.n_heads
-    if how.kernels == "torch":  # keeps attention's weights, and with dropout which of them stay
+    per_token += _SAVED_BYTES_PER_HEAD[layout] * model.n_heads
+    if how.kernels == "torch":  # saves the attention weights and, with dropout, their mask
         copies = 2 if model.attention_dropout else 1
         per_token += model.n_heads * (min(window, ROWS) + window) // 2 * COMPUTE[how.precision] * copies
     return how.micro_batch * window * per_token
 
 
 def decoder_memory(model: ModelConfig, window: int, how: Execution) -> Memory:
-    """Bytes at the peak of a step. Measured against real runs by `benchmarks/memory.py`."""
+    """Estimates peak memory of a step, in bytes. `benchmarks/memory.py` compares it with real runs."""
     parts, compute, tokens = parameters_by_part(model), COMPUTE[how.precision], how.micro_batch * window
     total, hidden = sum(parts.values()), _hidden_matrices(model)
     table, rest = vocabulary_of(model) * model.d_model, total - hidden
@@ -110,34 +110,33 @@ def decoder_memory(model: ModelConfig, window: int, how: Execution) -> Memory:
 
 @dataclass(frozen=True)
 class Products:
-    """(inputs, outputs) of a block's linear layers and how many have this shape, and those of the output head."""
+    """The shapes of the linear layers of a block, and (inputs, outputs) of the output head."""
 
     block: Shapes
     head: tuple[int, int]
 
 
 def decoder_products(model: ModelConfig) -> Products:
-    """The matrix products of our decoder."""
     return Products(block_products(model), (model.d_model, vocabulary_of(model)))
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """FLOPs of a step by part; of attention the half that a causal mask leaves."""
+    """FLOPs of a step by part; causal attention counts only unmasked scores."""
 
     matmul: float
     attention: float
     loss: float
-    muon: float  # orthogonalising, where that is the optimizer
+    muon: float  # orthogonalization, if Muon is the optimizer
 
     @property
     def needed(self) -> float:
-        """What the model needs: not the optimizer's, nor what is computed again."""
+        """FLOPs of the model, without the optimizer and without recomputed activations."""
         return self.matmul + self.attention + self.loss
 
 
 def step_work(model: ModelConfig, window: int, tokens: float) -> StepWork:
-    """FLOPs of a step of `tokens`: 6 a matmul parameter, and causal attention."""
+    """Returns the FLOPs of a step of `tokens`: 6 per token and matmul parameter, plus causal attention."""
     return StepWork(
         matmul=6.0 * _hidden_matrices(model) * tokens,
         attention=12.0 * model.n_layers * model.d_model * (window + 1) / 2 * tokens,
@@ -148,14 +147,14 @@ def step_work(model: ModelConfig, window: int, tokens: float) -> StepWork:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes that a step moves at least, besides what its products read and write."""
+    """Lower bound of the bytes that a step moves, excluding operands and results of matmuls."""
 
     optimizer: float
     other: float
 
 
 def step_traffic(model: ModelConfig, window: int, how: Execution) -> StepTraffic:
-    """Weights and moments once through the update, and what blocks keep written once and read once."""
+    """Counts weights and moments read and written once by the update, and saved activations written and read once."""
     total = sum(parameters_by_part(model).values())
     read_gradients = COMPUTE[how.precision] * total
     update = 2 * FULL * (total + _moments(model, how)) + read_gradients + _narrow_bytes(model, how)
@@ -163,13 +162,13 @@ def step_traffic(model: ModelConfig, window: int, how: Execution) -> StepTraffic
 
 
 def _moments(model: ModelConfig, how: Execution) -> int:
-    """Numbers the optimizer keeps: Muon one for each in a hidden matrix, AdamW two for every other."""
+    """Returns the number of optimizer state values: one per weight for Muon (hidden matrices), two for AdamW."""
     spared = _hidden_matrices(model) if how.optimizer == "muon" else 0
     return 2 * sum(parameters_by_part(model).values()) - spared
 
 
 def _narrow_bytes(model: ModelConfig, how: Execution) -> int:
-    """Of the weights that products read, where these are narrower than the masters."""
+    """Returns the bytes of the bf16 copies of weights that matmuls read; 0 in fp32."""
     parts, compute = parameters_by_part(model), COMPUTE[how.precision]
     return compute * (sum(parts.values()) - parts["norms"]) if compute < FULL else 0
 

@@ -1,8 +1,8 @@
 """The decoder, in layouts that `transformers` loads without custom code.
 
-Modern: RMSNorm, rotary positions, QK-norm, no biases, with SwiGLU (Qwen3) or ReLU squared (Apertus). Classic (GPT-2):
-LayerNorm, learned positions, GELU or ReLU, biases. B batch, T time, D width, H query heads, K key-value heads, d head
-dim, V vocabulary.
+The modern layouts have RMSNorm, rotary positions, QK-norm, no biases, and SwiGLU (Qwen3) or ReLU squared (Apertus). The
+classic layout (GPT-2) has LayerNorm, learned positions, GELU or ReLU, and biases. B batch, T time, D width, H query
+heads, K key-value heads, d head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sansgpu.kernels.linear import Linear
 from sansgpu.machine.compilation import expect_shapes
 from sansgpu.models.modules import Table, without_values
 
-RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # of the modern layouts and GPT-2, written to the export's config
-INIT_STD = 0.02  # GPT-2's and Qwen's
+RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # modern layouts and GPT-2; written to the exported config.json
+INIT_STD = 0.02  # as in GPT-2 and Qwen
 
 
 class KeyValueCache:
-    """Keys and values of the tokens generated so far, of one layer: (B, K, T, d), grown in place."""
+    """Keys and values of one layer for the tokens so far, in preallocated tensors (B, K, T, d)."""
 
     def __init__(self, batch: int, heads: int, length: int, head_dim: int, like: torch.Tensor) -> None:
         self.keys = like.new_empty(batch, heads, length, head_dim)
@@ -36,7 +36,7 @@ class KeyValueCache:
         self.length = 0
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add (B, K, t, d) and return all so far."""
+        """Appends (B, K, t, d); returns all keys and values so far."""
         end = self.length + keys.shape[2]
         self.keys[:, :, self.length : end] = keys
         self.values[:, :, self.length : end] = values
@@ -45,14 +45,14 @@ class KeyValueCache:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (arXiv 1910.07467), in fp32 whatever comes in, as Qwen3 and Apertus compute it."""
+    """Root mean square normalization (arXiv 1910.07467), computed in fp32 as in Qwen3 and Apertus."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., width) -> (..., width) fp32."""
+        """Normalizes (..., width); returns fp32."""
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, RMS_EPS)
 
 
@@ -61,13 +61,13 @@ def _norm(config: ModelConfig, width: int) -> nn.Module:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (arXiv 2104.09864) in the half-split form of Llama. x (B, H, T, d)."""
+    """Applies rotary position embedding (arXiv 2104.09864) to x (B, H, T, d), in the half-split form of Llama."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped queries."""
+    """Grouped-query attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ class Attention(nn.Module):
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh (arXiv 1606.08415), as GPT-2 has it.
+    """Computes GELU in the tanh approximation (arXiv 1606.08415), as in GPT-2.
 
-    (1 + tanh(u)) / 2 is sigmoid(2u), which compiles to a third of tanh's time.
+    (1 + tanh(u)) / 2 equals sigmoid(2u), which takes a third of the time when compiled.
     """
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
@@ -117,7 +117,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202), or two layers with ReLU squared (arXiv 2109.08668), GELU or ReLU between them."""
+    """SwiGLU (arXiv 2002.05202), or two layers with ReLU squared (arXiv 2109.08668), GELU or ReLU in between."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -167,18 +167,18 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """A decoder-only language model: `forward` gives logits, `hidden` what the output head is applied to.
+    """A decoder-only language model. `forward` returns logits, `hidden` the input of the output head.
 
-    With `seed` None no weight has a value yet (meta device): to be counted, or to be loaded with `assign=True`.
+    With `seed` None the weights are on the meta device: to count them, or to load them with `assign=True`.
     """
 
     def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError("model.vocab_size must be set; it is the tokenizer's size, padded as you like")
+            raise ValueError("model.vocab_size must be set to at least the size of the tokenizer")
         self.config = config
-        self.before_block: Callable[[], None] = lambda: None  # called on the way of a training pass, and may raise
-        with torch.device("meta"):  # weights are drawn below, from a generator of their own
+        self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
+        with torch.device("meta"):  # weights are drawn below, from a separate generator
             self.embedding = Table(config.vocab_size, config.d_model)
             self.position = None if config.modern else Table(config.max_seq_len, config.d_model)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -193,7 +193,7 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """GPT-2's initialisation; projections onto the residual stream scaled by depth, or zero with QK-norm."""
+        """Initializes as GPT-2 does. Residual projections are scaled by depth; in modern layouts they are zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
@@ -211,12 +211,12 @@ class TransformerLM(nn.Module):
         document_ids: torch.Tensor | None = None,
         shape: LossShape = PLAIN,
     ) -> torch.Tensor:
-        """Cross-entropy summed over the targets (B, T), -100 where nothing is predicted; never holds all logits."""
+        """Returns the cross-entropy summed over targets (B, T), skipping -100; full logits are never in memory."""
         hidden = self.hidden(inputs, positions, document_ids)
         return linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten(), shape)
 
     def compile_blocks(self, on: bool = True) -> None:
-        """torch.compile block by block, one graph for all; embedding and head stay eager (their sums use atomics)."""
+        """Compiles each block; all share one graph. Embedding and head stay eager, as compiled they use atomics."""
         if on:
             expect_shapes()
         for block in self.blocks:
@@ -227,7 +227,7 @@ class TransformerLM(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The output head, (V, D)."""
+        """The weight of the output head, (V, D)."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def hidden(
@@ -237,10 +237,10 @@ class TransformerLM(nn.Module):
         document_ids: torch.Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> torch.Tensor:
-        """Final normalised states, (B, T) -> (B, T, D).
+        """Returns the final normalized hidden states: (B, T) -> (B, T, D).
 
-        A token sees the tokens before it, of its own document where `document_ids` (B, T) are given. With `caches`
-        inputs continue what was given before.
+        With `document_ids` (B, T) a token attends only to tokens of its document. With `caches` the inputs continue
+        the cached tokens.
         """
         time = inputs.shape[1]
         if positions is None:
@@ -248,7 +248,7 @@ class TransformerLM(nn.Module):
             positions = torch.arange(start, start + time, device=inputs.device)[None]
         ranges = causal_ranges(torch.zeros_like(inputs) if document_ids is None else document_ids)
         if caches:
-            ranges[..., 1] += caches[0].length  # all that was given before is seen
+            ranges[..., 1] += caches[0].length  # cached tokens are visible
         x = embed(inputs, self.embedding.weight)
         if self.position is not None:
             x = x + embed(positions, self.position.weight)
@@ -258,7 +258,7 @@ class TransformerLM(nn.Module):
             if self.training:
                 self.before_block()
             if caches:
-                x = block.forward(x, rotary, ranges, caches[index])  # past any compilation: lengths change every token
+                x = block.forward(x, rotary, ranges, caches[index])  # bypasses torch.compile: lengths change each token
             elif self.config.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, rotary, ranges, use_reentrant=False)
             else:
@@ -267,7 +267,7 @@ class TransformerLM(nn.Module):
         return normed
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """cos and sin of every angle, (1 or B, 1, T, d)."""
+        """Returns cos and sin of the rotary angles, (1 or B, 1, T, d)."""
         if self.frequencies is None:
             return None
         angles = positions[:, None, :, None].float() * self.frequencies
@@ -281,16 +281,16 @@ class TransformerLM(nn.Module):
         document_ids: torch.Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> torch.Tensor:
-        """Logits, (B, T) -> (B, T, V)."""
+        """Returns logits: (B, T) -> (B, T, V)."""
         return F.linear(self.hidden(inputs, positions, document_ids, caches), self.head_weight)
 
     @property
     def parameter_count(self) -> int:
-        """Parameters, a tied one counted once."""
+        """Number of parameters; tied ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     def new_caches(self, batch: int) -> list[KeyValueCache]:
-        """Empty caches for `batch` sequences of up to max_seq_len tokens."""
+        """Returns an empty cache per layer for `batch` sequences of up to max_seq_len tokens."""
         c = self.config
         weight = self.embedding.weight
         return [KeyValueCache(batch, c.kv_heads, c.max_seq_len, c.head_dim, weight) for _ in range(c.n_layers)]

@@ -1,6 +1,6 @@
-"""The entities of a knowledge graph as vectors: what a query is compared with, and what a head is known by.
+"""Entity embeddings of a knowledge graph, for link prediction.
 
-E entities, D width, K numbers of an entity's own vector, V vocabulary.
+E entities, D width, K rank of the learned entity vectors, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NORM_EPS = 1e-5
 
 
 class EntityTable(nn.Module):
-    """An entity is the mean of its name's token embeddings plus a learned vector of its own.
+    """Entity embeddings: the mean of the token embeddings of the entity's name, plus a learned vector.
 
-    `own` has K numbers for each entity, projected to D; its row 0 stands for an entity that training did not name.
-    `relation` has D numbers for each relation 1, 2, ...: D / 2 complex ones by which `tails` turns a head.
+    `own` (K values per entity) holds the learned vectors before projection to D; row 0 is for unknown entities.
+    `relation` (D values per relation 1, 2, ...) holds D / 2 complex numbers, by which `tails` multiplies a head.
     """
 
     def __init__(self, entities: int, relations: int, rank: int, width: int) -> None:
@@ -32,17 +32,17 @@ class EntityTable(nn.Module):
 
     @torch.no_grad()
     def initialise(self, std: float, generator: torch.Generator) -> None:
-        """Draw vectors whose projections have numbers of this standard deviation."""
+        """Draws weights so that projected vectors have elements with standard deviation `std`."""
         self.own.weight.normal_(0.0, std, generator=generator)
         self.own.weight[0] = 0.0
         self.project.weight.normal_(0.0, self.own.embedding_dim**-0.5, generator=generator)
         self.relation.weight.normal_(0.0, 1.0, generator=generator)
 
     def tails(self, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
-        """What the tails of the relations (M,) of heads with the vectors (M, D) are expected to be like, (M, D) fp32.
+        """Predicts tail vectors (M, D) fp32 from head vectors (M, D) and relations (M,).
 
-        The product with an entity's vector is the score of ComplEx (arXiv 1606.06357), but for the norm. It remembers
-        single triples, those of symmetric relations from either end.
+        Its dot product with an entity vector is the score of ComplEx (arXiv 1606.06357), except for the LayerNorm. This
+        score can memorize single triples, and those of symmetric relations in both directions.
         """
         with torch.autocast(heads.device.type, enabled=False):
             real, imaginary = heads.float().chunk(2, dim=1)
@@ -52,19 +52,19 @@ class EntityTable(nn.Module):
         return tails
 
     def own_vectors(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What entities (M,) have beside their names, (M, D)."""
+        """Returns the learned vectors of entities (M,), without their names: (M, D)."""
         rows = embed(numbers[None], self.own.weight)[0]
         vectors: torch.Tensor = self.project(torch.where(numbers[:, None] > 0, rows, 0.0))
         return vectors
 
     def forward(self, names: NameBags, embedding: torch.Tensor) -> torch.Tensor:
-        """Vectors of the entities 1, 2, ... whose names are given, (E, D) fp32; embedding (V, D)."""
-        own: torch.Tensor = self.project(self.own.weight[1 : 1 + len(names)])  # the table may have rows to spare
+        """Returns the vectors of entities 1 to E with these names, (E, D) fp32; embedding (V, D)."""
+        own: torch.Tensor = self.project(self.own.weight[1 : 1 + len(names)])  # the table may have unused rows
         return own.float() + names.means(embedding)
 
 
 class NameBags:
-    """The mean token embedding of each of E names, as a sparse matrix (E, V) of which rows add up to 1."""
+    """A sparse matrix (E, V) whose product with the embedding is the mean token embedding of each of E names."""
 
     def __init__(self, names: Sequence[Sequence[int]], vocabulary: int, device: torch.device | None = None) -> None:
         rows = [row for row, tokens in enumerate(names) for _ in tokens]
@@ -77,19 +77,19 @@ class NameBags:
         return len(self._matrix)
 
     def means(self, embedding: torch.Tensor) -> torch.Tensor:
-        """(V, D) -> (E, D) fp32, with a gradient."""
-        return cast(torch.Tensor, _Product.apply(self._matrix, self._transposed, embedding))
+        """Returns the mean token embeddings: (V, D) -> (E, D) fp32, differentiable."""
+        return cast(torch.Tensor, _SparseMatmul.apply(self._matrix, self._transposed, embedding))
 
 
 def _sparse(
     rows: list[int], columns: list[int], values: torch.Tensor, shape: tuple[int, int], device: torch.device | None
 ) -> torch.Tensor:
-    places = torch.tensor([rows, columns], dtype=torch.int64).view(2, -1)
-    return torch.sparse_coo_tensor(places, values, shape, device=device, check_invariants=False).coalesce()
+    indices = torch.tensor([rows, columns], dtype=torch.int64).view(2, -1)
+    return torch.sparse_coo_tensor(indices, values, shape, device=device, check_invariants=False).coalesce()
 
 
-class _Product(torch.autograd.Function):
-    """A constant sparse matrix times a dense one, in fp32 whatever the dense one is."""
+class _SparseMatmul(torch.autograd.Function):
+    """Multiplies a constant sparse matrix with a dense one in fp32."""
 
     @staticmethod
     def forward(ctx: Any, matrix: torch.Tensor, transposed: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:

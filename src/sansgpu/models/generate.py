@@ -1,4 +1,4 @@
-"""Sampling with a key-value cache, as a stream of text."""
+"""Text generation with a key-value cache, streamed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sansgpu.config import ConfigError
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.text import TextCodec
 
-REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
+REPLACEMENT = "\ufffd"  # an incomplete UTF-8 sequence decodes to this
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. `temperature` 0 takes the likeliest."""
+    """Sampling options. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 disable their filters."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -28,31 +28,31 @@ class Sampling:
 
 
 def require_possible(sampling: Sampling) -> None:
-    """Raises ConfigError where it cannot be followed."""
+    """Raises ConfigError if an option is out of range."""
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise ConfigError("--temperature and --top-k must not be negative, and --top-p must be in (0, 1].")
 
 
 class Reader(Protocol):
-    """A model that reads a text token by token, and keeps what it has read."""
+    """A language model with a cache of the tokens it has read."""
 
     @property
     def context(self) -> int:
-        """Tokens it can look back on."""
+        """Maximum number of tokens in the cache."""
 
     @property
     def length(self) -> int:
-        """Tokens read so far."""
+        """Number of tokens in the cache."""
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Empties the cache."""
 
     def read(self, ids: list[int]) -> torch.Tensor:
-        """Logits (V,) of the token behind `ids`, which continue what was read before."""
+        """Appends `ids` to the cached tokens; returns the logits (V,) of the next token."""
 
 
 class DecoderReader:
-    """Our decoder with its key-value caches."""
+    """A `TransformerLM` and its key-value caches, as a `Reader`."""
 
     def __init__(self, model: TransformerLM) -> None:
         self._model, self.context = model, model.config.max_seq_len
@@ -60,15 +60,12 @@ class DecoderReader:
 
     @property
     def length(self) -> int:
-        """Tokens read so far."""
         return self._caches[0].length
 
     def forget(self) -> None:
-        """Begin anew."""
         self._caches = self._model.new_caches(1)
 
     def read(self, ids: list[int]) -> torch.Tensor:
-        """Logits (V,) of the token behind `ids`."""
         inputs = torch.tensor([ids], device=self._model.embedding.weight.device)
         hidden = self._model.hidden(inputs, caches=self._caches)[0, -1]
         return hidden @ self._model.head_weight.T
@@ -77,7 +74,7 @@ class DecoderReader:
 def generate(
     model: TransformerLM, tokenizer: TextCodec, prompt: str, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    """Yields text until the end-of-text token or `max_new_tokens`; the prompt begins a document, as in training."""
+    """Yields text until the end-of-text token or `max_new_tokens`. The prompt starts a document, as in training."""
     ids = [*tokenizer.before, *tokenizer.encode(prompt)] or [tokenizer.end_id]
     with reading(model):
         yield from write(DecoderReader(model), ids, {tokenizer.end_id}, tokenizer.decode, max_new_tokens, sampling)
@@ -85,7 +82,7 @@ def generate(
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards as it was."""
+    """Puts a model into evaluation mode and restores its mode on exit."""
     was_training = model.training
     model.eval()
     try:
@@ -102,21 +99,21 @@ def write(
     max_new_tokens: int,
     sampling: Sampling,
 ) -> Iterator[str]:
-    """What follows `ids`, as text in pieces, until one of the tokens `ends` or `max_new_tokens`.
+    """Yields pieces of text that continue `ids`, until one of the tokens `ends` or `max_new_tokens`.
 
-    Beyond the context's length the older half is forgotten and the rest read anew, so a text may be longer than it.
+    When the context is full, generation goes on from the newer half of it, so a text may be longer than the context.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    shown, written = "", []
+    yielded, new_ids = "", []
     for token in _tokens(reader, ids, max_new_tokens, sampling, generator):
         if token in ends:
             break
-        written.append(token)
-        text = decode(written)
-        if not text.endswith(REPLACEMENT):  # else a character is still incomplete
-            yield text[len(shown) :]
-            shown = text
-    rest = decode(written)[len(shown) :]
+        new_ids.append(token)
+        text = decode(new_ids)
+        if not text.endswith(REPLACEMENT):  # otherwise the last character is incomplete
+            yield text[len(yielded) :]
+            yielded = text
+    rest = decode(new_ids)[len(yielded) :]
     if rest:
         yield rest
 
@@ -124,20 +121,20 @@ def write(
 def _tokens(
     reader: Reader, ids: list[int], count: int, sampling: Sampling, generator: torch.Generator
 ) -> Iterator[int]:
-    known, pending = list(ids), ids[-reader.context :]
+    all_ids, pending = list(ids), ids[-reader.context :]
     for _ in range(count):
         if reader.length + len(pending) > reader.context:
             reader.forget()
-            pending = known[-(reader.context // 2) :]
+            pending = all_ids[-(reader.context // 2) :]
         with torch.inference_mode():
             token = sample_token(reader.read(pending), sampling, generator)
-        known.append(token)
+        all_ids.append(token)
         pending = [token]
         yield token
 
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw from logits (V,): temperature, then the top_k likeliest, then the smallest set of at least top_p."""
+    """Samples a token from logits (V,), applying temperature, then top-k, then top-p."""
     logits = logits.float().cpu()
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -147,6 +144,6 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
-        beyond = ordered.cumsum(0) - ordered >= sampling.top_p
-        probabilities[order[beyond]] = 0
+        excluded = ordered.cumsum(0) - ordered >= sampling.top_p
+        probabilities[order[excluded]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,6 +1,6 @@
-"""GGUF, the file format of llama.cpp (github.com/ggml-org/ggml/blob/master/docs/gguf.md): a model in one file.
+"""Reads and writes models as GGUF files, the format of llama.cpp (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-It holds what a Hugging Face folder does, under other names; both ways go by Hugging Face's names.
+A GGUF file has the contents of a Hugging Face folder under other names; this interface uses Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from sansgpu.models.model_folder import require_layers
 from sansgpu.models.whole_folder import written_whole_file
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
-TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # of matrices; vectors are f32 always
+TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matrices; vectors are always f32
     "f32": (Encoding.F32, LlamaFileType.ALL_F32),
     "f16": (Encoding.F16, LlamaFileType.MOSTLY_F16),
     "bf16": (Encoding.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (Encoding.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
-# Metadata of other types than expected; texts that are no JSON, or JSON that is nested too deeply.
-ODD_METADATA = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+# Raised for metadata of unexpected types, invalid JSON and JSON that is nested too deeply.
+METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 _EMBEDDING, _HEAD, _POSITIONS = "token_embd.weight", "output.weight", "position_embd.weight"
 
 
 @dataclass(frozen=True)
 class About:
-    """What a file says of itself."""
+    """Descriptive metadata of a GGUF file."""
 
     name: str
     description: str
@@ -62,14 +62,14 @@ class About:
 
 
 def is_gguf(target: str) -> bool:
-    """Whether a model is given as a file, or by a name that ends as one's. Raises ConfigError for a pipe or device."""
+    """Returns True for a file, or a .gguf name that is not a folder. Raises ConfigError for a pipe or device."""
     path = Path(target).expanduser()
     require_ordinary(path)
     return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
 
 
 def starts_as_gguf(path: Path) -> bool:
-    """Whether a file's first bytes are those of the format."""
+    """Returns True if a file starts with the magic bytes of GGUF."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 
@@ -77,16 +77,16 @@ def starts_as_gguf(path: Path) -> bool:
 def write_gguf(
     path: Path, settings: Mapping[str, Any], weights: Weights, tokenizer: TokenizerParts, kind: GGUFType, about: About
 ) -> list[str]:
-    """Write a model of config.json's `settings`; whole, or not at all. Returns the matrices that q8_0 could not hold.
+    """Writes a model with the `settings` of its config.json atomically; returns the matrices that q8_0 cannot encode.
 
-    Raises ConfigError where llama.cpp would not compute the same.
+    Raises ConfigError if llama.cpp would compute other results than transformers.
     """
     settings = completed(settings)
     require_expressible(settings)
     architecture = settings["model_type"]
     tensors = _renamed(settings, weights)
     count = sum(tensor.numel() for tensor in tensors.values())
-    if architecture == "apertus" and _HEAD not in tensors:  # which llama.cpp wants there, tied or not
+    if architecture == "apertus" and _HEAD not in tensors:  # llama.cpp requires it even if tied
         tensors[_HEAD] = tensors[_EMBEDDING]
     if (factors := rope_factors(settings)) is not None:
         tensors[ROPE_FACTORS] = factors
@@ -107,7 +107,7 @@ def write_gguf(
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, tensor in tensors.items():  # one at a time: a copy of all need not fit
+            for name, tensor in tensors.items():  # one at a time, because a copy of all may not fit into memory
                 writer.write_tensor_data(_encoded(name, tensor, encodings[name]))
         finally:
             writer.close()
@@ -118,82 +118,83 @@ def write_gguf(
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """The model in a file. Raises ConfigError where it is none, is torn, or is of an architecture not known here."""
+    """Opens a GGUF file. Raises ConfigError if it is missing, damaged or has an unsupported architecture."""
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist, or is no regular file; give a GGUF file.")
+        raise ConfigError(f"{path} does not exist or is not a regular file; give a GGUF file.")
     if not starts_as_gguf(path):
-        raise ConfigError(f"{path} is no GGUF file; give a run, a Hugging Face model, or a GGUF file.")
+        raise ConfigError(f"{path} is not a GGUF file; give a run, a Hugging Face model or a GGUF file.")
     status = path.stat()
-    return _opened(path, status.st_mtime_ns, status.st_size)
+    return _open_cached(path, status.st_mtime_ns, status.st_size)
 
 
 class GGUFFile:
-    """A model in a GGUF file, by Hugging Face's names."""
+    """A model in a GGUF file, with settings and weights under the names of Hugging Face."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._metadata, self._tensors = read_gguf(path)
         except (ValueError, OSError) as error:
-            raise ConfigError(f"{path} is a GGUF file that is torn ({error}); copy or export it again.") from None
+            raise ConfigError(f"{path} is a damaged GGUF file ({error}); copy or export it again.") from None
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
         if self._architecture not in ACTIVATIONS:
-            raise ConfigError(f"{path} holds a model of architecture {self._architecture}; known are {KNOWN}.")
+            raise ConfigError(f"{path} has the unsupported architecture {self._architecture}; supported are {KNOWN}.")
         try:
             self.settings = self._settings()
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        except ODD_METADATA as error:
-            raise ConfigError(f"{path}: its metadata make no model ({cut(str(error))} is missing or odd).") from None
+        except METADATA_ERRORS as error:
+            reason = cut(str(error))
+            raise ConfigError(f"{path}: the metadata describe no model ({reason} is missing or invalid).") from None
 
     @property
     def tokenizer(self) -> TokenizerParts:
-        """Its tokenizer. Raises ConfigError where it has none that can be read."""
+        """The tokenizer in the file. Raises ConfigError if there is none or it is invalid."""
         try:
             parts = read_tokenizer(self._metadata)
             flaw = tokenizer_flaw(parts.json)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
-        except BaseException as error:  # `tokenizers` raises bare Exception for merges that make no token, or panics
+        except BaseException as error:  # `tokenizers` raises bare Exception for invalid merges, or panics
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            raise ConfigError(f"{self.path}: its tokens make no tokenizer ({cut(str(error))}).") from None
+            raise ConfigError(f"{self.path}: its tokenizer is invalid ({cut(str(error))}).") from None
         if flaw is not None:
-            raise ConfigError(f"{self.path}: its tokens make no tokenizer ({flaw}).")
+            raise ConfigError(f"{self.path}: its tokenizer is invalid ({flaw}).")
         return parts
 
     def weights(self) -> Weights:
-        """Weights in fp32, by Hugging Face's names. Raises ConfigError where one has no place, or cannot be read."""
-        names = {theirs: ours for ours, theirs in _names(self.settings).items()}
-        found: Weights = {}
+        """Returns fp32 weights by Hugging Face's names. Raises ConfigError if a name or type is not supported."""
+        hf_modules = {gguf_name: hf_name for hf_name, gguf_name in _gguf_modules(self.settings).items()}
+        weights: Weights = {}
         for name, tensor in self._tensors.items():
             if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
-                continue  # which the settings tell
+                continue  # the settings contain them
             module, _, kind = name.rpartition(".")
-            if module not in names:
-                raise ConfigError(f"{self.path}: the weight {name} has no place in {self._architecture}.")
+            if module not in hf_modules:
+                raise ConfigError(f"{self.path}: the architecture {self._architecture} has no weight named {name}.")
             try:
                 values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
             except NotImplementedError:
-                what = tensor.tensor_type.name
-                raise ConfigError(f"{self.path}: {name} is of type {what}, which cannot be read.") from None
-            theirs = f"{names[module]}.{kind}"
-            found[theirs] = _from_file(theirs, torch.from_numpy(values), self.settings)
+                encoding = tensor.tensor_type.name
+                raise ConfigError(f"{self.path}: {name} has the type {encoding}, which is not supported.") from None
+            hf_name = f"{hf_modules[module]}.{kind}"
+            weights[hf_name] = _from_file(hf_name, torch.from_numpy(values), self.settings)
         if self.settings.get("hidden_act") == "xielu":
-            found |= xielu_weights(self._metadata)
-        return found
+            weights |= xielu_weights(self._metadata)
+        return weights
 
     def _settings(self) -> dict[str, Any]:
         embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
         tied = head is None or (self._architecture == "apertus" and np.array_equal(head.data, embedding.data))
-        known = read_settings(self._architecture, self._metadata)
-        require_layers(_layers(known), len(self._tensors), "its metadata")
-        return {**known, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
+        settings = read_settings(self._architecture, self._metadata)
+        require_layers(_layers(settings), len(self._tensors), "its metadata")
+        return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
 
 @lru_cache(maxsize=1)
-def _opened(path: Path, changed: int, size: int) -> GGUFFile:
-    """The file as it was last, for all who ask: gguf takes seconds over a vocabulary of a hundred thousand tokens."""
+def _open_cached(path: Path, mtime_ns: int, size: int) -> GGUFFile:
+    """Opens a file and caches it, because parsing a vocabulary of a hundred thousand tokens takes seconds."""
     return GGUFFile(path)
 
 
@@ -211,8 +212,8 @@ def _describe(writer: gguf.GGUFWriter, about: About, kind: GGUFType, parameters:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _names(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Modules by Hugging Face's names, and llama.cpp's of the same."""
+def _gguf_modules(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns llama.cpp's module names by Hugging Face's."""
     architecture, layers = settings["model_type"], _layers(settings)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
@@ -224,19 +225,19 @@ def _layers(settings: Mapping[str, Any]) -> int:
 
 
 def _renamed(settings: Mapping[str, Any], weights: Weights) -> Weights:
-    names, tensors = _names(settings), {}
-    for theirs, tensor in weights.items():
-        module, _, kind = theirs.rpartition(".")
+    gguf_modules, tensors = _gguf_modules(settings), {}
+    for hf_name, tensor in weights.items():
+        module, _, kind = hf_name.rpartition(".")
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
-        if module not in names:
-            raise ConfigError(f"the weight {theirs} has no place in llama.cpp's {settings['model_type']}.")
-        tensors[f"{names[module]}.{kind}"] = _to_file(theirs, tensor.detach(), settings)
+        if module not in gguf_modules:
+            raise ConfigError(f"the architecture {settings['model_type']} of llama.cpp has no weight named {hf_name}.")
+        tensors[f"{gguf_modules[module]}.{kind}"] = _to_file(hf_name, tensor.detach(), settings)
     return tensors
 
 
 def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-    """A weight as llama.cpp lays it out: (out, in), and Llama's rotary pairs beside each other."""
+    """Converts a weight to llama.cpp's layout: (out, in), with the two rows of each rotary pair of Llama adjacent."""
     if settings["model_type"] == "gpt2":
         return tensor.T if TRANSPOSED.search(name) else tensor
     if (heads := _rotated_heads(name, settings)) is None:
@@ -245,14 +246,14 @@ def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> to
 
 
 def _from_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-    """The inverse."""
+    """Inverts `_to_file`."""
     if (heads := _rotated_heads(name, settings)) is None:
         return _to_file(name, tensor, settings).contiguous()
     return tensor.reshape(heads, -1, 2, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
-    """Heads of a matrix whose rows llama.cpp rotates in pairs; None of any other."""
+    """Returns the number of heads of a matrix whose rows llama.cpp permutes for rotary pairs; None for others."""
     if settings["model_type"] != "llama":
         return None
     if name.endswith("q_proj.weight"):
@@ -261,7 +262,7 @@ def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
 
 
 def _encoding(name: str, tensor: torch.Tensor, kind: GGUFType) -> Encoding:
-    if tensor.ndim < 2 or name == _POSITIONS:  # which llama.cpp adds to others in f32
+    if tensor.ndim < 2 or name == _POSITIONS:  # llama.cpp adds these to activations in f32
         return Encoding.F32
     wanted = TYPES[kind][0]
     return wanted if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else Encoding.F16

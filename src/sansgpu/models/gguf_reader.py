@@ -1,7 +1,7 @@
-"""Reads GGUF files (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""Parses GGUF files (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-Every count, length and offset is checked against the size of the file before it is used, because gguf's own reader
-loops and allocates as often as a damaged file says.
+Checks every count, length and offset against the size of the file before using it. The reader of the gguf package does
+not, so a damaged file can make it loop or allocate without bound.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import numpy as np
 from gguf import GGMLQuantizationType as Encoding
 from gguf import GGUFValueType as Kind
 
-MOST_VALUES = (
-    1 << 23
-)  # metadata values, array elements and tensors; vocabularies of 262,144 tokens need about 1.5 million
-MOST_TEXT_BYTES = 1 << 28  # of one text; a tokenizer.json has up to 35 MB
-MOST_DIMENSIONS = 8
+# Metadata values, array elements and tensors; a vocabulary of 262,144 tokens needs about 1.5 million.
+MAX_VALUES = 1 << 23
+MAX_STRING_BYTES = 1 << 28  # a tokenizer.json has up to 35 MB
+MAX_DIMENSIONS = 8
 VERSIONS = (2, 3)
 
-_NUMBERS = {
+_NUMPY_TYPES = {
     Kind.UINT8: "u1",
     Kind.INT8: "i1",
     Kind.UINT16: "u2",
@@ -34,7 +33,7 @@ _NUMBERS = {
     Kind.FLOAT64: "f8",
     Kind.BOOL: "?",
 }
-_TENSORS = {
+_NUMPY_ENCODINGS = {
     Encoding.F16: "f2",
     Encoding.F32: "f4",
     Encoding.F64: "f8",
@@ -46,7 +45,7 @@ _TENSORS = {
 
 
 class GGUFTensor(NamedTuple):
-    """A tensor of a file. `data` is mapped from the disk, in bytes where the encoding is not one of numpy's types."""
+    """A memory-mapped tensor of a file. `data` consists of bytes if numpy has no type for the encoding."""
 
     shape: tuple[int, ...]  # in elements, slowest dimension first
     tensor_type: Encoding
@@ -59,40 +58,40 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Reader:
-    """Walks through a file's bytes."""
+    """Parses the bytes of a file from start to end."""
 
     def __init__(self, content: np.ndarray) -> None:
         self._content, self._offset, self._order, self._values = content, 4, "<", 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         version = int(self._number("u4"))
-        if version & 0xFFFF == 0:  # written on a machine of the other byte order
+        if version & 0xFFFF == 0:  # written with the other byte order
             version, self._order = version >> 24, ">"
         if version not in VERSIONS:
-            raise ValueError(f"version {version} is not known")
+            raise ValueError(f"version {version} is not supported")
         tensors, pairs = int(self._number("u8")), int(self._number("u8"))
         self._count(tensors + pairs)
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            name = self._text()
+            name = self._string()
             if name in metadata:
-                raise ValueError(f"the key {name[:80]!r} is given twice")
+                raise ValueError(f"the key {name[:80]!r} occurs twice")
             metadata[name] = self._value(Kind(self._number("u4")))
         headers = [self._header() for _ in range(tensors)]
         alignment = metadata.get(gguf.Keys.General.ALIGNMENT, gguf.GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError("the alignment is no power of two")
+            raise ValueError("the alignment is not a power of two")
         start = -(-self._offset // alignment) * alignment
-        found: dict[str, GGUFTensor] = {}
+        by_name: dict[str, GGUFTensor] = {}
         for name, dimensions, encoding, offset in headers:
-            if name in found:
-                raise ValueError(f"the tensor {name[:80]!r} is given twice")
-            found[name] = self._tensor(dimensions, encoding, start + offset)
-        return metadata, found
+            if name in by_name:
+                raise ValueError(f"the tensor {name[:80]!r} occurs twice")
+            by_name[name] = self._tensor(dimensions, encoding, start + offset)
+        return metadata, by_name
 
     def _take(self, start: int, size: int) -> np.ndarray:
         if not 0 <= start <= start + size <= len(self._content):
-            raise ValueError(f"it ends before byte {start + size:,}")
+            raise ValueError(f"the file ends before byte {start + size:,}")
         return self._content[start : start + size]
 
     def _next(self, size: int) -> np.ndarray:
@@ -108,33 +107,33 @@ class _Reader:
         numbers: list[Any] = np.frombuffer(self._next(count * dtype.itemsize).tobytes(), dtype).tolist()
         return numbers
 
-    def _text(self) -> str:
+    def _string(self) -> str:
         size = self._number("u8")
-        if size > MOST_TEXT_BYTES:
-            raise ValueError(f"a text of {size:,} bytes is too long")
+        if size > MAX_STRING_BYTES:
+            raise ValueError(f"a string of {size:,} bytes is too long")
         return self._next(size).tobytes().decode()
 
-    def _count(self, more: int) -> None:
-        self._values += more
-        if self._values > MOST_VALUES:
-            raise ValueError(f"it has more than {MOST_VALUES:,} metadata values and tensors")
+    def _count(self, added: int) -> None:
+        self._values += added
+        if self._values > MAX_VALUES:
+            raise ValueError(f"the file has more than {MAX_VALUES:,} metadata values and tensors")
 
     def _value(self, kind: Kind) -> Any:
-        if kind in _NUMBERS:
-            return self._number(_NUMBERS[kind])
+        if kind in _NUMPY_TYPES:
+            return self._number(_NUMPY_TYPES[kind])
         if kind == Kind.STRING:
-            return self._text()
+            return self._string()
         inner, count = Kind(self._number("u4")), self._number("u8")
         self._count(count)
-        if inner in _NUMBERS:
-            return self._numbers(_NUMBERS[inner], count)
+        if inner in _NUMPY_TYPES:
+            return self._numbers(_NUMPY_TYPES[inner], count)
         if inner == Kind.STRING:
-            return [self._text() for _ in range(count)]
-        raise ValueError("it has arrays of arrays, which no model needs")
+            return [self._string() for _ in range(count)]
+        raise ValueError("nested arrays are not supported")
 
     def _header(self) -> tuple[str, list[int], Encoding, int]:
-        name, rank = self._text(), self._number("u4")
-        if rank > MOST_DIMENSIONS:
+        name, rank = self._string(), self._number("u4")
+        if rank > MAX_DIMENSIONS:
             raise ValueError(f"the tensor {name[:80]!r} has {rank} dimensions")
         dimensions = self._numbers("u8", rank)
         return name, dimensions, Encoding(self._number("u4")), self._number("u8")
@@ -146,8 +145,8 @@ class _Reader:
         for length in shape:
             count *= length
         content = self._take(start, count // block * size)
-        if encoding in _TENSORS:
-            data = content.view(np.dtype(self._order + _TENSORS[encoding])).reshape(shape)
+        if encoding in _NUMPY_ENCODINGS:
+            data = content.view(np.dtype(self._order + _NUMPY_ENCODINGS[encoding])).reshape(shape)
         else:
             data = content.reshape(gguf.quant_shape_to_byte_shape(shape, encoding))
         return GGUFTensor(shape, encoding, data)

@@ -1,4 +1,4 @@
-"""What config.json says, in a GGUF file's metadata."""
+"""Converts the settings of a config.json to the metadata of a GGUF file and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gguf import GGUFWriter, Keys
 from sansgpu.config import ConfigError
 from sansgpu.models.layouts import Weights, rope_of
 
-# model_type of config.json, which llama.cpp has for its architecture's name too: the activations it computes.
+# The activations that llama.cpp supports, by model_type of config.json, which is also llama.cpp's architecture name.
 ACTIVATIONS = {
     "gpt2": ("gelu_new", "gelu_pytorch_tanh"),
     "llama": ("silu",),
@@ -22,7 +22,7 @@ ACTIVATIONS = {
     "apertus": ("relu2", "xielu"),
 }
 KNOWN = ", ".join(ACTIVATIONS)
-# Sizes: config.json's key, then GGUF's.
+# Sizes: keys of config.json -> keys of GGUF.
 _CLASSIC = {
     "n_embd": Keys.LLM.EMBEDDING_LENGTH,
     "n_layer": Keys.LLM.BLOCK_COUNT,
@@ -41,14 +41,14 @@ _MODERN = {
     "max_position_embeddings": Keys.LLM.CONTEXT_LENGTH,
     "rms_norm_eps": Keys.Attention.LAYERNORM_RMS_EPS,
 }
-_LEFT_OUT = ("num_key_value_heads", "head_dim")  # by some files, as by some config.json
-_ROPE_THETA = 10_000.0  # where nothing is said
-# Llama 3's stretched rotary positions: llama.cpp reads factors of the wavelengths, and we what they come from.
+_OPTIONAL = ("num_key_value_heads", "head_dim")  # may be missing from GGUF files and config.json
+_ROPE_THETA = 10_000.0  # default
+# Llama 3's rope scaling: llama.cpp reads factors of the wavelengths, we read the parameters from which they follow.
 ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_KEY = "sansgpu.rope_parameters"
-_STRETCHED = ("llama", "apertus")  # the architectures whose factors llama.cpp reads
-# xIELU (arXiv 2411.13010) of each layer: Hugging Face's parameter, GGUF's key, and the value that makes it ReLU
-# squared: softplus(alpha_p) is 1, softplus(alpha_n) is 0.
+_ROPE_SCALED = ("llama", "apertus")  # the architectures for which llama.cpp reads ROPE_FACTORS
+# xIELU (arXiv 2411.13010) of each layer: Hugging Face's parameter, GGUF's key, and the value with which xIELU equals
+# ReLU squared, as softplus(alpha_p) is 1 and softplus(alpha_n) is 0.
 _XIELU = {
     "alpha_p": (Keys.xIELU.ALPHA_P, float(np.log(np.e - 1))),
     "alpha_n": (Keys.xIELU.ALPHA_N, -200.0),
@@ -58,43 +58,41 @@ _XIELU = {
 
 
 def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with the sizes that config.json may leave out."""
-    done = {key: value for key, value in settings.items() if value is not None}
-    if done["model_type"] == "gpt2":
-        return {"n_inner": 4 * done["n_embd"], **done}
-    if done["model_type"] not in ACTIVATIONS:
-        return done
-    heads = done["num_attention_heads"]
-    return {"head_dim": done["hidden_size"] // heads, "num_key_value_heads": heads, **done}
+    """Returns the settings with defaults for the sizes that config.json may leave out."""
+    present = {key: value for key, value in settings.items() if value is not None}
+    if present["model_type"] == "gpt2":
+        return {"n_inner": 4 * present["n_embd"], **present}
+    if present["model_type"] not in ACTIVATIONS:
+        return present
+    heads = present["num_attention_heads"]
+    return {"head_dim": present["hidden_size"] // heads, "num_key_value_heads": heads, **present}
 
 
 def require_expressible(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError where llama.cpp has no model that computes the same."""
+    """Raises ConfigError if llama.cpp cannot compute the model exactly."""
     architecture = settings["model_type"]
     if architecture not in ACTIVATIONS:
-        raise ConfigError(f"--format gguf knows {KNOWN}, but this model is of architecture {architecture}.")
+        raise ConfigError(f"--format gguf supports {KNOWN}, but this model has the architecture {architecture}.")
     activation = settings.get("activation_function" if architecture == "gpt2" else "hidden_act")
     if activation not in ACTIVATIONS[architecture]:
-        computed = " or ".join(ACTIVATIONS[architecture])
+        supported = " or ".join(ACTIVATIONS[architecture])
         raise ConfigError(
-            f"llama.cpp computes {computed} in {architecture}, but this model has {activation}; use --format hf."
+            f"llama.cpp computes {supported} in {architecture}, but this model has {activation}; use --format hf."
         )
     options = ("use_sliding_window", "attention_bias", "mlp_bias", "scale_attn_by_inverse_layer_idx")
-    odd = [key for key in options if settings.get(key)]
-    odd += ["scale_attn_weights"] if not settings.get("scale_attn_weights", True) else []
-    stretched = rope_of(settings).get("rope_type", "default")
-    odd += (
-        ["rope_parameters"] if stretched not in ("default", *(["llama3"] if architecture in _STRETCHED else [])) else []
-    )
-    if odd:
-        raise ConfigError(f"GGUF has no place for {odd[0]} {settings.get(odd[0])} in {architecture}; use --format hf.")
+    bad = [key for key in options if settings.get(key)]
+    bad += ["scale_attn_weights"] if not settings.get("scale_attn_weights", True) else []
+    rope_types = ("default", "llama3") if architecture in _ROPE_SCALED else ("default",)
+    bad += ["rope_parameters"] if rope_of(settings).get("rope_type", "default") not in rope_types else []
+    if bad:
+        raise ConfigError(f"GGUF does not support {bad[0]} {settings.get(bad[0])} in {architecture}; use --format hf.")
 
 
 def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Weights) -> None:
-    """Add what is no tensor; xIELU's parameters are none."""
+    """Writes the settings as metadata, and xIELU's parameters, which GGUF does not store as tensors."""
     architecture = settings["model_type"]
-    for ours, key in _sizes(architecture).items():
-        value, name = settings[ours], key.format(arch=architecture)
+    for hf_key, key in _sizes(architecture).items():
+        value, name = settings[hf_key], key.format(arch=architecture)
         writer.add_float32(name, value) if isinstance(value, float) else writer.add_uint32(name, value)
     if architecture == "gpt2":
         return
@@ -105,18 +103,18 @@ def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Wei
     if rope.get("rope_type") == "llama3":
         writer.add_string(_ROPE_KEY, json.dumps(dict(rope)))
     if architecture == "apertus":
-        for parameter, (key, squared) in _XIELU.items():
+        for parameter, (key, relu_squared) in _XIELU.items():
             learned = settings["hidden_act"] == "xielu"
             names = (_xielu_name(layer, parameter) for layer in range(settings["num_hidden_layers"]))
-            writer.add_array(key, [float(weights[name]) if learned else squared for name in names])
+            writer.add_array(key, [float(weights[name]) if learned else relu_squared for name in names])
 
 
 def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a file's metadata, but for what its tensors say. Raises KeyError where something is missing."""
-    keys = {ours: key.format(arch=architecture) for ours, key in _sizes(architecture).items()}
+    """Returns the settings of a config.json, except those that tensors imply. Raises KeyError if one is missing."""
+    keys = {hf_key: key.format(arch=architecture) for hf_key, key in _sizes(architecture).items()}
     settings = {
         "model_type": architecture,
-        **{ours: _shortest(metadata[key]) for ours, key in keys.items() if key in metadata or ours not in _LEFT_OUT},
+        **{name: _shortest(metadata[key]) for name, key in keys.items() if key in metadata or name not in _OPTIONAL},
         "bos_token_id": metadata.get(Keys.Tokenizer.BOS_ID),
         "eos_token_id": metadata.get(Keys.Tokenizer.EOS_ID),
         "pad_token_id": metadata.get(Keys.Tokenizer.PAD_ID),
@@ -126,31 +124,31 @@ def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, A
         return completed({**settings, "activation_function": "gelu_new"})
     scaling = metadata.get(Keys.Rope.SCALING_TYPE.format(arch=architecture), "none")
     if scaling != "none":
-        raise ConfigError(f"its rotary positions are stretched by {scaling}, which is not known here.")
+        raise ConfigError(f"its RoPE scaling type {scaling} is not supported.")
     theta = _shortest(metadata.get(Keys.Rope.FREQ_BASE.format(arch=architecture), _ROPE_THETA))
-    plain = {"rope_type": "default", "rope_theta": theta}
-    rope = json.loads(metadata[_ROPE_KEY]) if _ROPE_KEY in metadata else plain
+    default = {"rope_type": "default", "rope_theta": theta}
+    rope = json.loads(metadata[_ROPE_KEY]) if _ROPE_KEY in metadata else default
     activation = ACTIVATIONS[architecture][0]
-    if architecture == "apertus" and not _is_squared(metadata):
+    if architecture == "apertus" and not _is_relu_squared(metadata):
         activation = "xielu"
     return completed({**settings, "rope_parameters": rope, "hidden_act": activation})
 
 
 def rope_factors(settings: Mapping[str, Any]) -> torch.Tensor | None:
-    """How much longer each wavelength of the rotary positions is than rope_theta has it, (d / 2,); None: none is."""
+    """Returns the factors (d / 2,) by which Llama 3 scaling lengthens RoPE wavelengths; None without that scaling."""
     rope = rope_of(settings)
     if rope.get("rope_type") != "llama3":
         return None
     d, low, high = settings["head_dim"], rope["low_freq_factor"], rope["high_freq_factor"]
     wavelengths = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
     turns = rope["original_max_position_embeddings"] / wavelengths
-    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1 where a wave turns often in the first context: as it was
-    factors: torch.Tensor = 1 / ((1 - kept) / rope["factor"] + kept)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1 for waves with many turns in the original context
+    factors: torch.Tensor = 1 / ((1 - unscaled) / rope["factor"] + unscaled)
     return factors.float()
 
 
 def xielu_weights(metadata: Mapping[str, Any]) -> Weights:
-    """xIELU's parameters by Hugging Face's names."""
+    """Returns xIELU's parameters by Hugging Face's names."""
     return {
         _xielu_name(layer, parameter): torch.tensor([value] if parameter.startswith("alpha") else value)
         for parameter, (key, _) in _XIELU.items()
@@ -162,10 +160,10 @@ def _xielu_name(layer: int, parameter: str) -> str:
     return f"model.layers.{layer}.mlp.act_fn.{parameter}"
 
 
-def _is_squared(metadata: Mapping[str, Any]) -> bool:
-    """Whether each layer's xIELU is ReLU squared."""
-    wanted = [(value, np.float32(squared)) for key, squared in _XIELU.values() for value in metadata[key]]
-    return all(np.float32(value) == squared for value, squared in wanted)
+def _is_relu_squared(metadata: Mapping[str, Any]) -> bool:
+    """Returns True if the xIELU of every layer equals ReLU squared."""
+    pairs = [(value, np.float32(expected)) for key, expected in _XIELU.values() for value in metadata[key]]
+    return all(np.float32(value) == expected for value, expected in pairs)
 
 
 def _sizes(architecture: str) -> dict[str, str]:
@@ -173,5 +171,5 @@ def _sizes(architecture: str) -> dict[str, str]:
 
 
 def _shortest(value: Any) -> Any:
-    """A number that was stored in fp32 as it was written: 1e-06 for 9.999999974752427e-07."""
+    """Returns the shortest decimal that rounds to the same fp32 value: 1e-06 for 9.999999974752427e-07."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files: tokens and merges as llama.cpp reads them, and the tokenizer.json as it is."""
+"""Tokenizers in GGUF files: tokens and merges for llama.cpp, and the unchanged tokenizer.json."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _GPT4 = (
 )
 _QWEN2 = _GPT4.replace("{1,3}", "")
 _DIGIT = r"\p{N}"
-# How a text is split, and whether a piece that is a token is taken without merges: llama.cpp's name for both. Of the
-# names with GPT-4's split that of DBRX changes nothing else.
-_PRE = {
+# llama.cpp's pre-tokenizer names, by (split patterns, ignore_merges). Several names stand for the split of GPT-4; dbrx
+# is the one without other effects.
+_PRE_TOKENIZERS = {
     ((_GPT4,), False): "dbrx",
     ((_GPT4,), True): "llama-bpe",
     ((_QWEN2,), False): "qwen2",
@@ -33,12 +33,12 @@ _PRE = {
 }
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "▁"  # of SentencePiece; a token of llama.cpp's `llama` tokenizer has it for a space
+_SPACE = "▁"  # stands for a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
 
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """A tokenizer.json, and what else is to be known of it; `begins`: a text begins with `bos_id`."""
+    """A tokenizer.json with its special tokens and chat template; if `begins`, every text starts with `bos_id`."""
 
     json: str
     bos_id: int | None
@@ -48,7 +48,7 @@ class TokenizerParts:
     chat_template: str | None = None
 
     def token(self, index: int | None) -> str | None:
-        """The text of a token. Raises ConfigError where there is none."""
+        """Returns the text of a token, or None for None. Raises ConfigError if there is no such token."""
         if index is None:
             return None
         backend = _parsed(self.json)
@@ -64,10 +64,10 @@ def _parsed(text: str) -> Backend:
 
 
 def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:
-    """Add a tokenizer for an embedding of so many rows. Raises ConfigError where llama.cpp cannot compute it."""
+    """Writes a tokenizer for an embedding with `rows` rows. Raises ConfigError if llama.cpp does not support it."""
     raw = json.loads(parts.json)
     model, added = raw["model"], {token["id"]: token for token in raw["added_tokens"]}
-    if _is_of_characters(model, added, raw["normalizer"]):
+    if _is_character_level(model, added, raw["normalizer"]):
         kind, pre, space = "llama", "default", _SPACE
     else:
         kind, pre, space = "gpt2", _pre_tokenizer(raw), " "
@@ -102,20 +102,20 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
-    """The inverse. Raises ConfigError where the file has no tokenizer that is known."""
+    """Reads the tokenizer from metadata. Raises ConfigError if the file has none that is supported."""
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
     begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) == "llama-bpe"))
-    whole = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuilt(metadata, bos if begins else None)
-    return TokenizerParts(whole, bos, eos, pad, begins, metadata.get(Keys.Tokenizer.CHAT_TEMPLATE))
+    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
+    return TokenizerParts(tokenizer_json, bos, eos, pad, begins, metadata.get(Keys.Tokenizer.CHAT_TEMPLATE))
 
 
-def _rebuilt(metadata: Mapping[str, Any], bos: int | None) -> str:
-    """The tokenizer.json of a file that others made, from tokens and merges; texts begin with `bos`."""
+def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
+    """Builds a tokenizer.json from tokens and merges, for files without one. Texts start with `bos` unless None."""
     pre = metadata.get(Keys.Tokenizer.PRE)
-    found = next((key for key, name in _PRE.items() if name == pre), None)
-    if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or found is None:
-        raise ConfigError(f"it has no tokenizer.json, and a tokenizer that is not known here ({pre}).")
-    patterns, ignore_merges = found
+    split = next((key for key, name in _PRE_TOKENIZERS.items() if name == pre), None)
+    if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or split is None:
+        raise ConfigError(f"it has no tokenizer.json, and its tokenizer ({pre}) is not supported.")
+    patterns, ignore_merges = split
     names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
     vocabulary = {name: index for index, name in enumerate(names)}
@@ -132,51 +132,51 @@ def _rebuilt(metadata: Mapping[str, Any], bos: int | None) -> str:
     return str(backend.to_str())
 
 
-def _is_of_characters(model: Mapping[str, Any], added: Mapping[int, Any], normalizer: Any) -> bool:
-    """Whether each character is a token, or else its bytes are: SentencePiece without merges computes that."""
-    plain = [name for name, index in model["vocab"].items() if index not in added]
+def _is_character_level(model: Mapping[str, Any], added: Mapping[int, Any], normalizer: Any) -> bool:
+    """Returns True if tokens are characters, with byte fallback. SentencePiece without merges computes the same."""
+    regular = [name for name, index in model["vocab"].items() if index not in added]
     return (
         model["type"] == "BPE"
         and not model["merges"]
         and bool(model.get("byte_fallback"))
         and normalizer is None
-        and all(len(name) == 1 or _BYTE.fullmatch(name) for name in plain)
-        and _SPACE not in plain
+        and all(len(name) == 1 or _BYTE.fullmatch(name) for name in regular)
+        and _SPACE not in regular
     )
 
 
 def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
     model, split = raw["model"], _split(raw["pre_tokenizer"])
-    if model["type"] == "BPE" and split is not None and model["merges"] and _normalizes_little(raw["normalizer"]):
+    if model["type"] == "BPE" and split is not None and model["merges"] and _is_nfc_or_none(raw["normalizer"]):
         affixed = any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
-        name = _PRE.get((split, bool(model.get("ignore_merges"))))
+        name = _PRE_TOKENIZERS.get((split, bool(model.get("ignore_merges"))))
         if name is not None and not affixed:
             return name
     raise ConfigError(
-        "llama.cpp has no tokenizer that splits a text as this one does; --format gguf takes byte-level BPE as GPT-2, "
-        "GPT-4, Llama 3, Qwen and sansgpu split, and characters."
+        "llama.cpp has no tokenizer that splits text as this one does; --format gguf supports byte-level BPE with the "
+        "splits of GPT-2, GPT-4, Llama 3, Qwen and sansgpu, and character tokenizers."
     )
 
 
-def _normalizes_little(normalizer: Any) -> bool:
-    """Whether it is none, or NFC: most text is that already, and llama.cpp leaves it out for Qwen too."""
+def _is_nfc_or_none(normalizer: Any) -> bool:
+    """NFC is accepted although llama.cpp ignores it, as it does for Qwen: most text is in NFC already."""
     return normalizer is None or normalizer["type"] == "NFC"
 
 
 def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
-    """The regular expressions that cut a text, if it ends as bytes; None where it is cut otherwise."""
+    """Returns the split patterns of a byte-level pre-tokenizer; None for any other pre-tokenizer."""
     if pre_tokenizer is None:
         return None
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    found = []
+    patterns = []
     for step in steps:
         match step:
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
-                found.append(pattern)
+                patterns.append(pattern)
             case {"type": "Digits", "individual_digits": True}:
-                found.append(_DIGIT)
+                patterns.append(_DIGIT)
             case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
-                found += [_GPT2] if use_regex else []
+                patterns += [_GPT2] if use_regex else []
             case _:
                 return None
-    return tuple(found) if steps and steps[-1]["type"] == "ByteLevel" else None
+    return tuple(patterns) if steps and steps[-1]["type"] == "ByteLevel" else None

@@ -1,6 +1,6 @@
-"""What a graph encoder costs by its shape alone: parameters, memory and work.
+"""Parameters, memory and FLOPs of a graph encoder, from its configuration alone.
 
-N nodes of a micro-batch, T of a graph, D width, F feed-forward width, H heads, V vocabulary.
+N nodes of a micro-batch, T nodes of a graph, D width, F feed-forward width, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sansgpu.models.costing import (
 )
 from sansgpu.models.costs import Products, StepTraffic, StepWork
 
-# Bytes that a block keeps of each node for its backward pass, times D and F, with its output; by (compile, precision).
-# Counts of what the code does, which a test holds to real blocks.
-_KEPT = {("off", "bf16"): (24, 4), ("on", "bf16"): (22, 4), ("off", "fp32"): (32, 8), ("on", "fp32"): (32, 8)}
-_KEPT_A_HEAD = 10  # softmax' sums
+# Bytes per node that a block saves for its backward pass, including its output, per unit of D and F, by (compile,
+# precision). Counted from the code; a test compares them with real blocks.
+_SAVED_BYTES = {("off", "bf16"): (24, 4), ("on", "bf16"): (22, 4), ("off", "fp32"): (32, 8), ("on", "fp32"): (32, 8)}
+_SAVED_BYTES_PER_HEAD = 10  # statistics of softmax
 
 
 def parameters_by_part(model: ModelConfig, longest_span: int | None = None) -> dict[str, int]:
-    """Parameters, the tied head counted once; with `longest_span` those of the span-boundary objective."""
+    """Returns the number of parameters of each part; with `longest_span` includes the span-boundary head."""
     d, f, layers = model.d_model, model.d_ff, model.n_layers
     rows = (model.n_relations or 0) + 1
     matrix = 2 * d * model.relation_rank if model.relation_rank else d * d
@@ -55,10 +55,10 @@ def parameters_by_part(model: ModelConfig, longest_span: int | None = None) -> d
 
 
 def kept_bytes(model: ModelConfig, nodes: int, how: Execution) -> int:
-    """What one block keeps for the backward pass of so many nodes."""
-    width, inner = _KEPT[how.compile, how.precision]
-    per_node = width * model.d_model + inner * model.d_ff + _KEPT_A_HEAD * model.n_heads
-    if how.kernels == "torch":  # keeps scores and weights of the graphs that a block of rows meets
+    """Returns the bytes that one block saves for the backward pass of so many nodes."""
+    width, inner = _SAVED_BYTES[how.compile, how.precision]
+    per_node = width * model.d_model + inner * model.d_ff + _SAVED_BYTES_PER_HEAD * model.n_heads
+    if how.kernels == "torch":  # saves scores and weights of all graphs that a block of queries overlaps
         copies = 3 if model.attention_dropout else 2
         longest = model.max_seq_len * (1 + model.leaf_slots)
         per_node += model.n_heads * (longest + ROWS) * FULL * copies
@@ -73,7 +73,7 @@ def graph_memory(
     training: TrainingConfig,
     longest_span: int | None = None,
 ) -> Memory:
-    """Bytes at the peak of a step in micro-batches of so many nodes, of which a share is `masked`."""
+    """Estimates peak memory of a step with micro-batches of `nodes`, in bytes; a share `masked` of nodes is masked."""
     parts, compute = parameters_by_part(model, longest_span), COMPUTE[how.precision]
     total, summed = sum(parts.values()), how.accumulation > 1
     hidden = _hidden_matrices(model, longest_span)
@@ -84,12 +84,12 @@ def graph_memory(
     rows = max(1, round(nodes * masked))
     table = vocabulary_of(model) * model.d_model
     logits = min(rows, CHUNK_ROWS) * vocabulary_of(model) * (compute + FULL) + 20 * rows * model.d_model
-    heads = 3 if longest_span else 2  # of roots, of leaves, of spans: each keeps a gradient of the table until backward
+    heads = 3 if longest_span else 2  # roots, leaves, spans: each holds a gradient of the embedding until backward
     logits += table * (heads * FULL + compute + (FULL if summed else 0))
-    if model.n_entities:  # their vectors with gradients, and the logits of the queries
+    if model.n_entities:  # entity vectors with gradients, and the logits of queries
         logits += model.n_entities * model.d_model * (2 * compute + 3 * FULL)
         logits += min(rows, CHUNK_ROWS) * model.n_entities * (compute + FULL)
-    if "relations" in parts:  # rows looked up, with dropout, and their gradients; at worst of every relation
+    if "relations" in parts:  # looked-up rows with dropout, and their gradients; at worst for every relation
         logits += 4 * compute * parts["relations"]
     needed = {
         "weights": master_bytes(total, how.precision, training.master_weights),
@@ -105,17 +105,17 @@ def graph_memory(
 def graph_work(
     model: ModelConfig, graph_nodes: float, nodes: float, masked: float, longest_span: int | None = None
 ) -> StepWork:
-    """FLOPs of a step of so many nodes, in graphs of `graph_nodes` each, with a share `masked`.
+    """Returns the FLOPs of a step of `nodes`, in graphs of `graph_nodes` each, of which the share `masked` is masked.
 
-    6 a matmul parameter and node, 12 L D T of attention in which every node sees all of its graph, and the head on
-    masked nodes alone. The fusion of heads into tails is not counted: it takes less than a thousandth.
+    Counts 6 per node and matmul parameter, 12 L D T per node for bidirectional attention within graphs, and the output
+    head on masked nodes only. H-GAT fusion is left out, as it takes less than a thousandth.
     """
     d = model.d_model
     head = vocabulary_of(model) * d + d * d
-    if longest_span:  # another product with the vocabulary, behind two layers
+    if longest_span:  # two more layers and another projection to the vocabulary
         head += vocabulary_of(model) * d + 4 * d * d
     entities = model.n_entities or 0
-    queries = nodes / graph_nodes if entities else 0.0  # one of each graph
+    queries = nodes / graph_nodes if entities else 0.0  # one per graph
     return StepWork(
         matmul=6.0 * _block_matrices(model) * nodes,
         attention=12.0 * model.n_layers * d * graph_nodes * nodes,
@@ -125,13 +125,12 @@ def graph_work(
 
 
 def graph_traffic(model: ModelConfig, memory: Memory, how: Execution) -> StepTraffic:
-    """Weights and moments once through the update, and what blocks keep written once and read once."""
+    """Counts weights and moments read and written once by the update, and saved activations written and read once."""
     update = 2.0 * (memory.weights + memory.optimizer) + memory.gradients
     return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
 
 
 def graph_products(model: ModelConfig) -> Products:
-    """The matrix products of a block, and of the output head."""
     return Products(_block_products(model), (model.d_model, vocabulary_of(model)))
 
 

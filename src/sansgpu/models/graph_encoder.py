@@ -1,7 +1,7 @@
-"""The encoder of leafy chain graphs (GraphMERT, arXiv 2510.09580), and of plain text as BERT is one.
+"""A transformer encoder for leafy chain graphs (GraphMERT, arXiv 2510.09580) and, like BERT, for plain text.
 
-Graphs stand one behind the other in a row and do not see each other; leaf slots that are empty are not there, so
-nothing is padded. N nodes in all, D width, H heads, d head dim, V vocabulary, M triples.
+The graphs of a batch are concatenated into one row and do not attend to each other. Empty leaf slots are left out, so
+there is no padding. N nodes in total, D width, H heads, d head dim, V vocabulary, M triples.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from sansgpu.models.modules import Table, without_values
 from sansgpu.models.relations import RelationFusion
 
 INIT_STD, NORM_EPS = 0.02, 1e-5
-LONGEST_WAVE = 10_000.0  # of sinusoidal positions (arXiv 1706.03762)
+MAX_PERIOD = 10_000.0  # base of sinusoidal positions (arXiv 1706.03762)
 
 
 def activation_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """ReLU, or GELU as published: not by tanh."""
+    """Returns ReLU or exact GELU (not the tanh approximation)."""
     return F.relu if config.activation == "relu" else F.gelu
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention among the nodes of a graph, with biases."""
+    """Multi-head self-attention within graphs, with biases."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 class SpanBoundary(nn.Module):
-    """What stands in a masked span, told from the nodes around it (SpanBERT, arXiv 1907.10529)."""
+    """Predicts the tokens of a masked span from the states at its boundary (SpanBERT, arXiv 1907.10529)."""
 
     def __init__(self, width: int, longest: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class SpanBoundary(nn.Module):
         self.first_norm, self.second_norm = (nn.LayerNorm(width, eps=NORM_EPS) for _ in range(2))
 
     def forward(self, before: torch.Tensor, behind: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """States (M, D) of both neighbours of each masked token and its place in the span -> (M, D)."""
+        """Combines the states before and after each masked token's span (M, D) and its offset (M,) into (M, D)."""
         x = torch.cat((before, behind, embed(offsets[None], self.offset.weight)[0]), dim=-1)
         x = self.first_norm(F.gelu(self.first(x)))
         out: torch.Tensor = self.second_norm(F.gelu(self.second(x)))
@@ -102,25 +102,25 @@ class SpanBoundary(nn.Module):
 
 
 class GraphEncoder(nn.Module):
-    """`hidden` gives the states of nodes, `predicted` what the output head, tied to the embedding, is applied to.
+    """The graph encoder: `hidden` returns node states, `logits` applies the output head, tied to the embedding.
 
-    `longest_span` makes the head of the span-boundary objective. With `seed` None no weight has a value yet (meta
-    device): to be counted, or to be loaded with `assign=True`.
+    `longest_span` adds the head of the span-boundary objective. With `seed` None the weights are on the meta device: to
+    count them, or to load them with `assign=True`.
     """
 
     def __init__(self, config: ModelConfig, seed: int | None = 0, longest_span: int | None = None) -> None:
         super().__init__()
         if config.vocab_size is None or (config.n_relations is None and config.leaf_slots):
-            raise ValueError("model.vocab_size and model.n_relations must be set; they are the data's")
+            raise ValueError("model.vocab_size and model.n_relations must be set to the sizes of the dataset")
         self.config, self.activation = config, activation_of(config)
-        self.before_block: Callable[[], None] = lambda: None  # called on the way of a training pass, and may raise
+        self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
         width = config.d_model
         fused = config.leaf_slots > 0 and config.fusion == "hgat"
-        with torch.device("meta"):  # weights are drawn below, from a generator of their own
+        with torch.device("meta"):  # weights are drawn below, from a separate generator
             self.embedding = Table(config.vocab_size, width)
             self.position = Table(config.max_seq_len, width) if config.position == "learned" else None
             slots = config.leaf_slots + 1 if config.leaf_slots and config.slot_embedding else 0
-            self.slot = Table(slots, width) if slots else None  # row 0 is of roots
+            self.slot = Table(slots, width) if slots else None  # row 0 is for roots
             relations = config.n_relations or 0
             self.fusion = RelationFusion(config, relations) if fused else None
             entities = config.n_entities or 0
@@ -137,9 +137,7 @@ class GraphEncoder(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """N(0, 0.02), zero biases; attention's projections by Glorot and Bengio (2010), those of q, k and v scaled by
-        1 / sqrt(2).
-        """
+        """Draws N(0, INIT_STD); attention follows Glorot and Bengio (2010), with q, k and v scaled by 1 / sqrt(2)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0 if name.endswith("norm.weight") or name == "decay_center" else 0.0)
@@ -150,12 +148,12 @@ class GraphEncoder(nn.Module):
             else:
                 parameter.normal_(0.0, INIT_STD, generator=generator)
             if name.startswith("fusion."):
-                parameter[0] = 0.0  # no relation
+                parameter[0] = 0.0  # row 0 stands for no relation
         if self.entities is not None:
             self.entities.initialise(INIT_STD, generator)
 
     def compile_blocks(self, on: bool = True) -> None:
-        """torch.compile block by block, one graph for all, for any number of nodes."""
+        """Compiles each block; all share one graph, which accepts any number of nodes."""
         if on:
             expect_shapes()
         for block in self.blocks:
@@ -171,11 +169,11 @@ class GraphEncoder(nn.Module):
         lengths: torch.Tensor,
         triples: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """States of all nodes, (N, D).
+        """Returns the states of all nodes, (N, D).
 
-        tokens (N,); nodes (N, 2) int32: each node's root, and 0 of a root or 1 + slot of a leaf; lengths (B,) nodes of
-        each graph; triples (M, 6 or more): relation, the head's first node and its tokens, the tail's first node and
-        its tokens, the head's number in the entity table or 0.
+        tokens (N,); nodes (N, 2) int32: the root of each node, and 0 for a root or 1 + slot for a leaf; lengths (B,):
+        nodes per graph; triples (M, 6 or more): relation, first node and token count of the head, first node and token
+        count of the tail, row of the head in the entity table or 0.
         """
         x = embed(tokens[None], self.embedding.weight)[0]
         if triples is not None and self.entities is not None:
@@ -188,30 +186,30 @@ class GraphEncoder(nn.Module):
         x = dropout(x, self.config.dropout, self.training)[None]
         graphs = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         ranges, table = bidirectional_ranges(graphs[None]), self.decay_table()
-        given = (ranges, nodes[None], table, self.config.decay == "additive_log")
+        block_inputs = (ranges, nodes[None], table, self.config.decay == "additive_log")
         for block in self.blocks:
             if self.training:
                 self.before_block()
             if self.config.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, *given, use_reentrant=False)
+                x = checkpoint(block, x, *block_inputs, use_reentrant=False)
             else:
-                x = block(x, *given)
+                x = block(x, *block_inputs)
         states: torch.Tensor = x[0]
         return states
 
     def predicted(self, states: torch.Tensor) -> torch.Tensor:
-        """(M, D) -> (M, D): logits are these times the embedding."""
+        """Applies the output transform: (M, D) -> (M, D). The product with the embedding gives the logits."""
         out: torch.Tensor = self.transform_norm(self.activation(self.transform(states)))
         return out
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """(M, D) -> (M, V)."""
+        """Returns logits: (M, D) -> (M, V)."""
         return F.linear(self.predicted(states), self.embedding.weight)
 
     def decay_table(self) -> torch.Tensor | None:
-        """What each head does with a score at each distance d, (H, distances) fp32.
+        """Returns the decay of scores for each head and distance d, (H, distances) fp32; None if decay is off.
 
-        lambda ** GELU(sqrt(d + 1) - p), which multiplies scores; or its logarithm, which is added to them.
+        The decay is lambda ** GELU(sqrt(d + 1) - p), which multiplies scores, or its logarithm, which is added to them.
         """
         if self.decay_center is None:
             return None
@@ -222,19 +220,19 @@ class GraphEncoder(nn.Module):
             return logarithm if self.config.decay == "additive_log" else logarithm.exp()
 
     def _with_positions(self, x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-        """A leaf has its root's position, and where slots are told apart one of its own beside it."""
-        places = nodes[:, 0].long()
+        """Adds position embeddings. A leaf has the position of its root, plus a slot embedding if enabled."""
+        positions = nodes[:, 0].long()
         if self.slot is not None:
             x = x + embed(nodes[None, :, 1].long(), self.slot.weight)[0]
         if self.position is not None:
-            return x + embed(places[None], self.position.weight)[0]
+            return x + embed(positions[None], self.position.weight)[0]
         if self.config.position == "none":
             return x
         half = torch.arange(0, self.config.d_model, 2, device=x.device)
-        angles = places[:, None] * LONGEST_WAVE ** (-half / self.config.d_model)
+        angles = positions[:, None] * MAX_PERIOD ** (-half / self.config.d_model)
         return x + torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, : self.config.d_model]
 
     @property
     def parameter_count(self) -> int:
-        """Parameters, a tied one counted once."""
+        """Number of parameters; tied ones count once."""
         return sum(p.numel() for p in self.parameters())

@@ -1,6 +1,6 @@
-"""Graph encoders as folders: BERT's layout where it holds the model, else our own, of the same files.
+"""Saves graph encoders as folders, in BERT's layout if possible, otherwise in our own, and loads the latter.
 
-BERT's: text alone, learned positions, normalised embeddings, no decay. transformers loads it with equal logits.
+BERT's layout requires plain text, learned positions, normalized embeddings and no decay. transformers can load it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sansgpu.models.model_folder import require_layers, require_sound_folder
 from sansgpu.models.weights_file import load_weights
 from sansgpu.models.whole_folder import written_whole
 
-MODEL_TYPE = "sansgpu-graph"  # of our own layout
+MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout
 Weights = dict[str, torch.Tensor]
 
-# One line a parameter: ours, then BERT's. `{}` is the layer.
+# Our parameter names -> BERT's. `{}` is the layer.
 _BERT = {
     "embedding": "bert.embeddings.word_embeddings",
     "position": "bert.embeddings.position_embeddings",
@@ -45,22 +45,22 @@ _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 
 
 class Codec(Protocol):
-    """What turns texts into a model's inputs; `data.mask_tokenizer.GraphCodec` is one."""
+    """A tokenizer that can be saved; implemented by `data.mask_tokenizer.GraphCodec`."""
 
     @property
     def pad_id(self) -> int:
-        """What stands for nothing."""
+        """The id of the padding token."""
 
     def save(self, folder: Path) -> None:
-        """Write it as transformers reads it."""
+        """Writes the files from which transformers loads the tokenizer."""
 
 
 def export_graph_model(
     model: GraphEncoder, codec: Codec, folder: Path, learned: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a folder; whole, or not at all. `learned` are sections of the configuration that are to be known again.
+    """Writes a model folder atomically, with the sections `learned` of the configuration in our own layout.
 
-    The head of the span-boundary objective served training, and stays out.
+    Leaves out the head of the span-boundary objective, which only training needs.
     """
     weights = {name: t.detach().cpu().float() for name, t in model.state_dict().items() if "boundary." not in name}
     config = model.config
@@ -79,20 +79,20 @@ def export_graph_model(
 
 
 def is_graph_folder(folder: Path) -> bool:
-    """Whether it holds a graph encoder in our layout."""
+    """Returns True if the folder holds a graph encoder in our own layout."""
     return _settings(folder).get("model_type") == MODEL_TYPE
 
 
 def fills_gaps(folder: Path) -> bool:
-    """Whether it holds a model of transformers with a head for masked tokens."""
+    """Returns True if the folder holds a transformers model with a masked LM head."""
     names = _settings(folder).get("architectures")
     return isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names)
 
 
 def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
-    """The encoder of a folder in our layout, and what of its configuration was written.
+    """Loads a folder in our own layout; returns the encoder and the sections of the configuration saved with it.
 
-    Raises ConfigError where a weight is missing, or does not fit.
+    Raises ConfigError if a weight is missing or has the wrong shape.
     """
     settings = _settings(folder)
     try:
@@ -102,9 +102,9 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
         model = GraphEncoder(config, seed=None)
         model.load_state_dict(weights, assign=True)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{folder} is no graph encoder's folder: {error}; export the model anew.") from None
+        raise ConfigError(f"{folder} is not a graph encoder folder: {error}; export the model again.") from None
     except ValidationError as error:
-        raise ConfigError(f"{folder}: config.json makes no model: {'; '.join(problems(error))}.") from None
+        raise ConfigError(f"{folder}: config.json describes no valid model: {'; '.join(problems(error))}.") from None
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{folder}: the weights do not fit config.json: {reason}") from None
@@ -120,11 +120,11 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _to_bert(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     renamed: Weights = {}
-    for ours, tensor in weights.items():
-        module, _, kind = ours.rpartition(".")
+    for name, tensor in weights.items():
+        module, _, kind = name.rpartition(".")
         layer = _LAYER.search(module)
-        theirs = _BERT[_LAYER.sub("{}", module)].format(layer.group() if layer else "")
-        renamed[f"{theirs}.{kind}"] = tensor.contiguous()
+        bert_module = _BERT[_LAYER.sub("{}", module)].format(layer.group() if layer else "")
+        renamed[f"{bert_module}.{kind}"] = tensor.contiguous()
     renamed["bert.embeddings.token_type_embeddings.weight"] = torch.zeros(2, config.d_model)
     renamed["cls.predictions.bias"] = torch.zeros(len(weights["embedding.weight"]))
     return renamed

@@ -1,4 +1,4 @@
-"""Models in and out of Hugging Face folders."""
+"""Loads models from Hugging Face folders and GGUF files, and saves them as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sansgpu.models.whole_folder import written_whole
 
 
 def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; whole, or not at all."""
+    """Writes a folder for AutoModelForCausalLM and AutoTokenizer, atomically."""
     written_whole(folder, lambda partial: _write_model(model, tokenizer, partial))
 
 
@@ -40,73 +40,71 @@ def _write_model(model: TransformerLM, tokenizer: TextCodec, partial: Path) -> N
 
 
 def load_decoder(folder: Path) -> TransformerLM | None:
-    """A local Qwen3, Apertus or GPT-2 folder as our decoder; None where it is another architecture.
+    """Loads a local Qwen3, Apertus or GPT-2 folder as our decoder; returns None for another architecture.
 
-    Raises ConfigError where the folder is no model or its weights do not fit its config.
+    Raises ConfigError if the folder holds no model or its weights do not match its config.
     """
     config = decoder_config(folder)
     if config is None:
         return None
     files = sorted(folder.glob("*.safetensors"))
-    return _filled(config, {name: tensor for file in files for name, tensor in _wide(file)}, folder)
+    return _build_decoder(config, {name: tensor for file in files for name, tensor in _fp32_weights(file)}, folder)
 
 
-def _wide(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _fp32_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in load_weights(file).items():
-        with readable_weights(file):  # torch cannot convert every type that it can name
-            wide = tensor.float()
-        yield name, wide
+        with readable_weights(file):  # torch cannot convert all of its dtypes
+            converted = tensor.float()
+        yield name, converted
 
 
 def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
-    """A GGUF file as our decoder; None where it is another architecture. Raises ConfigError as `load_decoder`."""
-    config = _shape(file.settings, file.path)
-    return _filled(config, file.weights(), file.path) if config is not None else None
+    """Loads a GGUF file as our decoder; returns None for another architecture. Raises as `load_decoder`."""
+    config = _config_from(file.settings, file.path)
+    return _build_decoder(config, file.weights(), file.path) if config is not None else None
 
 
-def _filled(config: ModelConfig, weights: Weights, source: Path) -> TransformerLM:
+def _build_decoder(config: ModelConfig, weights: Weights, source: Path) -> TransformerLM:
     require_layers(config.n_layers, len(weights), source)
     try:
         model = TransformerLM(config, seed=None)
         model.load_state_dict(from_hugging_face(config, weights), assign=True)
     except (RuntimeError, MemoryError, ValueError, AssertionError, ConfigError) as error:
-        reason = " ".join(str(error).split())[:300]  # torch names every weight that is missing
+        reason = " ".join(str(error).split())[:300]  # torch lists every missing weight
         raise ConfigError(f"{source}: the weights do not fit its settings: {reason}") from None
     return model
 
 
 def decoder_config(source: Path) -> ModelConfig | None:
-    """The shape of a folder or a GGUF file in one of our layouts; None where it is another.
+    """Reads the configuration of a folder or GGUF file in one of our layouts; returns None for other layouts.
 
-    Raises ConfigError if it is no model.
+    Raises ConfigError if `source` is no model.
     """
     if is_gguf(str(source)):
-        return _shape(open_gguf(source).settings, source)
+        return _config_from(open_gguf(source).settings, source)
     if not (source / "config.json").exists():
-        raise ConfigError(f"{source} is no Hugging Face model folder: it has no config.json.")
+        raise ConfigError(f"{source} is not a Hugging Face model folder: it has no config.json.")
     require_sound_folder(source)
-    return _shape(read_object(source / "config.json"), source)
+    return _config_from(read_object(source / "config.json"), source)
 
 
-def _shape(settings: dict[str, Any], source: Path) -> ModelConfig | None:
+def _config_from(settings: dict[str, Any], source: Path) -> ModelConfig | None:
     try:
         return model_config(settings)
     except KeyError as error:
-        raise ConfigError(f"{source}: config.json has no {error.args[0]}; save the model anew.") from None
+        raise ConfigError(f"{source}: config.json has no {error.args[0]}; save the model again.") from None
     except ValidationError as error:
-        raise ConfigError(f"{source}: config.json makes no model: {'; '.join(problems(error))}.") from None
+        raise ConfigError(f"{source}: config.json describes no valid model: {'; '.join(problems(error))}.") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"{source}: config.json has a value of another type than expected ({first_line(error)})."
-        ) from None
+        raise ConfigError(f"{source}: config.json has a value of an unexpected type ({first_line(error)}).") from None
 
 
 class HuggingFaceLM(torch.nn.Module):
-    """Any causal model of transformers behind the interface that evaluation uses."""
+    """Any transformers causal LM, with the interface that evaluation uses."""
 
     def __init__(self, name: str, remote_code: bool = False) -> None:
         super().__init__()
-        from sansgpu.models.patches import use_our_kernels  # these import transformers, which takes seconds
+        from sansgpu.models.patches import use_our_kernels  # transformers takes seconds to import
         from sansgpu.models.pretrained import load_pretrained
         from sansgpu.models.rotary import LengthDependentRotary
         from sansgpu.models.unpadded import head_is_plain
@@ -121,7 +119,7 @@ class HuggingFaceLM(torch.nn.Module):
 
     @property
     def context(self) -> int | None:
-        """The longest context, where the model has one."""
+        """The maximum number of tokens, or None if the model declares none."""
         length: Any = getattr(self.model.config, "max_position_embeddings", None)
         return int(length) if length else None
 
@@ -132,15 +130,15 @@ class HuggingFaceLM(torch.nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Cross-entropy summed over the targets (B, T); each row is one document."""
+        """Returns the cross-entropy summed over targets (B, T); each row is one document."""
         if positions is not None or document_ids is not None:
-            raise ValueError("packed documents are not supported; give windows of one document each")
+            raise ValueError("packed documents are not supported; pass windows of one document each")
         if not self._rotary:
             return self._loss(inputs, targets)
-        known = targets != -100
-        lengths = (known * torch.arange(1, targets.shape[1] + 1, device=known.device)).amax(dim=1).tolist()
+        valid = targets != -100
+        lengths = (valid * torch.arange(1, targets.shape[1] + 1, device=valid.device)).amax(dim=1).tolist()
         losses = []
-        for rows in self._rotary.groups(lengths):  # padding must not lengthen a row
+        for rows in self._rotary.groups(lengths):  # RoPE depends on the row length, which must not include padding
             self._rotary.forget()
             stop = max(1, max(lengths[row] for row in rows))
             losses.append(self._loss(inputs[rows, :stop], targets[rows, :stop]))

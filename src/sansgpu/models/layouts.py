@@ -1,4 +1,4 @@
-"""Our parameter names <-> Hugging Face's, and the configuration that goes with them."""
+"""Converts parameter names and configurations between our decoder and Hugging Face's layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.models.decoder import INIT_STD, LAYER_EPS, RMS_EPS
 
-# One line a parameter: ours, then theirs. `{}` is the layer.
+# Our parameter names -> Hugging Face's. `{}` is the layer.
 _QWEN3 = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -49,11 +49,11 @@ _GPT2 = {
     "blocks.{}.feed_forward.down.weight": "transformer.h.{}.mlp.c_proj.weight",
     "blocks.{}.feed_forward.down.bias": "transformer.h.{}.mlp.c_proj.bias",
 }
-TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D keeps (in, out)
-_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old files
+TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D stores (in, out)
+_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old checkpoints
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _NAMES = {"swiglu": _QWEN3, "relu2": _APERTUS, "gelu": _GPT2, "relu": _GPT2}
-_MODERN = {  # our activation: architecture, model_type and hidden_act of its config.json
+_MODERN = {  # our activation -> architecture, model_type and hidden_act in config.json
     "swiglu": ("Qwen3ForCausalLM", "qwen3", "silu"),
     "relu2": ("ApertusForCausalLM", "apertus", "relu2"),
 }
@@ -63,14 +63,14 @@ Weights = dict[str, torch.Tensor]
 
 
 def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
-    """Weights under Hugging Face's names. Tied heads are left out, as its own files do."""
+    """Renames weights to Hugging Face's names. Leaves out tied heads, as transformers does."""
     names = _NAMES[config.activation]
     renamed: Weights = {}
-    for ours, tensor in weights.items():
-        if not config.modern and ".attention." in ours and ".o." not in ours:
+    for name, tensor in weights.items():
+        if not config.modern and ".attention." in name and ".o." not in name:
             continue
-        theirs = _translate(ours, names)
-        renamed[theirs] = (tensor.T if TRANSPOSED.search(theirs) else tensor).contiguous()
+        hf_name = _translate(name, names)
+        renamed[hf_name] = (tensor.T if TRANSPOSED.search(hf_name) else tensor).contiguous()
     if not config.modern:
         for layer in range(config.n_layers):
             for kind in ("weight", "bias"):
@@ -82,22 +82,22 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
 
 
 def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
-    """The inverse of `to_hugging_face`."""
-    names = {theirs: ours for ours, theirs in _NAMES[config.activation].items()}
+    """Inverts `to_hugging_face`."""
+    names = {hf_name: name for name, hf_name in _NAMES[config.activation].items()}
     prefix = "model." if config.modern else "transformer."
     renamed: Weights = {}
     for name, value in weights.items():
-        theirs = name if name.startswith((prefix, "lm_head.")) else prefix + name  # no prefix: saved without the head
-        if _MASK.search(theirs) or (theirs == "lm_head.weight" and config.tie_embeddings):
+        hf_name = name if name.startswith((prefix, "lm_head.")) else prefix + name  # base models lack the prefix
+        if _MASK.search(hf_name) or (hf_name == "lm_head.weight" and config.tie_embeddings):
             continue
-        tensor = (value.T if TRANSPOSED.search(theirs) and not config.modern else value).contiguous()
-        if ".c_attn." in theirs:
-            layer = _LAYER.search(theirs)
+        tensor = (value.T if TRANSPOSED.search(hf_name) and not config.modern else value).contiguous()
+        if ".c_attn." in hf_name:
+            layer = _LAYER.search(hf_name)
             assert layer is not None
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
-                renamed[f"blocks.{layer[0]}.attention.{part}.{theirs.rsplit('.', 1)[1]}"] = piece.contiguous()
+                renamed[f"blocks.{layer[0]}.attention.{part}.{hf_name.rsplit('.', 1)[1]}"] = piece.contiguous()
         else:
-            renamed[_translate(theirs, names)] = tensor
+            renamed[_translate(hf_name, names)] = tensor
     return renamed
 
 
@@ -105,14 +105,14 @@ def _translate(name: str, names: Mapping[str, str]) -> str:
     layer = _LAYER.search(name)
     pattern = _LAYER.sub("{}", name, count=1)
     if pattern not in names:
-        raise ConfigError(f"the weight {name} has no place in this layout.")
+        raise ConfigError(f"this layout has no weight named {name}.")
     return names[pattern].format(layer[0] if layer else "")
 
 
 def module_names(model_type: str, layers: int) -> Iterator[str]:
-    """Hugging Face's names of what has weights; Llama and Qwen2 have Qwen3's."""
+    """Yields Hugging Face's names of the modules with weights; Llama and Qwen2 share those of Qwen3."""
     names = {"gpt2": _GPT2, "apertus": _APERTUS}.get(model_type, _QWEN3)
-    patterns = dict.fromkeys(theirs.rpartition(".")[0] for theirs in names.values())
+    patterns = dict.fromkeys(hf_name.rpartition(".")[0] for hf_name in names.values())
     if names is _GPT2:
         patterns["transformer.h.{}.attn.c_attn"] = None
     for pattern in patterns:
@@ -120,13 +120,13 @@ def module_names(model_type: str, layers: int) -> Iterator[str]:
 
 
 def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of rotary positions; rope_type is default where they are not stretched."""
+    """Returns the RoPE parameters of a config.json; rope_type is absent or "default" without RoPE scaling."""
     rope: Mapping[str, Any] = settings.get("rope_parameters") or settings
     return {**rope, "rope_type": "scaled"} if settings.get("rope_scaling") else rope
 
 
 def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
-    """config.json of the export."""
+    """Returns the config.json of an exported model."""
     shared = {
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
@@ -154,7 +154,7 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
             "attention_bias": False,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
-            "pad_token_id": None,  # Apertus' own is 3, a row that would never be trained again
+            "pad_token_id": None,  # Apertus defaults to 3, and the padding row gets no gradient
             **shared,
         }
     return {
@@ -175,7 +175,7 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
 
 
 def model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
-    """The shape a config.json of these layouts describes; None for any other model."""
+    """Converts a config.json in one of these layouts; returns None for any other model."""
     modern = next((ours for ours, (_, name, _) in _MODERN.items() if name == settings.get("model_type")), None)
     if modern is not None:
         if settings.get("attention_bias") or settings.get("use_sliding_window"):

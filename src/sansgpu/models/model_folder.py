@@ -1,4 +1,4 @@
-"""Checks Hugging Face folders before a library reads them, which may wait, loop or leave the folder as they say."""
+"""Checks Hugging Face folders before a library reads them, as bad ones could make it hang, loop or leave the folder."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from sansgpu.config import ConfigError
 from sansgpu.machine.inputs import read_json, read_object, require_ordinary
 
-MOST_PARTS = 10_000  # layers, experts or heads that a config.json may name; each is a turn of a loop or a module
-MOST_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself takes 100 MB
-ORDINARY_LAYERS = 128  # are built whatever the weights are, so that what is missing is named
-MOST_WIDTH = 1 << 24  # of a vocabulary or a layer
+MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
+MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
+ALLOWED_LAYERS = 128  # always built, so that torch can report the missing weights by name
+MAX_WIDTH = 1 << 24  # of a vocabulary or a layer
 _WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
 _PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
 
 
 def require_sound_folder(folder: Path) -> None:
-    """Raises ConfigError if a model's folder holds a pipe or device, or settings that no library could work with.
+    """Raises ConfigError if a model folder holds a pipe or device, or settings with impossible sizes.
 
-    An index of weights may name files of its own folder only.
+    An index of weights may only name files in its own folder.
     """
     for path in sorted(folder.iterdir()):
         require_ordinary(path)
@@ -34,28 +34,28 @@ def require_sound_folder(folder: Path) -> None:
 
 
 def require_possible_sizes(settings: Any, source: Path) -> None:
-    """Raises ConfigError if settings name more layers, experts or heads, or a greater width, than any model has."""
+    """Raises ConfigError if settings have more layers, experts or heads, or a larger width, than any model has."""
     if not isinstance(settings, dict):
         raise ConfigError(f"{source} holds a {type(settings).__name__}, not keys and values.")
     for key, value in settings.items():
         if isinstance(value, dict):
             require_possible_sizes(value, source)
-        most = MOST_PARTS if _PARTS.search(key) else MOST_WIDTH if _WIDTHS.search(key) else None
-        if most is not None and isinstance(value, (int, float)) and not -most <= value <= most:
-            raise ConfigError(f"{source}: {key} is larger than {most:,}, which no model has.")
+        limit = MAX_PARTS if _PARTS.search(key) else MAX_WIDTH if _WIDTHS.search(key) else None
+        if limit is not None and isinstance(value, (int, float)) and not -limit <= value <= limit:
+            raise ConfigError(f"{source}: {key} is larger than {limit:,}, which no model has.")
 
 
 def require_short_header(path: Path) -> None:
-    """Raises ConfigError if the header of a safetensors file names far more tensors than a file of weights has."""
+    """Raises ConfigError if the header of a safetensors file is too long."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-    if length > MOST_HEADER_BYTES:
+    if length > MAX_HEADER_BYTES:
         raise ConfigError(f"{path} holds no weights that can be read: its header has {length:,} bytes.")
 
 
 def require_layers(layers: int, weights: int, source: Path | str) -> None:
-    """Raises ConfigError if a model names far more layers than it has weights: each would be built first."""
-    if layers > max(weights, ORDINARY_LAYERS):
+    """Raises ConfigError if a model has more layers than weights, before building them all."""
+    if layers > max(weights, ALLOWED_LAYERS):
         raise ConfigError(f"{source}: the weights do not fit its settings: {layers} layers, but {weights} weights.")
 
 
@@ -64,4 +64,4 @@ def _check_index(path: Path) -> None:
     names = list(files.values()) if isinstance(files, dict) else [files]
     for name in dict.fromkeys(map(str, names)):
         if name != Path(name).name or not (path.parent / name).is_file():
-            raise ConfigError(f"{path} names the weights {name[:200]!r}, which is no file of its folder.")
+            raise ConfigError(f"{path} names the weights {name[:200]!r}, which is not a file in its folder.")

@@ -1,4 +1,4 @@
-"""What models of ours and of others are made of: repeated blocks, and weights that begin without values."""
+"""Helpers for modules: uninitialized weights and repeated blocks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from torch import nn
 
 
 class Table(nn.Embedding):
-    """nn.Embedding that draws no values on the meta device: to do so imports torch's compiler, a second for nothing."""
+    """nn.Embedding without initialization on the meta device, which would import torch's compiler for a second."""
 
     def reset_parameters(self) -> None:
-        """N(0, 1), where there is memory for it."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
 def without_values(model: nn.Module) -> None:
-    """Give a model on the meta device memory for its weights. `to_empty` does, but imports sympy: half a second."""
+    """Allocates uninitialized weights for a model on the meta device. Unlike `to_empty`, does not import sympy."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Its repeated blocks, in order: the longest list of modules with parameters."""
+    """Returns the repeated blocks of a model, in order: its longest ModuleList with parameters."""
     lists: list[Any] = [
         m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
     ]

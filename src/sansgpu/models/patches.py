@@ -1,4 +1,4 @@
-"""Our kernels in place of a transformers model's own layers, where they compute the same."""
+"""Replaces layers of a transformers model with our kernels that compute the same."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from sansgpu.models.attention_interface import use_our_attention
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding whose rows come out in fp32 and whose gradients are summed in fp32, whatever the table's type."""
+    """nn.Embedding with fp32 outputs and gradients summed in fp32, for any dtype of the table."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(B, T) -> (B, T, D)."""
         return embed(input, self.weight, sparse=True)
 
 
@@ -24,12 +23,11 @@ class Dropout(nn.Dropout):
     """nn.Dropout in one pass over memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
         return dropout(input, self.p, self.training)
 
 
 def use_our_layers(model: nn.Module) -> None:
-    """Have its plain layers compute with our kernels."""
+    """Makes the Linear, Dropout and Embedding layers of a model use our kernels."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
@@ -40,8 +38,8 @@ def use_our_layers(model: nn.Module) -> None:
 
 
 def use_our_kernels(model: PreTrainedModel) -> list[str]:
-    """Patch a model in place; returns what stays transformers' own."""
-    kept = [] if use_our_attention(model) else ["attention"]
+    """Patches a model in place; returns descriptions of the parts that do not use our kernels."""
+    unpatched = [] if use_our_attention(model) else ["attention"]
     use_our_layers(model)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
-    return kept + [f"layers of type {name}" for name in others]
+    return unpatched + [f"layers of type {name}" for name in others]

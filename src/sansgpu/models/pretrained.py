@@ -1,4 +1,4 @@
-"""Models of the hub and of Hugging Face folders: loaded, given adapters, saved; all by transformers and peft."""
+"""Loads and saves models and adapters with transformers and peft."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ _AUTO: dict[Head, Any] = {
     "qa": AutoModelForQuestionAnswering,
     "masked": AutoModelForMaskedLM,
 }
-_WHAT: dict[Head, str] = {
-    "causal": "a causal model",
-    "qa": "a model for questions",
-    "masked": "a model that fills gaps",
+_DESCRIPTION: dict[Head, str] = {
+    "causal": "a causal language model",
+    "qa": "a question answering model",
+    "masked": "a masked language model",
 }
 _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
-    """Its config.json. Raises ConfigError where there is none."""
+    """Loads the config.json of a model. Raises ConfigError if it cannot be loaded."""
     if (file := _gguf_file(model)) is not None:
         return _config_of(file)
     name, options = _source(model)
-    with _one_sentence(f"{name} cannot be loaded"):
+    with _library_errors(f"{name} cannot be loaded"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
     return config
 
 
 def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:
-    """Its tokenizer, with the chat template of a file where one is given. Raises ConfigError."""
+    """Loads the tokenizer of a model, with the chat template from a file if given. Raises ConfigError."""
     if (file := _gguf_file(model)) is not None:
         tokenizer: Any = _tokenizer_of(file)
     else:
         name, options = _source(model)
         _require_sound_tokenizer(Path(name) / "tokenizer.json")
-        with _one_sentence(f"the tokenizer of {name} cannot be loaded"):
+        with _library_errors(f"the tokenizer of {name} cannot be loaded"):
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{model.name_or_path} has no tokenizer.json; convert it with transformers first.")
-    _require_number_of_tokens(tokenizer, model.name_or_path)
+    _require_finite_length(tokenizer, model.name_or_path)
     if chat_template is not None:
         ours = chat_template == SIMPLE_TEMPLATE
         path = _SIMPLE if ours else Path(chat_template).expanduser()
@@ -81,19 +81,19 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
 
 
 def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
-    """A tokenizer of transformers, to be written elsewhere."""
+    """Converts a transformers tokenizer for export."""
     bos, template = tokenizer.bos_token_id, tokenizer.chat_template
     begins = bos is not None and tokenizer("a").input_ids[:1] == [bos]
     template = template.get("default") if isinstance(template, dict) else template
-    whole = tokenizer.backend_tokenizer.to_str()
-    return TokenizerParts(whole, bos, tokenizer.eos_token_id, tokenizer.pad_token_id, begins, template)
+    tokenizer_json = tokenizer.backend_tokenizer.to_str()
+    return TokenizerParts(tokenizer_json, bos, tokenizer.eos_token_id, tokenizer.pad_token_id, begins, template)
 
 
 def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
-    """The model with its weights: in fp32 to be trained whole, as they are stored under an adapter.
+    """Loads a model with its weights: in fp32 for full fine-tuning, in the stored dtype for training an adapter.
 
-    A head for questions or gaps that it has not yet is drawn from `seed`. Raises ConfigError where it cannot be loaded,
-    or weights are missing.
+    A missing question answering or masked LM head is initialized from `seed`. Raises ConfigError if the model cannot be
+    loaded or other weights are missing.
     """
     name: str | None = None
     loader: Any = _AUTO[head]
@@ -101,29 +101,29 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedMode
         name, options = _source(model)
     elif head == "causal":
         config = _config_of(file)
-        loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic classes take no weights from memory
+        loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the Auto classes do not accept a state_dict
         options = {"config": config, "state_dict": file.weights()}
     else:
-        raise ConfigError(f"{model.name_or_path} holds a causal model, not {_WHAT[head]}.")
+        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head]}.")
     dtype = torch.float32 if model.adapter == "none" else "auto"
-    with _one_sentence(f"{model.name_or_path} cannot be loaded as {_WHAT[head]}"), _seeded(seed, "head"):
+    with _library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head]}"), _seeded(seed, "head"):
         loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
     missing = sorted(key for key in info["missing_keys"] if head == "causal" or _is_inside(loaded, key))
     if missing or info["mismatched_keys"]:
-        what = missing[0] if missing else str(sorted(info["mismatched_keys"])[0])
+        first = missing[0] if missing else str(sorted(info["mismatched_keys"])[0])
         raise ConfigError(
-            f"{model.name_or_path} is not whole: its weights do not fit its config.json, beginning with {what}."
+            f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has another shape."
         )
     return prepared_for_training(loaded, model)
 
 
 def made_up(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
-    """A model of the same shape, or with other layers, whose weights are drawn at random: to be timed."""
+    """Builds a model with random weights, optionally with another number of layers, to time its steps."""
     return prepared_for_training(_from_config(model, head, layers), model)
 
 
 def shape_only(model: ModelConfig, head: Head) -> PreTrainedModel:
-    """The model without memory for its weights (meta device), with its adapter: to be counted."""
+    """Builds a model with its adapter on the meta device, to count its parameters."""
     with torch.device("meta"):
         loaded = _from_config(model, head)
         if model.adapter != "none":
@@ -136,57 +136,55 @@ def _from_config(model: ModelConfig, head: Head, layers: int | None = None) -> P
     if layers is not None:
         config = with_layers(config, layers)
     options = {"trust_remote_code": True} if model.trust_remote_code else {}
-    with _one_sentence(f"{model.name_or_path} makes no {_WHAT[head].split(' ', 1)[1]}"), _seeded(0, "shape"):
-        made: PreTrainedModel = _AUTO[head].from_config(config, **options)
-    return made
+    with _library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head]}"), _seeded(0, "shape"):
+        built: PreTrainedModel = _AUTO[head].from_config(config, **options)
+    return built
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The config of a model with so many blocks."""
+    """Sets the number of blocks of a config, in place; returns it."""
     text = config.get_text_config()
     if types := getattr(text, "layer_types", None):
-        text.layer_types = list(islice(cycle(types), layers))  # models that are timed may have more than the whole one
+        text.layer_types = list(islice(cycle(types), layers))  # a timed model may have more blocks than the original
     text.num_hidden_layers = layers
     return config
 
 
 def prepared_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """The model as our steps take it, its activations as the configuration wants them."""
+    """Enables gradient checkpointing if configured, disables the cache, and converts biases and norms to fp32."""
     if model.gradient_checkpointing:
         if not loaded.supports_gradient_checkpointing:
             raise ConfigError(
-                f"{model.name_or_path} cannot recompute its activations; set model.gradient_checkpointing to false."
+                f"{model.name_or_path} does not support gradient checkpointing; set model.gradient_checkpointing=false."
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every transformers 5
+            warnings.simplefilter("ignore", FutureWarning)  # its new name is missing in some transformers 5 releases
             loaded.gradient_checkpointing_enable({"use_reentrant": False})
     loaded.config.use_cache = False
-    for parameter in loaded.parameters():  # products are cast by autocast, sums and norms are not
+    for parameter in loaded.parameters():  # autocast covers matmuls, but not sums and norms
         if parameter.ndim < 2:
             parameter.data = parameter.data.float()
     return loaded
 
 
 def with_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
-    """peft's model around `loaded`, whose layers get low-rank matrices beside them that alone are trained, with a head
-    that is new (arXiv 2106.09685; DoRA: 2402.09353).
-    """
-    from peft import LoraConfig, get_peft_model  # a second of imports that whole training never needs
+    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353); a QA head is trained, too."""
+    from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
 
-    outside = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not _is_inside(loaded, name)}
-    new = list(outside) if type(loaded).__name__.endswith("QuestionAnswering") else None
+    heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not _is_inside(loaded, name)}
+    trained_heads = list(heads) if type(loaded).__name__.endswith("QuestionAnswering") else None
     config = LoraConfig(
         r=model.lora_rank,
-        lora_alpha=cast(Any, model.lora_alpha),  # any number works
+        lora_alpha=cast(Any, model.lora_alpha),  # annotated int, but floats work
         lora_dropout=model.lora_dropout,
         target_modules=model.lora_targets,
         use_dora=model.adapter == "dora",
-        modules_to_save=new,
+        modules_to_save=trained_heads,
     )
     try:
         with _seeded(seed, "adapter"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an older name
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # which peft sees by itself
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft corrects it by itself
             return get_peft_model(loaded, config)
     except ValueError as error:
         raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None
@@ -197,7 +195,7 @@ def _is_inside(loaded: PreTrainedModel, name: str) -> bool:
 
 
 def weights_fingerprint(model: ModelConfig) -> str:
-    """Names the weights that a run goes on from, to notice on resume that they changed."""
+    """Returns a fingerprint of the initial weights of a run, to detect on resume that they changed."""
     folder = Path(str(model.name_or_path)).expanduser()
     if folder.is_file():
         return file_sha256(folder)[:16]
@@ -208,15 +206,15 @@ def weights_fingerprint(model: ModelConfig) -> str:
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
-    """The type that the model's config.json names, in which trained weights are exported; fp32 if it names none."""
+    """Returns the dtype in the model's config.json, in which trained weights are exported; fp32 by default."""
     dtype: torch.dtype | None = getattr(pretrained_config(model), "dtype", None)
     return dtype or torch.float32
 
 
 def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:
-    """Reads the frozen weights again from the model's files, in the type that they are stored in.
+    """Reloads the frozen weights from the model's files, in their stored dtype.
 
-    The memory of the present values is freed first, so that at no time two whole models are held.
+    Frees the current values first, so that memory never holds two models.
     """
     frozen = {n: p for n, p in loaded.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for parameter in frozen.values():
@@ -227,16 +225,16 @@ def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the model without adapter; peft wraps layers and copies a new head."""
+    """Returns the name of a parameter in the model without an adapter; peft wraps layers and copies heads."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def merged(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Adds each adapter to its layer's weights in fp32 and rounds the sum once, to `dtype`; returns the plain model."""
+    """Merges the adapter into the weights in fp32, rounding once to `dtype`; returns the model without the adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in adapted.modules():
-        if isinstance(layer, BaseTunerLayer):  # one after the other: the whole model in fp32 might not fit
+        if isinstance(layer, BaseTunerLayer):  # layer by layer, as the whole model in fp32 may not fit into memory
             base: Any = layer.get_base_layer()
             base.float()
             layer.merge(safe_merge=True)
@@ -249,7 +247,7 @@ def merged(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes the adapter without its model, in a folder that peft loads; whole, or not at all."""
+    """Writes the adapter, without its base model, to a folder that peft loads, atomically."""
 
     def write(partial: Path) -> None:
         adapted.save_pretrained(partial, save_embedding_layers=False)
@@ -259,7 +257,7 @@ def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def save_pretrained(whole: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Writes a model in a folder that transformers loads; whole, or not at all."""
+    """Writes a model to a folder that transformers loads, atomically."""
 
     def write(partial: Path) -> None:
         whole.config.use_cache = True
@@ -270,7 +268,7 @@ def save_pretrained(whole: PreTrainedModel, tokenizer: Any, folder: Path) -> Non
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer that neither truncates nor pads by itself; its last call may have left it doing so."""
+    """Writes a tokenizer, after disabling truncation and padding, which an earlier call may have enabled."""
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
@@ -282,21 +280,21 @@ def _gguf_file(model: ModelConfig) -> GGUFFile | None:
 
 
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
-    _quieten()
+    _silence_transformers()
     config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
     return config
 
 
 def _require_sound_tokenizer(file: Path) -> None:
     if file.is_file() and (flaw := tokenizer_flaw(read_text(file))) is not None:
-        raise ConfigError(f"{file} is no tokenizer that can be used: {flaw}.")
+        raise ConfigError(f"{file} is not a usable tokenizer: {flaw}.")
 
 
-def _require_number_of_tokens(tokenizer: Any, name: str | None) -> None:
-    """Raises ConfigError if the longest text is no number: transformers compares with it only when it tokenizes."""
-    longest = tokenizer.model_max_length
-    if not isinstance(longest, (int, float)) or not -inf < longest < inf:
-        raise ConfigError(f"{name}: model_max_length in tokenizer_config.json is {shown(longest)}; give a number.")
+def _require_finite_length(tokenizer: Any, name: str | None) -> None:
+    """Raises ConfigError if model_max_length is not a finite number, as transformers only notices when it tokenizes."""
+    length = tokenizer.model_max_length
+    if not isinstance(length, (int, float)) or not -inf < length < inf:
+        raise ConfigError(f"{name}: model_max_length in tokenizer_config.json is {shown(length)}; give a number.")
 
 
 def _tokenizer_of(file: GGUFFile) -> Any:
@@ -310,21 +308,21 @@ def _tokenizer_of(file: GGUFFile) -> Any:
     )
 
 
-def _quieten() -> None:
+def _silence_transformers() -> None:
     quiet_hub()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """(name, what from_pretrained is to be told). Raises ConfigError where a path does not exist."""
+    """Returns (name or path, keyword arguments) for from_pretrained. Raises ConfigError if a path does not exist."""
     name = str(model.name_or_path)
     path = Path(name).expanduser()
-    _quieten()
+    _silence_transformers()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
-        raise ConfigError(f"model.name_or_path {name} does not exist; give a folder, or a model's name on the hub.")
+        raise ConfigError(f"model.name_or_path {name} does not exist; give a folder or the name of a model on the Hub.")
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
-        raise ConfigError(f"{name} is no model's folder: it has no config.json.")
+        raise ConfigError(f"{name} is not a model folder: it has no config.json.")
     if path.is_dir():
         require_sound_folder(path)
         _require_no_import(path / "adapter_config.json")
@@ -335,20 +333,20 @@ def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _require_no_import(adapter: Path) -> None:
-    """Raises ConfigError if an adapter's settings would have peft import a module that they name."""
+    """Raises ConfigError if the settings of an adapter would make peft import a module."""
     if not adapter.is_file():
         return
-    with _one_sentence(f"{adapter} cannot be read"):
+    with _library_errors(f"{adapter} cannot be read"):
         settings = json.loads(adapter.read_text(encoding="utf-8"))
     if isinstance(settings, dict) and settings.get("megatron_config"):
         raise ConfigError(f"{adapter} names a Python module to import (megatron_core); set megatron_config to null.")
 
 
-class _one_sentence:  # noqa: N801  read as a statement
-    """Turns what a library raises into ConfigError with its first line."""
+class _library_errors:  # noqa: N801  used like a function
+    """Converts errors of libraries to ConfigError, with the given prefix and the first line of the message."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
 
     def __enter__(self) -> None:
         return None
@@ -359,17 +357,17 @@ class _one_sentence:  # noqa: N801  read as a statement
         if isinstance(error, Exception) or is_panic(error):
             if "trust_remote_code" in str(error):
                 raise ConfigError(
-                    f"{self._what}: it comes with Python code of its own; read that code, and allow it with "
+                    f"{self._prefix}: it contains custom Python code; review that code, then allow it with "
                     "--trust-remote-code."
                 ) from None
-            raise ConfigError(f"{self._what}: {first_line(error)}.") from None
+            raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None
 
 
 class _seeded:  # noqa: N801
-    """torch's generator as a seed leaves it, and afterwards as it was."""
+    """Seeds torch's generator from `seed` and a purpose, and restores its state on exit."""
 
-    def __init__(self, seed: int, what: str) -> None:
-        self._seed, self._fork = fold_seed(seed, what), torch.random.fork_rng(devices=[])
+    def __init__(self, seed: int, purpose: str) -> None:
+        self._seed, self._fork = fold_seed(seed, purpose), torch.random.fork_rng(devices=[])
 
     def __enter__(self) -> None:
         self._fork.__enter__()

@@ -1,4 +1,4 @@
-"""What a model of transformers costs to train, by its shape.
+"""Parameters, memory and FLOPs of training a transformers model, from its shape.
 
 N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longest example, V vocabulary.
 """
@@ -30,51 +30,51 @@ from sansgpu.models.costs import Products, StepTraffic, StepWork
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import Head, shape_only
 
-# What a block keeps of each token for its backward pass, times D, and F for each matrix that leads there. Measured
-# on Qwen2's and BERT's layouts, not compiled.
-_KEPT = {"bf16": (38, 4), "fp32": (36, 8)}
-_PROCESS_BYTES = 430 << 20  # with transformers and peft
+# Bytes per token that a block saves for its backward pass, per unit of D, and per unit of F for each (D, F) matrix, by
+# precision. Measured on the layouts of Qwen2 and BERT, not compiled.
+_SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
+_PROCESS_BYTES = 430 << 20  # the process with torch, transformers and peft
 
 
 @dataclass(frozen=True)
 class PretrainedShape:
-    """What the costs depend on. Parameters are counted once where they are tied."""
+    """Sizes and parameter counts of a model, on which its costs depend; tied parameters count once."""
 
     layers: int
     width: int
     inner: int
     heads: int
     vocabulary: int
-    outputs: int  # of the head: the vocabulary, or an answer's begin and end
+    outputs: int  # features of the output head: vocabulary size, or 2 for question answering (start and end)
     embedding: int
-    head: int  # of the output, where it is not the embedding
+    head: int  # 0 if tied to the embedding
     blocks: int
     adapter: int
     trained: int
-    trained_matrices: int  # in blocks, which alone leave gradients in the type of products
+    trained_matrices: int  # in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.embedding + self.head + self.blocks + self.adapter
 
     def with_layers(self, layers: int) -> PretrainedShape:
-        """The same with so many blocks, or as many as it has."""
+        """Returns the shape with at most `layers` blocks."""
         share = min(layers, self.layers) / self.layers
-        spared = (1 - share) * (self.trained - self.head - self.embedding if self.adapter == 0 else self.adapter)
+        removed = (1 - share) * (self.trained - self.head - self.embedding if self.adapter == 0 else self.adapter)
         return replace(
             self,
             layers=min(layers, self.layers),
             blocks=round(self.blocks * share),
             adapter=round(self.adapter * share),
-            trained=self.trained - round(spared),
+            trained=self.trained - round(removed),
             trained_matrices=round(self.trained_matrices * share),
         )
 
 
 def pretrained_shape(model: ModelConfig, head: Head) -> PretrainedShape:
-    """The shape of a model, with its adapter. Raises ConfigError where it cannot be loaded."""
+    """Returns the shape of a model with its adapter. Raises ConfigError if the model cannot be loaded."""
     return _shape(model.model_dump_json(), head)
 
 
@@ -86,7 +86,7 @@ def _shape(model_json: str, head: Head) -> PretrainedShape:
     inside = {id(p) for block in blocks for p in block.parameters()}
     named = list(model.named_parameters())
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    # A layer with an adapter shows the weight of the layer inside it as its own.
+    # Keyed by identity: an adapter layer exposes the weight of its base layer as its own.
     matrices: dict[int, nn.Parameter] = {}
     for module in blocks[0].modules():
         weight = getattr(module, "weight", None)
@@ -111,7 +111,7 @@ def _shape(model_json: str, head: Head) -> PretrainedShape:
 
 
 def parameters_by_part(shape: PretrainedShape) -> dict[str, int]:
-    """Parameters, and how many of them are trained apart from the rest."""
+    """Returns the number of parameters of each part."""
     parts = {"embedding": shape.embedding, "blocks": shape.blocks, "head": shape.head, "adapter": shape.adapter}
     return {name: count for name, count in parts.items() if count}
 
@@ -119,19 +119,19 @@ def parameters_by_part(shape: PretrainedShape) -> dict[str, int]:
 def pretrained_memory(
     shape: PretrainedShape, model: ModelConfig, tokens: int, how: Execution, masters: str, state: str
 ) -> Memory:
-    """Bytes at the peak of a step of micro-batches of `tokens`. Measured against real runs by `benchmarks.memory`."""
+    """Estimates peak memory of a step in bytes; `tokens` per micro-batch. `benchmarks.memory` compares real runs."""
     compute, summed = COMPUTE[how.precision], how.accumulation > 1
     frozen, trained, matrices = shape.total - shape.trained, shape.trained, shape.trained_matrices
-    width, inner = _KEPT[how.precision]
-    leading = dict(shape.products).get((shape.width, shape.inner), 1)
-    kept = tokens * (width * shape.width + inner * leading * shape.inner + 8 * shape.heads)
+    width, inner = _SAVED_BYTES[how.precision]
+    up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
+    saved = tokens * (width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads)
     rows, table = min(tokens, CHUNK_ROWS), shape.outputs * shape.width
     logits = rows * shape.outputs * compute + tokens * shape.width * (2 * compute + 2 * FULL)
     if model.adapter == "none" and shape.outputs == shape.vocabulary:
         logits += table * (FULL + (compute if tokens > CHUNK_ROWS else 0) + (FULL if summed else 0))
     moments = int(MOMENTS[state] * trained)
     gradients = gradient_bytes(matrices, trained - matrices, how)
-    activations = activation_bytes(shape.layers, kept, tokens * shape.width, model.gradient_checkpointing)
+    activations = activation_bytes(shape.layers, saved, tokens * shape.width, model.gradient_checkpointing)
     needed = {
         "weights": master_bytes(trained, how.precision, masters) + compute * frozen,
         "gradients": gradients,
@@ -144,9 +144,9 @@ def pretrained_memory(
 
 
 def pretrained_work(shape: PretrainedShape, example_tokens: float, tokens: float, learned: float = 1.0) -> StepWork:
-    """FLOPs of a step of `tokens` in examples of `example_tokens`, of which a share is `learned`.
+    """Returns the FLOPs of a step of `tokens`, in examples of `example_tokens`; the share `learned` are targets.
 
-    A frozen weight needs no gradient: 4 a token where a trained one takes 6.
+    Counts 6 per token for each trained weight, and 4 for each frozen one, which needs no weight gradient.
     """
     matrices = numbers_of(dict(shape.products)) * shape.layers
     in_blocks = 6.0 if shape.trained > shape.adapter + shape.head else 4.0
@@ -160,11 +160,10 @@ def pretrained_work(shape: PretrainedShape, example_tokens: float, tokens: float
 
 
 def pretrained_traffic(shape: PretrainedShape, memory: Memory, how: Execution) -> StepTraffic:
-    """Weights and moments once through the update, and what blocks keep written once and read once."""
+    """Counts weights and moments read and written once by the update, and saved activations written and read once."""
     update = 2.0 * (memory.optimizer + FULL * shape.trained) + COMPUTE[how.precision] * 2 * shape.trained
     return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
 
 
 def pretrained_products(shape: PretrainedShape) -> Products:
-    """The shapes of its matrix products."""
     return Products(dict(shape.products), (shape.width, shape.outputs))

@@ -1,7 +1,7 @@
-"""Rotary embeddings whose frequencies depend on the longest row that is read: dynamic NTK scaling and LongRoPE.
+"""Rotary embeddings whose frequencies depend on the sequence length: dynamic NTK scaling and LongRoPE.
 
-transformers derives them from the largest position of a forward pass (`dynamic_rope_update` of its
-modeling_rope_utils.py), so that what a short example gives would depend on the others in its micro-batch.
+transformers derives the frequencies from the largest position in a forward pass (`dynamic_rope_update` in
+modeling_rope_utils.py). So the output for a short example would depend on the longest one in its micro-batch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import nn
 
 
 class LengthDependentRotary:
-    """The length-dependent rotary embeddings of a model; most have none."""
+    """The length-dependent rotary embeddings of a model. Evaluates to False if it has none, as most models."""
 
     def __init__(self, model: nn.Module) -> None:
-        found: list[Any] = [
+        modules: list[Any] = [
             m for m in model.modules() if hasattr(m, "rope_type") and hasattr(m, "original_max_seq_len")
         ]
-        scaled = [(module, name, kind) for module in found for name, kind in _kinds(module)]
+        scaled = [(module, name, kind) for module in modules for name, kind in _rope_types(module)]
         self._dynamic = [(module, name) for module, name, kind in scaled if "dynamic" in kind]
         self._growing = [int(module.original_max_seq_len) for module, _ in self._dynamic]
         self._switching = [_trained_length(module, name) for module, name, kind in scaled if kind == "longrope"]
@@ -29,19 +29,19 @@ class LengthDependentRotary:
 
     @property
     def unscaled(self) -> int | None:
-        """The most tokens of an example that is not scaled by its length; None if none is."""
+        """The number of tokens up to which frequencies do not depend on length; None if they never do."""
         return min(self._growing + self._switching, default=None)
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The numbers of the examples that have the same frequencies, and so may be read together."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for number, length in enumerate(lengths):
+        """Groups the indices of examples with equal frequencies, which may share a forward pass."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, length in enumerate(lengths):
             grown, switched = (max(length, limit) for limit in self._growing), (length > n for n in self._switching)
-            found.setdefault((*grown, *switched), []).append(number)
-        return list(found.values())
+            groups.setdefault((*grown, *switched), []).append(index)
+        return list(groups.values())
 
     def forget(self) -> None:
-        """Drops what earlier forward passes left: dynamic scaling otherwise keeps the longest row's frequencies."""
+        """Resets dynamic scaling, which otherwise keeps the frequencies of the longest sequence so far."""
         for module, name in self._dynamic:
             cached = f"{name}_max_seq_len_cached" if name else "max_seq_len_cached"
             setattr(module, cached, module.original_max_seq_len)
@@ -51,8 +51,8 @@ class LengthDependentRotary:
             module.register_buffer(f"{prefix}inv_freq", original.to(current.device), persistent=False)
 
 
-def _kinds(module: Any) -> Iterator[tuple[str | None, str]]:
-    """(layer type, kind of scaling); one for all layer types has the name None."""
+def _rope_types(module: Any) -> Iterator[tuple[str | None, str]]:
+    """Yields (layer type, RoPE type); the layer type is None if all layers share one RoPE type."""
     if isinstance(module.rope_type, dict):
         yield from module.rope_type.items()
     else:

@@ -1,4 +1,4 @@
-"""What a model needs of a tokenizer."""
+"""The interface of tokenizers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Protocol
 
 
 class TextCodec(Protocol):
-    """Text <-> ids; `data.tokenizer.Tokenizer` is one."""
+    """A tokenizer; implemented by `data.tokenizer.Tokenizer`."""
 
     end_id: int
-    before: tuple[int, ...]  # ids that come before a text
+    before: tuple[int, ...]  # ids to prepend to a text
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Converts text to ids."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Converts ids to text."""
 
     def save(self, folder: Path) -> None:
-        """Write it as transformers reads it."""
+        """Writes the files from which transformers loads the tokenizer."""

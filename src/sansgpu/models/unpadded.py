@@ -1,6 +1,6 @@
-"""Models of transformers on examples of unequal length, one behind the other, without padding where that works.
+"""Runs transformers models on examples of unequal length, packed without padding if the model supports it.
 
-B examples, N tokens in all, T tokens of the longest, D width.
+B examples, N tokens in total, T tokens of the longest, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from sansgpu.models.generate import reading
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.rotary import LengthDependentRotary
 
-PROBE_SHORT = 5  # tokens of the first example that is tried; the second one begins in the middle of any block
-PROBE_LONG = 65  # tokens of the second one at least: more than the blocks of 32 and 64 that no configuration names
-PROBE_LONGEST = 1024  # and at most, where the length of the examples is not known
-PROBE_FLOPS = 2e12  # some seconds: a model that would take more is tried by its first blocks
+PROBE_SHORT = 5  # tokens of the first probe example, so that the second does not start at a block boundary
+PROBE_LONG = 65  # minimum tokens of the second one: longer than hard-coded blocks of 32 and 64
+PROBE_LONGEST = 1024  # maximum tokens of the second one if the length of the examples is unknown
+PROBE_FLOPS = 2e12  # a few seconds; larger models are probed with their first blocks only
+# Keys of a configuration whose values are not window sizes.
 OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the largest output
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the largest output
 
-Flat = Callable[[torch.Tensor], torch.Tensor]  # a model's output by row -> (N, ...)
+Flat = Callable[[torch.Tensor], torch.Tensor]  # converts a model's output by row to (N, ...)
 
 
 class UnpaddedModel:
-    """`packs` says whether examples are read in one row, not seeing each other; else each has a padded row.
+    """A transformers model for batches of concatenated examples, each of at most `longest` tokens.
 
-    Examples of at most `longest` tokens. Those whose rotary frequencies differ by their length are read apart.
+    If `packs`, the examples share one row and do not attend to each other; otherwise each has a padded row. Examples
+    whose rotary frequencies differ, because they depend on length, run in separate forward passes.
     """
 
     def __init__(self, model: PreTrainedModel, pack: bool, longest: int = PROBE_LONGEST) -> None:
@@ -54,111 +56,111 @@ class UnpaddedModel:
     def inputs(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], Flat]:
-        """What the model is called with, and how its outputs become one row a token; tokens and types (N,)."""
-        ids = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        places = torch.arange(len(tokens), device=tokens.device) - (lengths.cumsum(0) - lengths)[ids]
+        """Returns the model's inputs, and a function that maps outputs to a row per token; tokens and types (N,)."""
+        examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        positions = torch.arange(len(tokens), device=tokens.device) - (lengths.cumsum(0) - lengths)[examples]
         if self.packs:
-            given = {"input_ids": tokens[None], "position_ids": places[None] + self._offset}
+            inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self._offset}
             if self._by_ranges:
-                given["attention_mask"] = ranges_mask(
-                    (causal_ranges if self._causal else bidirectional_ranges)(ids[None])
+                inputs["attention_mask"] = ranges_mask(
+                    (causal_ranges if self._causal else bidirectional_ranges)(examples[None])
                 )
             if types is not None:
-                given["token_type_ids"] = types[None]
-            return given, lambda output: output[0]
+                inputs["token_type_ids"] = types[None]
+            return inputs, lambda output: output[0]
         shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
 
         def padded(value: torch.Tensor, filler: int) -> torch.Tensor:
             out = value.new_full(shape, filler)
-            out[ids, places] = value
+            out[examples, positions] = value
             return out
 
-        given = {"input_ids": padded(tokens, self._filler), "attention_mask": padded(torch.ones_like(tokens), 0)}
+        inputs = {"input_ids": padded(tokens, self._pad_id), "attention_mask": padded(torch.ones_like(tokens), 0)}
         if types is not None:
-            given["token_type_ids"] = padded(types, 0)
-        return given, lambda output: output[ids, places]
+            inputs["token_type_ids"] = padded(types, 0)
+        return inputs, lambda output: output[examples, positions]
 
     def summed_loss(
         self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossShape = PLAIN
     ) -> torch.Tensor:
-        """Of a causal model, cross-entropy summed over the targets (N,), -100 where nothing is predicted: ()."""
-        losses = [self._loss(tokens[p], some, targets[p], shape) for p, some in self._alike(lengths)]
+        """Returns the cross-entropy of a causal model summed over targets (N,), skipping -100: ()."""
+        losses = [self._loss(tokens[p], group, targets[p], shape) for p, group in self._groups(lengths)]
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _loss(
         self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossShape
     ) -> torch.Tensor:
-        given, flat = self.inputs(tokens, lengths)
+        inputs, flat = self.inputs(tokens, lengths)
         shape = LossShape(shape.label_smoothing, shape.z_loss, self._softcap)
         head: Any = self.model.get_output_embeddings()
-        if self.fused and isinstance(head, nn.Linear):  # none that has got an adapter
-            hidden = flat(self.model.base_model(**given, use_cache=False).last_hidden_state)
+        if self.fused and isinstance(head, nn.Linear):  # peft may have replaced the head since
+            hidden = flat(self.model.base_model(**inputs, use_cache=False).last_hidden_state)
             return linear_cross_entropy(hidden, head.weight, targets, shape)
-        logits = flat(self.model(**given, use_cache=False).logits)
-        kept = targets != -100
-        logits, targets = logits[kept].float(), targets[kept]
+        logits = flat(self.model(**inputs, use_cache=False).logits)
+        valid = targets != -100
+        logits, targets = logits[valid].float(), targets[valid]
         loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=shape.label_smoothing)
         return loss + shape.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if shape.z_loss else loss
 
     def spans(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Start and end logits of each token, from a model for questions: (N,) and (N,), fp32."""
+        """Returns start and end logits of each token from a question answering model: (N,) and (N,), fp32."""
 
-        def both(places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            given, flat = self.inputs(tokens[places], lengths, None if types is None else types[places])
-            output = self.model(**given)
+        def start_and_end(indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            inputs, flat = self.inputs(tokens[indices], lengths, None if types is None else types[indices])
+            output = self.model(**inputs)
             return torch.stack((flat(output.start_logits), flat(output.end_logits)), dim=1).float()
 
-        starts, ends = self._by_token(lengths, both).unbind(dim=1)
+        starts, ends = self._by_token(lengths, start_and_end).unbind(dim=1)
         return starts, ends
 
     def gap_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens at `gaps` (N,) bool alone, from a model that fills gaps: (M, V)."""
-        parts = [(p[gaps[p]], self._gap_logits(tokens[p], some, gaps[p])) for p, some in self._alike(lengths)]
+        """Returns the logits of a masked LM at the M tokens where `gaps` (N,) is true: (M, V)."""
+        parts = [(p[gaps[p]], self._masked_logits(tokens[p], group, gaps[p])) for p, group in self._groups(lengths)]
         return _in_order(parts)
 
-    def _gap_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
-        given, flat = self.inputs(tokens, lengths)
+    def _masked_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        inputs, flat = self.inputs(tokens, lengths)
         base: Any = self.model.base_model
 
-        def pick(module: nn.Module, args: Any, output: Any) -> Any:
-            output.last_hidden_state = flat(output.last_hidden_state)[gaps][None]
+        def select(module: nn.Module, args: Any, output: Any) -> Any:
+            output.last_hidden_state = flat(output.last_hidden_state)[masked][None]
             return output
 
-        hook = base.register_forward_hook(pick)
+        hook = base.register_forward_hook(select)
         try:
-            logits: torch.Tensor = self.model(**given).logits[0]
+            logits: torch.Tensor = self.model(**inputs).logits[0]
         finally:
             hook.remove()
         return logits
 
-    def _alike(self, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Examples that may be read together: the places of their tokens (n,), and their lengths (b,)."""
-        everything = torch.arange(int(lengths.sum()), device=lengths.device)
+    def _groups(self, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields groups of examples for one forward pass each: the indices of their tokens (n,), their lengths (b,)."""
+        all_tokens = torch.arange(int(lengths.sum()), device=lengths.device)
         groups = self._rotary.groups(lengths.tolist()) if self._rotary else []
         if not self._rotary:
-            yield everything, lengths
+            yield all_tokens, lengths
         for group in groups:
             self._rotary.forget()
             chosen = torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
             chosen[group] = True
-            yield everything[torch.repeat_interleave(chosen, lengths)], lengths[chosen]
+            yield all_tokens[torch.repeat_interleave(chosen, lengths)], lengths[chosen]
 
     def _by_token(
         self, lengths: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """What `run` gives for each token, in the tokens' order: (N, ...)."""
-        return _in_order([(places, run(places, some)) for places, some in self._alike(lengths)])
+        """Calls `run` for each group and returns its results in the order of the tokens: (N, ...)."""
+        return _in_order([(indices, run(indices, group)) for indices, group in self._groups(lengths)])
 
     @property
-    def _filler(self) -> int:
+    def _pad_id(self) -> int:
         return int(self._text.pad_token_id or 0)
 
     def _packs_well(self, longest: int) -> bool:
-        """True if two examples in one row give what the model gives for each by itself, called plainly.
+        """Returns True if two packed examples give the same outputs as separate forward passes.
 
-        Models with states of their own, or with positions that do not begin at 0, give something else.
+        Models with recurrent state, or with positions that do not start at 0, give other outputs.
         """
         lengths = self._probe_lengths(longest)
         tokens = torch.arange(sum(lengths)) * 7 % self._text.vocab_size
@@ -166,38 +168,40 @@ class UnpaddedModel:
         with _first_blocks_of(self.model, self._text) if flops > PROBE_FLOPS else nullcontext():
             try:
                 self.packs = True
-                together = self._output(tokens, torch.tensor(lengths))
+                packed = self._output(tokens, torch.tensor(lengths))
                 self.packs = False
-                apart = [self._output(part, torch.tensor([len(part)])) for part in tokens.split(lengths)]
+                separate = [self._output(part, torch.tensor([len(part)])) for part in tokens.split(lengths)]
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
                 return False
-        error = (together - torch.cat(apart)).abs().max() / together.abs().max()
+        error = (packed - torch.cat(separate)).abs().max() / packed.abs().max()
         return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(self.model), min(PROBE_TOLERANCE.values())))
 
     def _probe_lengths(self, longest: int) -> list[int]:
-        """A short example, and one that is longer than every window or block that the configuration names, as far as
-        examples are; none is so long that rotary frequencies would depend on it, as those are read apart.
+        """Returns the lengths of a short example and one longer than every window or block in the configuration.
+
+        Neither exceeds `longest`, nor the length from which rotary frequencies depend on it.
         """
-        places = int(getattr(self._text, "max_position_embeddings", None) or 0)
-        limits = [longest, *([places - self._offset] if places > 0 else []), self._rotary.unscaled or longest]
-        named = 1 + max(_possible_windows(self.model.config.to_dict()), default=0)
-        return [min(PROBE_SHORT, *limits), min(max(PROBE_LONG, named), *limits)]
+        max_positions = int(getattr(self._text, "max_position_embeddings", None) or 0)
+        position_limit = [max_positions - self._offset] if max_positions > 0 else []
+        limits = [longest, *position_limit, self._rotary.unscaled or longest]
+        beyond_windows = 1 + max(_possible_windows(self.model.config.to_dict()), default=0)
+        return [min(PROBE_SHORT, *limits), min(max(PROBE_LONG, beyond_windows), *limits)]
 
     def _output(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        given, flat = self.inputs(tokens, lengths)
-        return flat(self.model.base_model(**given).last_hidden_state).float()
+        inputs, flat = self.inputs(tokens, lengths)
+        return flat(self.model.base_model(**inputs).last_hidden_state).float()
 
 
 def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Rows of several tensors by the places that they belong to."""
+    """Concatenates the rows of (indices, rows) pairs, sorted by index."""
     if len(parts) == 1:
         return parts[0][1]
-    places, values = (torch.cat(side) for side in zip(*parts, strict=True))
-    return values[places.argsort()]
+    indices, values = (torch.cat(side) for side in zip(*parts, strict=True))
+    return values[indices.argsort()]
 
 
 def _possible_windows(settings: Any, name: str = "") -> Iterator[int]:
-    """Every whole number of a configuration that may be a window, a block, a chunk or a stride."""
+    """Yields every integer of a configuration that may be a window, block, chunk or stride."""
     if isinstance(settings, dict):
         for key, value in settings.items():
             yield from _possible_windows(value, str(key))
@@ -210,28 +214,28 @@ def _possible_windows(settings: Any, name: str = "") -> Iterator[int]:
 
 @contextmanager
 def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
-    """Has a model compute its first blocks alone, of each type of layer at least one."""
+    """Temporarily truncates a model to its first blocks, with at least one block of each layer type."""
     blocks = blocks_of(model)
     types = (getattr(config, "layer_types", None) or [])[: len(blocks)]
     count = max([2, *(types.index(kind) + 1 for kind in dict.fromkeys(types))])
     if not blocks:
         yield
         return
-    lists = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
-    parent, name, whole = next(
+    children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    parent, name, block_list = next(
         (parent, name, child)
-        for parent, name, child in lists
+        for parent, name, child in children
         if isinstance(child, nn.ModuleList) and len(child) == len(blocks) and all(map(operator.is_, child, blocks))
     )
-    setattr(parent, name, whole[:count])
+    setattr(parent, name, block_list[:count])
     try:
         yield
     finally:
-        setattr(parent, name, whole)
+        setattr(parent, name, block_list)
 
 
 def autocast_of(model: PreTrainedModel) -> torch.autocast:
-    """What a model whose matrices are in bf16 is run under, where no training step has set it."""
+    """Returns bf16 autocast, enabled if the model's matrices are in bf16; for use outside training steps."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=_matrix_dtype(model) == torch.bfloat16)
 
 
@@ -242,7 +246,7 @@ def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
-    """Whether logits are the last states times the output embedding, capped: some models scale or shift them."""
+    """Returns True if logits are last hidden states times output embedding, softcapped; some models scale or shift."""
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         return False
@@ -254,7 +258,7 @@ def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
 
 
 def _has_windows(config: Any) -> bool:
-    """Whether some layer attends within a window only."""
+    """Returns True if some layer has windowed attention."""
     types = getattr(config, "layer_types", None)
     if types:
         return any(kind != "full_attention" for kind in types)
@@ -262,6 +266,6 @@ def _has_windows(config: Any) -> bool:
 
 
 def _position_offset(model: PreTrainedModel) -> int:
-    """RoBERTa counts positions from behind the padding token's id."""
+    """Returns the first position id. In RoBERTa and its relatives it is the padding id plus one."""
     modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
     return next((int(module.padding_idx) + 1 for module in modules), 0)

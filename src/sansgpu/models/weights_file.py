@@ -1,4 +1,4 @@
-"""safetensors files of others, read so that a damaged one is an error of the input."""
+"""Loads safetensors files, reporting damaged ones as ConfigError."""
 
 from __future__ import annotations
 
@@ -19,29 +19,21 @@ UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeErro
 
 @contextmanager
 def readable_weights(path: Path) -> Iterator[None]:
-    """Raises ConfigError for whatever safetensors and torch raise at a header, a type or a shape they do not know."""
+    """Converts the errors of safetensors and torch for invalid headers, dtypes and shapes to ConfigError."""
     require_ordinary(path)
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (
-        SafetensorError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
+    except UNREADABLE as error:
         reason = cut(" ".join(str(error).split())).removesuffix(".")
         raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by their names, mapped from the disk. Raises ConfigError if it is damaged."""
+    """Returns the memory-mapped tensors of a file by name. Raises ConfigError if the file is damaged."""
     with readable_weights(path):
         weights = dict(load_file(path))
-        if odd := next((name for name, tensor in weights.items() if tensor.is_complex()), None):
-            raise ValueError(f"{odd} has complex numbers")
+        if name := next((name for name, tensor in weights.items() if tensor.is_complex()), None):
+            raise ValueError(f"{name} has complex numbers")
     return weights

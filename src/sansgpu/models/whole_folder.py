@@ -1,4 +1,4 @@
-"""Model folders and files that are there whole, or not at all."""
+"""Writes model folders and files atomically."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sansgpu.watch.outputs import filled_folder
 
 
 def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a new folder, which takes `folder`'s place when it is whole.
+    """Calls `write` with a temporary folder, then replaces `folder` with it.
 
-    Raises ConfigError if `folder` is not ours to write to, and SansGPUError if the disk refuses.
+    Raises ConfigError if `folder` holds files that sansgpu did not write, and SansGPUError if writing fails.
     """
     try:
         with filled_folder(folder, "model") as new:
@@ -25,7 +25,7 @@ def written_whole(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def written_whole_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a new file, which takes `path`'s place when it is on the disk. Raises SansGPUError."""
+    """Calls `write` with a temporary file, then replaces `path` with it. Raises SansGPUError if writing fails."""
     try:
         with whole_file(path) as partial:
             write(partial)

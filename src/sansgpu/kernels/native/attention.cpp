@@ -1,12 +1,13 @@
-// Attention over ranges of keys, forward and backward: kernels/attention.py says what it computes.
+// Attention over ranges of keys, forward and backward; kernels/attention.py has the reference.
 //
-// B batch, T time, H query heads, K key-value heads, d head dim. Blocks of 64 queries are multiplied with only those
-// keys that some query of the block may see; scores live in cache and are never kept (FlashAttention, arXiv 2205.14135).
-// One thread owns a key-value head of an example, so that sums have one order whatever the load.
+// B batch, T time, H query heads, K key-value heads, d head dim. Each block of 64 queries is multiplied with only the
+// keys that some query of the block may see. Scores stay in cache and are recomputed in the backward pass
+// (FlashAttention, arXiv 2205.14135). One thread computes a whole key-value head of an example, so that the order of
+// sums does not depend on the number of threads.
 //
-// The tokens may be nodes of graphs (kernels/distances.py). Then each score, before it is scaled, is multiplied with or
-// increased by an entry of a table (H, M): that of the head and the distance from query to key. Distances are computed
-// where they are needed.
+// The tokens may be nodes of graphs (kernels/distances.py). Then each score, before scaling, is multiplied with an
+// entry of a table (H, M), or the entry is added to it. The head and the distance from query to key select the entry.
+// Distances are computed on the fly.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -27,13 +28,13 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t QUERIES = 64;  // of a block; also what the keys of a block are rounded to
-constexpr int64_t KEYS = 256;    // of a block of the backward pass
+constexpr int64_t QUERIES = 64;  // per block; the keys of a block are rounded to a multiple of it
+constexpr int64_t KEYS = 256;    // per block of the backward pass
 constexpr float LOG2E = 1.4426950408889634f;
 
 enum Decay { NONE, TIMES, PLUS };
 
-// A (B, T, heads, d) tensor of any strides but a dense last dimension.
+// A (B, T, heads, d) tensor with a contiguous last dimension and any other strides.
 template <typename T>
 struct View {
   T* data;
@@ -62,7 +63,7 @@ std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
   return {std::min<int64_t>(low, high), high};
 }
 
-// What is read without looking: keys in range, and one range for each query.
+// Checks that there is one range per query and that every key is in bounds, as the kernels index unchecked.
 void check(const Shape& s, const at::Tensor& ranges) {
   TORCH_CHECK(ranges.is_contiguous() && ranges.sizes() == at::IntArrayRef({s.B, s.T, 2}), "ranges must be (B, T, 2)");
   const int32_t* range = ranges.data_ptr<int32_t>();
@@ -70,18 +71,18 @@ void check(const Shape& s, const at::Tensor& ranges) {
     TORCH_CHECK_INDEX(range[i] >= 0 && range[i] <= s.S, "key ", range[i], " is out of range");
 }
 
-// Nodes of all examples, and the table.
+// The nodes of all examples and the decay table.
 struct Graph {
   const int32_t* nodes;
   const float* table;
-  int64_t entries;  // of the table for each head
+  int64_t entries;  // table entries per head
   Graph(const std::optional<at::Tensor>& n, const std::optional<at::Tensor>& t)
       : nodes(n ? n->data_ptr<int32_t>() : nullptr),
         table(t ? t->data_ptr<float>() : nullptr),
         entries(t ? t->size(1) : 0) {}
 };
 
-// The same of decay: nodes that `Nodes` takes, and an entry for each distance in range.
+// Checks that `Nodes` can represent every node and that the table has an entry for every distance.
 void check(const Shape& s, const at::Tensor& ranges, const at::Tensor& nodes, const at::Tensor& table) {
   TORCH_CHECK(s.T == s.S && nodes.is_contiguous() && nodes.sizes() == ranges.sizes(), "nodes must be (B, T, 2)");
   TORCH_CHECK(table.is_contiguous() && table.dim() == 2 && table.size(0) == s.H && table.size(1) > 0,
@@ -109,9 +110,8 @@ float decayed(float score, float entry) {
   return decay == TIMES ? score * entry : score + entry;
 }
 
-// From scores to weights, still to be divided by their sum, of a query that sees the keys [first, last) of `width`.
-// Whole lanes are computed, in place of the scores; what they hold beyond counts as minus infinity. Returns the largest
-// score and the sum.
+// Computes the unnormalized softmax weights of a query that sees the keys [first, last) of `width`; returns the largest
+// score and the sum of the weights. Overwrites the scores. Works on whole lanes; scores out of range count as -inf.
 template <typename T>
 std::pair<float, float> softmax(float* scores, T* weights, int64_t first, int64_t last, int64_t width, float factor) {
   if (first >= last) {
@@ -135,7 +135,7 @@ void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& 
              const Dropout& dropout, const Graph& graph, const View<T>& out, float* lse) {
   const int64_t padded = round_up(s.S, QUERIES), group = s.H / s.K;
   at::parallel_for(0, s.B * s.K, 1, [&](int64_t begin, int64_t end) {
-    const Dropout drop = dropout;  // scores that are written might be part of `dropout`, for all the compiler knows
+    const Dropout drop = dropout;  // a local copy, because the compiler cannot rule out that writes alias `dropout`
     Buffer<T> keys(s.d * padded), values(padded * s.d), weights(QUERIES * padded);
     Buffer<float> scores(QUERIES * padded), sums(QUERIES * s.d), inverse(QUERIES), entries(padded);
     Buffer<int32_t> distances(padded);
@@ -189,7 +189,7 @@ void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& 
   });
 }
 
-// What a block of queries needs in the backward pass, packed for each of its four products.
+// The inputs of a block of queries in the backward pass, packed for each of its four matmuls.
 template <typename T>
 struct QueryBlock {
   Buffer<T> q, q_transposed, grad, grad_transposed;
@@ -219,7 +219,7 @@ struct QueryBlock {
   }
 };
 
-// What a decay adds to a block: its first query, the head's entries and their gradients.
+// The decay of a block: its nodes and first query, the head's table entries and their gradients.
 struct DecayBlock {
   const Nodes& nodes;
   int64_t start, entries;
@@ -227,7 +227,7 @@ struct DecayBlock {
   SumsByDistance<QUERIES>& table_grad;
 };
 
-// Weights and score gradients of a (keys, QUERIES) block, in place of scores and weight gradients.
+// Computes weights and score gradients of a (keys, QUERIES) block from its scores and weight gradients.
 template <typename T, Decay decay>
 void weights_and_gradients(const QueryBlock<T>& block, const DecayBlock& with, const float* scores,
                            const float* weight_grads, int64_t low, int64_t count, int64_t padded, float scale,
@@ -321,7 +321,7 @@ void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>&
   });
 }
 
-// (B, H, M) -> (H, M), in one order.
+// Sums (B, H, M) to (H, M) in a fixed order.
 at::Tensor sum_of_examples(const at::Tensor& parts) {
   at::Tensor sum = at::zeros({parts.size(1), parts.size(2)}, parts.options());
   const float* part = parts.data_ptr<float>();
@@ -334,7 +334,7 @@ at::Tensor sum_of_examples(const at::Tensor& parts) {
 template <typename T, Decay decay>
 struct Kind {};
 
-// run(Kind) of the numbers and the decay.
+// Calls run(Kind) for the dtype of q and the kind of decay.
 template <typename F>
 void dispatch(const at::Tensor& q, bool decayed, bool added, const F& run) {
   const auto of = [&]<typename T>(T) {
@@ -366,7 +366,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
     const std::optional<at::Tensor>& nodes, const std::optional<at::Tensor>& table, bool added) {
   const Shape s(q, k);
   const Graph graph(nodes, table);
-  // Laid out as what they belong to, so that nobody has to copy them.
+  // Gradients get the strides of their inputs, so that autograd need not copy them.
   at::Tensor q_grad = at::empty_like(q), k_grad = at::empty_like(k), v_grad = at::empty_like(v);
   at::Tensor table_grads = at::zeros({s.B, graph.entries ? s.H : 0, graph.entries}, lse.options());
   dispatch(q, nodes.has_value(), added, [&]<typename T, Decay decay>(Kind<T, decay>) {

@@ -1,6 +1,6 @@
-// From logits to losses and, in their place, gradients: kernels/cross_entropy.py says what it computes.
+// Computes losses and overwrites logits with their gradients; kernels/cross_entropy.py has the reference.
 //
-// N tokens, V vocabulary. A row of logits and its exponentials stay in L2 between maximum, sum and gradient.
+// N tokens, V vocabulary. A row of logits and its exponentials stay in L2 cache between maximum, sum and gradient.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -15,16 +15,16 @@ namespace {
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Loss {
-  float smoothing, z_loss, softcap;  // softcap 0: none
+  float smoothing, z_loss, softcap;  // softcap 0 disables it
 };
 
-// softcap * tanh(x / softcap), with tanh from the exponential so that the loop is vectorised.
+// softcap * tanh(x / softcap), with tanh written in terms of exp so that the loop vectorizes.
 inline float capped(float x, float softcap) {
   const float e = exp2_nonpositive(-2.0f * LOG2E / softcap * std::fabs(x));
   return std::copysign(softcap * (1.0f - e) / (1.0f + e), x);
 }
 
-// `powers` (V,) keeps the exponentials from the sum to the gradient.
+// Returns the loss of one row. `powers` (V,) is scratch space for the exponentials.
 template <bool CAPPED, typename T>
 float row_loss(T* logits, float* powers, int64_t V, int64_t target, const Loss& loss, bool gradient) {
   const auto logit = [&](int64_t j) { return CAPPED ? capped(load(logits + j), loss.softcap) : load(logits + j); };

@@ -1,8 +1,8 @@
-// The gradients of a linear layer's weight and bias: kernels/linear.py says what it computes.
+// The gradients of a linear layer's weight and bias, for kernels/linear.py.
 //
-// N tokens, O outputs, I inputs. AMX multiplies rows by pairs of rows, so both sides have to be laid out anew, one of
-// them transposed; oneDNN's matmul spends as long on that as on the product. Here a strip of 256 outputs is transposed
-// and multiplied with panels of 64 inputs while both are in L2.
+// N tokens, O outputs, I inputs. AMX multiplies rows by pairs of rows, so both operands must be repacked, one of them
+// transposed. oneDNN's matmul spends as long on that as on the arithmetic. This kernel transposes a strip of 256
+// outputs and multiplies it with panels of 64 inputs while both are in L2 cache.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,11 +17,11 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t STRIP = 256, PANEL = 64, BLOCK = 64;  // outputs and inputs of a unit of work; outputs of a product
-constexpr int64_t TOKENS = 2048;                        // of a pass: more, and a strip leaves L2
-constexpr int64_t GAP = 32;                             // between a strip's rows, lest all of them share cache sets
+constexpr int64_t STRIP = 256, PANEL = 64, BLOCK = 64;  // outputs and inputs per unit of work; outputs per matmul
+constexpr int64_t TOKENS = 2048;                        // per pass; with more, a strip does not fit into L2
+constexpr int64_t GAP = 32;                             // padding between rows of a strip, to avoid cache conflicts
 
-// The columns [start, start + count) of g, as rows of `length` (even) tokens.
+// Transposes `count` columns of g into rows of `length` (even) tokens.
 void gather_strip(const bf16* g, int64_t ld, int64_t tokens, int64_t length, int64_t count, bf16* strip, int64_t ld_strip) {
   for (int64_t n = 0; n < tokens; n += BLOCK)
     transpose(bits(g) + n * ld, ld, std::min(BLOCK, tokens - n), count, bits(strip) + n, ld_strip);
@@ -29,7 +29,7 @@ void gather_strip(const bf16* g, int64_t ld, int64_t tokens, int64_t length, int
     for (int64_t row = 0; row < count; ++row) strip[row * ld_strip + tokens] = bf16(0);
 }
 
-// The sums of a strip's rows, or more of them.
+// Computes the sum of each row of a strip, added to `sums` with `add`.
 void add_rows(const bf16* strip, int64_t ld, int64_t rows, int64_t tokens, float* sums, bool add) {
   for (int64_t row = 0; row < rows; ++row) {
     const bf16* from = strip + row * ld;
@@ -38,12 +38,12 @@ void add_rows(const bf16* strip, int64_t ld, int64_t rows, int64_t tokens, float
   }
 }
 
-// (N, O) and (N, I) -> (O, I), all bf16, and (O,) fp32, or (0,) without a bias; sums in fp32, in one order whatever the
-// threads.
+// Returns the gradients of the weight (O, I) bf16 and the bias (O,) fp32, or (0,) without a bias, from grad (N, O) and
+// input (N, I), both bf16. Sums run in fp32, in an order that does not depend on the number of threads.
 std::tuple<at::Tensor, at::Tensor> linear_gradients(const at::Tensor& grad, const at::Tensor& input, bool with_bias) {
   const at::Tensor g = grad.contiguous(), x = input.contiguous();
   const int64_t N = g.size(0), O = g.size(1), I = x.size(1);
-  if (N == 0)  // no product would write the sums
+  if (N == 0)  // no matmul would initialize the result
     return {at::zeros({O, I}, g.options()), at::zeros({with_bias ? O : 0}, g.options().dtype(at::kFloat))};
   at::Tensor out = at::empty({O, I}, g.options()), out_bias = at::empty({with_bias ? O : 0}, g.options().dtype(at::kFloat));
   const bf16 *from_g = g.data_ptr<bf16>(), *from_x = x.data_ptr<bf16>();

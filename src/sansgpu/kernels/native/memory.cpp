@@ -1,8 +1,9 @@
-// Memory of large tensors: blocks straight from the kernel, kept when freed and used again for what is about as large.
+// A caching allocator for large tensors: it maps blocks with mmap and reuses freed ones for tensors of similar size.
 //
-// glibc's aligned allocation cannot use a freed block again for the same size, so an eager step touches twice the
-// memory that is live in it. Here it touches what is live, in huge pages where the kernel has them. Where tensors have
-// other sizes at every step, blocks are cut from regions and joined again, as there would come to be some of every size.
+// glibc's aligned allocation cannot reuse a freed block for the same size, so an eager step touches twice its live
+// memory. With this allocator it touches only live memory, in huge pages if the operating system has them. If tensor
+// sizes change from step to step, blocks are cut from regions and merged again when freed; otherwise the cache would
+// fill with blocks of every size.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -21,10 +22,10 @@
 
 namespace {
 
-constexpr size_t kLarge = size_t{1} << 20;  // below, the C allocator serves
-constexpr size_t kHuge = size_t{2} << 20;   // a huge page, which blocks of eight and more are multiples of
+constexpr size_t kLarge = size_t{1} << 20;  // smaller tensors use torch's default allocator
+constexpr size_t kHuge = size_t{2} << 20;   // a huge page; blocks of at least eight are rounded up to a multiple
 constexpr size_t kStep = size_t{64} << 10;
-constexpr double kWaste = 1.5;  // of a block over what it is used for
+constexpr double kWaste = 1.5;  // largest ratio of a reused block's size to the requested size
 constexpr size_t kRegion = size_t{128} << 20;
 
 size_t rounded(size_t bytes) {
@@ -45,11 +46,11 @@ class Memory {
  public:
   virtual ~Memory() = default;
   virtual void* take(size_t bytes) = 0;
-  virtual bool put(void* block) = 0;  // false where the block is not one of these
+  virtual bool put(void* block) = 0;  // returns false if the block is not from this allocator
   virtual int64_t give_back() = 0;
 };
 
-// A block is used again for what is about as large.
+// Reuses a free block for a request of similar size.
 class Blocks final : public Memory {
  public:
   void* take(size_t bytes) override {
@@ -58,7 +59,7 @@ class Blocks final : public Memory {
       std::lock_guard<std::mutex> lock(mutex_);
       auto found = free_.lower_bound(size);
       if (found != free_.end() && found->first <= size * kWaste) {
-        found = std::prev(free_.upper_bound(found->first));  // what was freed last may still be in a cache
+        found = std::prev(free_.upper_bound(found->first));  // the block freed last may still be in cache
         void* block = found->second;
         used_[block] = found->first;
         free_.erase(found);
@@ -102,8 +103,7 @@ class Blocks final : public Memory {
   std::unordered_map<void*, size_t> used_;
 };
 
-// Regions that blocks are cut from: each takes the smallest free piece it fits into, and what is freed is joined with
-// the free pieces beside it.
+// Cuts blocks from large regions, best fit first. Freed blocks merge with adjacent free pieces.
 class Regions final : public Memory {
  public:
   void* take(size_t bytes) override {
@@ -143,7 +143,7 @@ class Regions final : public Memory {
     return true;
   }
 
-  // The pages of free pieces, which stay in their regions.
+  // Returns the pages of free pieces to the operating system; their address ranges stay reserved.
   int64_t give_back() override {
     std::lock_guard<std::mutex> lock(mutex_);
     int64_t given = 0;
@@ -176,13 +176,13 @@ class Regions final : public Memory {
   }
 
   std::mutex mutex_;
-  std::set<char*> regions_;  // where each begins: pieces are not joined over that
+  std::set<char*> regions_;  // start addresses; pieces never merge across them
   std::map<char*, size_t> free_;
   std::set<std::pair<size_t, char*>> by_size_;
   std::unordered_map<char*, size_t> used_;
 };
 
-// Never destroyed: tensors may be freed after everything else.
+// Never destroyed, because tensors may be freed after static destructors have run.
 Memory* const kinds[] = {new Blocks, new Regions};
 bool varying = false;
 

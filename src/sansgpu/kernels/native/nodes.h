@@ -1,4 +1,4 @@
-// Distances between nodes of leafy chain graphs (kernels/distances.py), and what attention looks up by them.
+// Distances between nodes of leafy chain graphs (kernels/distances.py), and table lookups by distance.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace sansgpu {
 
-// The nodes of an example, so arranged that a distance is min(|root - root'| + leaf + leaf', |place - place'|): places
-// of one root's leaves differ as their slots do, all others by no less than the first term.
+// The nodes of an example, encoded so that a distance is min(|root - root'| + leaf + leaf', |place - place'|). The
+// places of leaves of one root differ by as much as their slots; all others differ by at least the first term.
 struct Nodes {
   static constexpr int32_t STEP = 4096;
   Buffer<int32_t> root, leaf, place;
@@ -28,7 +28,7 @@ struct Nodes {
     }
   }
 
-  // From node `one` to `count` nodes from `start` on; none above `most`.
+  // Writes the distances from node `one` to the `count` nodes from `start`, clamped to `most`.
   void distances(int64_t one, int64_t start, int64_t count, int32_t most, int32_t* __restrict to) const {
     const int32_t *roots = root + start, *leaves = leaf + start, *places = place + start;
     const int32_t r = root[one], l = leaf[one], p = place[one];
@@ -37,14 +37,14 @@ struct Nodes {
   }
 };
 
-// A function of its own, as compilers vectorise the loop only where they see that nothing overlaps.
+// A separate function, because compilers vectorize the loop only if its pointers are known not to alias.
 inline void look_up(const float* __restrict table, const int32_t* __restrict distances, int64_t count,
                     float* __restrict to) {
   for (int64_t i = 0; i < count; ++i) to[i] = table[distances[i]];
 }
 
-// Sums up rows of gradients by distance. Rows of equal distances, as those of a root's leaves mostly are, are added to
-// each other first: that is vectors' work, which adding numbers to their sums is not.
+// Sums rows of gradients by distance. Rows with equal distances, such as those of most leaves of a root, are added to
+// each other first: that vectorizes, while scattering values to their sums does not.
 template <int64_t COUNT>
 class SumsByDistance {
  public:

@@ -1,4 +1,4 @@
-// What the kernels share: matrix products of tiles that stay in cache, their packing, and vectorisable exp.
+// Code shared by the kernels: matmuls of tiles in cache, packing, reductions, dropout and a vectorizable exp.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -20,7 +20,7 @@ using bf16 = c10::BFloat16;
 
 inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
-// Uninitialised memory on a cache line's boundary. Not a std::vector: zeroing it would cost as much as using it.
+// Uninitialized memory aligned to a cache line. A std::vector would zero it, which costs as much as using it.
 template <typename T>
 class Buffer {
  public:
@@ -32,14 +32,14 @@ class Buffer {
   std::unique_ptr<T, decltype(&std::free)> data_;
 };
 
-// C (M, N) fp32 = A (M, K) B (K, N), or += with `add`. B is packed by the functions below.
+// C (M, N) fp32 = A (M, K) B (K, N), or += with `add`. B must be packed by `pack` or `pack_transposed`.
 template <typename T>
 inline void product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb, float* C,
                     int64_t ldc, bool add) {
   at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, std::is_same_v<T, bf16>);
 }
 
-// Rounds to nearest, ties to even, as integer arithmetic that compilers vectorise; not for NaN.
+// Rounds to nearest, ties to even, in integer arithmetic that compilers vectorize. Does not support NaN.
 inline uint16_t round_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -60,7 +60,7 @@ inline float load(const float* from) { return *from; }
 
 inline void store_row(bf16* to, const float* from, int64_t count) {
   int64_t i = 0;
-#ifdef __AVX512BF16__  // compilers do not find the instruction in the arithmetic of `round_bf16`
+#ifdef __AVX512BF16__  // compilers do not generate this instruction from `round_bf16`
   for (; i + 32 <= count; i += 32) {
     const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
     std::memcpy(static_cast<void*>(to + i), &both, sizeof(both));
@@ -70,8 +70,8 @@ inline void store_row(bf16* to, const float* from, int64_t count) {
 }
 inline void store_row(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
 
-// Sum and maximum of term(0) ... term(count - 1). Lanes of their own, because compilers keep the accumulator of a
-// vectorised reduction in memory.
+// Sum and maximum of term(0) ... term(count - 1). The lanes are explicit, because compilers keep the accumulator of a
+// vectorized reduction in memory.
 constexpr int64_t LANES = 32;
 
 template <typename F>
@@ -102,11 +102,11 @@ inline float max_of(int64_t count, F term) {
   return std::max(most, lanes[0]);
 }
 
-// 2^x to 2e-7 relative for x <= 0 (and a rounding error above), and 0 below -126.5. Cephes' polynomial of the fraction,
-// the rest into the exponent.
+// Computes 2^x for x <= 0 (or slightly above, from rounding) with relative error 2e-7; below -126.5 the result is 0.
+// Uses the polynomial of Cephes for the fraction and puts the integer part into the exponent bits.
 inline float exp2_nonpositive(float x) {
   x = x < -127.0f ? -127.0f : x;
-  const int32_t whole = static_cast<int32_t>(x - 0.5f);  // to nearest: conversion cuts towards zero
+  const int32_t whole = static_cast<int32_t>(x - 0.5f);  // rounds to nearest, as the conversion truncates
   const float f = x - static_cast<float>(whole);
   float y = 1.535336188319500e-4f;
   y = y * f + 1.339887440266574e-3f;
@@ -121,15 +121,15 @@ inline float exp2_nonpositive(float x) {
   return y * scale;
 }
 
-// Dropout of a number at a place of a row: a hash of both and the seed, so that both passes drop the same.
+// Decides dropout by a hash of seed, row and place, so that the forward and backward passes drop the same values.
 struct Dropout {
-  uint32_t seed, threshold;  // dropped where the hash is below
-  float scale;               // of what is kept
+  uint32_t seed, threshold;  // values whose hash is below the threshold are dropped
+  float scale;               // multiplies the other values
   Dropout(double p, int64_t seed)
       : seed(static_cast<uint32_t>(seed)),
         threshold(static_cast<uint32_t>(p * 4294967296.0)),
         scale(static_cast<float>(1.0 / (1.0 - p))) {}
-  static uint32_t mix(uint32_t x) {  // MurmurHash3's finaliser
+  static uint32_t mix(uint32_t x) {  // the finalizer of MurmurHash3
     x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
     x = (x ^ (x >> 13)) * 0xC2B2AE35u;
     return x ^ (x >> 16);
@@ -142,8 +142,8 @@ struct Dropout {
   }
 };
 
-// The right operand of `product`, from a row-major (rows, columns) matrix that is B itself. bf16 goes in pairs of rows,
-// [rows / 2][columns][2]; rows up to `padded` (even) are zero.
+// Packs the right operand B of `product` from a row-major (rows, columns) matrix. bf16 is stored in pairs of rows,
+// [rows / 2][columns][2]. Rows from `rows` up to `padded` (even) are zero.
 inline void pack(const bf16* from, int64_t ld, int64_t rows, int64_t padded, int64_t columns, bf16* to) {
   auto out = reinterpret_cast<uint32_t*>(to);
   for (int64_t row = 0; row < padded; row += 2, out += columns) {
@@ -160,19 +160,19 @@ inline void pack(const float* from, int64_t ld, int64_t rows, int64_t padded, in
     for (int64_t c = 0; c < columns; ++c) to[row * columns + c] = row < rows ? from[row * ld + c] : 0.0f;
 }
 
-// The same numbers as plain integers, which compilers move in vectors.
+// Reinterprets bf16 values as integers, whose copies compilers vectorize.
 inline uint16_t* bits(bf16* x) { return reinterpret_cast<uint16_t*>(x); }
 inline const uint16_t* bits(const bf16* x) { return reinterpret_cast<const uint16_t*>(x); }
 inline float* bits(float* x) { return x; }
 inline const float* bits(const float* x) { return x; }
 
-// to (columns, ld_to) = the transpose of from (rows, columns), by squares that stay in registers.
+// Side of the squares by which `transpose` writes the transpose of from (rows, columns); they stay in registers.
 constexpr int64_t SIDE = 16;
 
 template <typename Word>
 inline void transpose_square(const Word* from, int64_t ld_from, Word* to, int64_t ld_to) {
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-  // Four perfect shuffles of all 256 words: each turns the bits (row, column) of their places left by one.
+  // Four perfect shuffles of all 256 words: each rotates the bits of their index (row, column) left by one.
   typedef Word Row __attribute__((vector_size(SIDE * sizeof(Word))));
   Row a[SIDE], b[SIDE];
   for (int64_t r = 0; r < SIDE; ++r) std::memcpy(a + r, from + r * ld_from, sizeof(Row));
@@ -199,12 +199,12 @@ inline void transpose(const Word* from, int64_t ld_from, int64_t rows, int64_t c
       } else {
         for (int64_t r = row; r < std::min(row + SIDE, rows); ++r)
           for (int64_t c = column; c < std::min(column + SIDE, columns); ++c)
-            std::memcpy(to + c * ld_to + r, from + r * ld_from + c, sizeof(Word));  // pairs may lie at odd places
+            std::memcpy(to + c * ld_to + r, from + r * ld_from + c, sizeof(Word));  // bf16 pairs may be misaligned
       }
     }
 }
 
-// The same for B = the transpose of a row-major (rows, columns) matrix: B is (columns, padded); columns are even.
+// Packs B = the transpose of a row-major (rows, columns) matrix: B is (columns, padded), and `columns` must be even.
 inline void pack_transposed(const bf16* from, int64_t ld, int64_t rows, int64_t padded, int64_t columns, bf16* to) {
   auto out = reinterpret_cast<uint32_t*>(to);
   transpose(reinterpret_cast<const uint32_t*>(from), ld / 2, rows, columns / 2, out, padded);

@@ -1,4 +1,4 @@
-// What is bound by memory: dropout, and what happens to gradients before the next step; each in one pass.
+// Memory-bound kernels, each in one pass: dropout, gradient accumulation, gradient norm and AdamW.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -14,13 +14,13 @@ namespace {
 
 constexpr int64_t GRAIN = 1 << 15;
 
-// x with a share of its numbers zeroed and the rest scaled up. Linear, so it is its own backward pass.
+// Computes dropout. The function is linear in x, so it is its own backward pass.
 at::Tensor dropout(const at::Tensor& x, double p, const at::Tensor& seed) {
   at::Tensor out = at::empty_like(x);
   const Dropout drop(p, *seed.data_ptr<int64_t>());
   const auto run = [&](const auto* from, auto* to) {
     at::parallel_for(0, at::divup(x.numel(), GRAIN), 1, [&](int64_t begin, int64_t end) {
-      const Dropout own = drop;  // what is written might be part of `drop`, for all the compiler knows
+      const Dropout own = drop;  // a local copy, because the compiler cannot rule out that writes alias `drop`
       for (int64_t block = begin; block < end; ++block) {
         const uint32_t row = own.row(block, 0);
         const int64_t start = block * GRAIN, count = std::min(GRAIN, x.numel() - start);
@@ -33,7 +33,7 @@ at::Tensor dropout(const at::Tensor& x, double p, const at::Tensor& seed) {
   return out;
 }
 
-// sum += addend, of fp32 and bf16.
+// sum (fp32) += addend (bf16).
 void accumulate_(const at::Tensor& sum, const at::Tensor& addend) {
   float* to = sum.data_ptr<float>();
   const bf16* from = addend.data_ptr<bf16>();
@@ -42,7 +42,7 @@ void accumulate_(const at::Tensor& sum, const at::Tensor& addend) {
   });
 }
 
-// Sum of squares in blocks of fixed size, added in their order: the same bits whatever the threads.
+// Sums squares in blocks of fixed size, added in order, so that the result does not depend on the number of threads.
 double squared_norm(const at::Tensor& tensor) {
   const int64_t size = tensor.numel(), blocks = at::divup(size, GRAIN);
   Buffer<double> sums(blocks);
@@ -60,7 +60,7 @@ double squared_norm(const at::Tensor& tensor) {
   return total;
 }
 
-// 32 random bits for each number of a tensor, from a seed and its place alone: the same whatever the threads.
+// Gives 32 random bits for each element of a tensor, which depend only on the seed and the index of the element.
 struct Random {
   uint32_t key;
   explicit Random(int64_t seed)
@@ -71,8 +71,8 @@ struct Random {
   }
 };
 
-// Away from zero with the probability of what is cut off: right on average, where rounding to nearest would lose every
-// step below half a unit in the last place. NaN stays one, as a carry could make it a zero.
+// Stochastic rounding: unbiased, while rounding to nearest would lose every update below half a unit in the last place.
+// NaN is handled apart, because a carry could turn it into zero.
 inline void round_randomly(bf16* to, float x, uint32_t random) {
   uint32_t word;
   std::memcpy(&word, &x, 4);
@@ -101,7 +101,7 @@ struct AdamW {
   }
 };
 
-// weight[i] = next of it for i < count, written to `working` too; `place` is that of number 0 in its row of random bits.
+// Updates `count` weights, and `working` if given. `place` is the index of the first weight in its row of random bits.
 template <typename W, typename G>
 void update(const AdamW& a, W* weight, float* first, float* second, const G* grad, bf16* working, int64_t count,
             uint32_t row, int64_t place) {
@@ -112,7 +112,7 @@ void update(const AdamW& a, W* weight, float* first, float* second, const G* gra
   }
 }
 
-// run(weight, grad, working) with pointers of the tensors' types.
+// Calls run(weight, grad, working) with pointers of the tensors' dtypes.
 template <typename F>
 void with_types(const at::Tensor& weight, const at::Tensor& grad, const std::optional<at::Tensor>& working, F run) {
   bf16* cast = working ? working->data_ptr<bf16>() : nullptr;
@@ -122,7 +122,7 @@ void with_types(const at::Tensor& weight, const at::Tensor& grad, const std::opt
   weight.scalar_type() == at::kBFloat16 ? typed(weight.data_ptr<bf16>()) : typed(weight.data_ptr<float>());
 }
 
-// In blocks of fixed size: what is left over by vectors is rounded another way, and must not depend on the threads.
+// Uses blocks of fixed size: scalar remainders of vectorized loops round differently and must not depend on threads.
 void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor& second, const at::Tensor& grad,
             const std::optional<at::Tensor>& working, double lr, double beta1, double beta2, double eps, double decay,
             int64_t step, double scale, int64_t seed) {
@@ -141,15 +141,15 @@ void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor&
   });
 }
 
-// --- moments in 8 bits: kernels/quantised.py says what the codes mean
+// --- 8-bit moments; kernels/quantised.py defines the codes
 
 constexpr int64_t BLOCK = 256;
 constexpr int DECADES = 7;
 
-// Finds the nearest code without a search: within a decade the map is linear, value number `place` in the middle of
-// [place, place + 1) of x * slope + offset. The lowest decade has `lowest` values, each one above twice as many.
+// Finds the nearest code without a search: within a decade the map is linear, and value number `place` is the midpoint
+// of [place, place + 1) of x * slope + offset. The lowest decade has `lowest` values, each higher one twice as many.
 struct Places {
-  float edge[DECADES], slope[DECADES], offset[DECADES], one;  // edges are midpoints between neighbours, as `one` is
+  float edge[DECADES], slope[DECADES], offset[DECADES], one;  // edges and `one` are midpoints between neighbors
   constexpr explicit Places(int lowest) : edge(), slope(), offset(), one() {
     double unit = 1e-6, count = lowest;
     for (int d = 0; d < DECADES; ++d, unit *= 10, count *= 2) {
@@ -159,13 +159,13 @@ struct Places {
       one = static_cast<float>(1 - 0.225 / count);
     }
   }
-  int32_t operator()(float x) const {  // of 0 <= x <= 1, and at least lowest - 1 even where 0 is nearer
+  int32_t operator()(float x) const {  // for 0 <= x <= 1; returns at least lowest - 1 even if 0 is nearer
     float a = slope[0], b = offset[0];
     for (int d = 1; d < DECADES; ++d) {
       a = x >= edge[d] ? slope[d] : a;
       b = x >= edge[d] ? offset[d] : b;
     }
-    const int32_t last = static_cast<int32_t>(b * 2.25f - 0.5f);  // of the decade, 2 * count - 1
+    const int32_t last = static_cast<int32_t>(b * 2.25f - 0.5f);  // index of the decade's last value, 2 * count - 1
     return std::min(static_cast<int32_t>(x * a + b), last) + (x >= one);
   }
 };
@@ -176,13 +176,13 @@ inline uint8_t signed_code(float x) {
   return static_cast<uint8_t>(x < 0 ? std::max(-place, -127) : place);
 }
 
-// Not 0 for what is not: a first moment divided by the root of nothing would throw the weight out of the model.
+// Never returns 0 for a positive value: dividing the first moment by a second moment of 0 would make a huge step.
 inline uint8_t unsigned_code(float x) {
   constexpr Places places(2);
   return static_cast<uint8_t>(x > 0 ? std::max(places(x) - 1, 1) : 0);
 }
 
-// The largest absolute value, or NaN where there is one: they are above all others as integers.
+// Returns the largest absolute value, or NaN if there is one: as integers, NaNs compare above all other values.
 inline float largest(const float* x, int64_t count) {
   uint32_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -195,7 +195,7 @@ inline float largest(const float* x, int64_t count) {
   return y;
 }
 
-// One block's codes; returns their scale. Scales whose inverse overflows are 0; what is not finite spoils its block.
+// Writes the codes of one block and returns their scale, 0 if its inverse overflows. NaN or infinity spoils the block.
 template <uint8_t (*code)(float)>
 float quantise(const float* from, uint8_t* codes, int64_t count) {
   const float scale = largest(from, count);
