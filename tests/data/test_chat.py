@@ -235,7 +235,7 @@ def test_what_the_template_refuses_is_named_in_its_words() -> None:
         ("gemma", conversation_of("a?", "b", system="c"), "System role not supported"),
         ("mistral", conversation_of("a?", "b", system="c"), "Conversation roles must alternate"),
     ):
-        with pytest.raises(BadRowError, match=f"^{WHERE} is refused by the chat template .*{reason}"):
+        with pytest.raises(BadRowError, match=f"^{WHERE} is rejected by the chat template .*{reason}"):
             mask_of(TOKENIZERS[name], messages=messages)
     with pytest.raises(ConfigError, match="line 2 of the chat template is no Jinja") as caught:
         mask_of(tokenizer_of("a\n{% endfor %}"), messages=conversation_of("a?", "b"))
@@ -244,7 +244,7 @@ def test_what_the_template_refuses_is_named_in_its_words() -> None:
 
 def test_a_template_that_hides_where_a_turn_begins_is_refused() -> None:
     hiding = "{{ messages | length }}{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}"
-    with pytest.raises(BadRowError, match=rf"^{WHERE} .* does not show where turn 2 begins"):
+    with pytest.raises(BadRowError, match=rf"^{WHERE} renders to text in which the bounds of turn 2"):
         mask_of(tokenizer_of(hiding), messages=conversation_of("a?", "b", "c?", "d"))
 
 
@@ -327,7 +327,7 @@ def test_examples_lie_one_behind_the_other_and_what_is_left_out_is_counted() -> 
     kept = [mask_of(tokenizer, **row.value) for row in (rows[0], rows[2], rows[4])]
     examples = build_examples(rows, tokenizer, 6, "truncate", "skip", seen.append)
     assert (len(examples), examples.truncated, examples.dropped, examples.skipped) == (3, 1, 0, 2)
-    assert examples.first_skipped == "a.jsonl, line 2 has an empty text; mend or drop the row."
+    assert examples.first_skipped == "a.jsonl, line 2 has an empty text; fix or remove the row."
     assert seen == [1, 2, 3, 4, 5]
     assert (examples.tokens.dtype, examples.learned.dtype, examples.offsets.dtype) == (np.int32, np.bool_, np.int64)
     for index, masked in enumerate(kept):

@@ -64,7 +64,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no UTF-8": (lambda f: written(f / "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), "line 2 is not UTF-8"),
     "no UTF-8 text": (lambda f: written(f / "a.md", b"a\nb\n\xff\n"), "a.md, line 3 is not UTF-8"),
     "no UTF-8 CSV": (lambda f: written(f / "a.csv", b"text\nb\n\xff\n"), "a.csv, line 3 is not UTF-8"),
-    "no CSV": (lambda f: written(f / "a.csv", b'text\nb\n"a"b\n'), "a.csv, line 3 is no CSV"),
+    "no CSV": (lambda f: written(f / "a.csv", b'text\nb\n"a"b\n'), "a.csv, line 3 is not valid CSV"),
     "long name": (lambda f: Path("a" * 5000), "too long for the file system"),
     "long path": (lambda f: f / ("a" * 300 + ".jsonl"), "too long for the file system"),
 }

@@ -92,7 +92,9 @@ def test_what_cannot_hang_is_counted_by_why(tokenizer: MaskTokenizer) -> None:
     assert [t.tail for t in graphs.triples] == ["chronic disease"]
     note = graphs.note()
     assert note is not None
-    assert note.startswith("1 of 5 triples hang on 1 windows; left out 1 because it is trained on, 1 because the head")
+    assert note.startswith(
+        "1 of 5 triples are attached to 1 windows; skipped 1 because it is in the training data, 1 because the head"
+    )
     assert build(tokenizer, [document(ISA)]).note() is None
 
 

@@ -176,38 +176,38 @@ BAD = [
     (flat(question=3), "x: no question"),
     (flat(context=None), "x: no context"),
     (flat(context=""), "x: no context"),
-    (flat(context="\ud800 cat"), "x: its context holds half a surrogate pair"),
-    (flat(question="\udfff?"), "x: its question holds half a surrogate pair"),
-    (answer("\ud83c", 4), "x: an answer holds half a surrogate pair"),
+    (flat(context="\ud800 cat"), "x: its context contains an unpaired surrogate"),
+    (flat(question="\udfff?"), "x: its question contains an unpaired surrogate"),
+    (answer("\ud83c", 4), "x: an answer contains an unpaired surrogate"),
     (flat(id=[1]), r"x: its id is \[1\]"),
     (flat(id="\ud800"), r"x: its id is '\\ud800'"),
-    (answer("", 4), "x: an answer without text"),
-    (answer("  ", 3), "x: an answer without text"),
-    (answer(None, 4), "x: an answer without text"),
-    (answer("cat", 17), "x: the answer 'cat' does not stand at character 17 of the context"),
-    (answer("cat", 5), "x: the answer 'cat' does not stand at character 5 of the context"),
-    (answer("there.", -6), "x: the answer 'there.' does not stand at character -6 of the context"),
-    (answer("cat", 4000), "x: the answer 'cat' does not stand at character 4000 of the context"),
-    (answer("cat", 4.0), "x: the answer 'cat' starts at 4.0, which is no whole number"),
+    (answer("", 4), "x: an answer has no text"),
+    (answer("  ", 3), "x: an answer has no text"),
+    (answer(None, 4), "x: an answer has no text"),
+    (answer("cat", 17), "x: the answer 'cat' is not at character 17 of the context"),
+    (answer("cat", 5), "x: the answer 'cat' is not at character 5 of the context"),
+    (answer("there.", -6), "x: the answer 'there.' is not at character -6 of the context"),
+    (answer("cat", 4000), "x: the answer 'cat' is not at character 4000 of the context"),
+    (answer("cat", 4.0), "x: the answer 'cat' starts at 4.0, which is not an integer"),
     (answer("cat", True), "x: the answer 'cat' starts at True"),
     (answer("cat", None), "x: the answer 'cat' starts at None"),
     (flat(answers={"text": ["cat", "The"], "answer_start": [4]}), "x: its answers have 2 texts, but 1 starts"),
-    (flat(answers={"text": "cat", "answer_start": 4}), "x: its answers are no lists"),
-    (flat(answers={"text": ["cat"]}), "x: its answers are no lists"),
-    (flat(answers=["cat"]), "x: its answers are no list of objects"),
-    (flat(answers="cat"), "x: its answers are no list of objects"),
+    (flat(answers={"text": "cat", "answer_start": 4}), "x: its answers do not have the lists"),
+    (flat(answers={"text": ["cat"]}), "x: its answers do not have the lists"),
+    (flat(answers=["cat"]), "x: its answers are not a list of objects"),
+    (flat(answers="cat"), "x: its answers are not a list of objects"),
     (flat(answers=...), "x: no answers"),
-    (flat(is_impossible=True), "x: is_impossible is true, and yet there are answers"),
+    (flat(is_impossible=True), "x: is_impossible is true, but there are answers"),
     (flat(is_impossible="no"), "x: is_impossible is 'no'"),
-    ({"paragraphs": {}}, "x: its paragraphs are no list"),
-    ({"paragraphs": [3]}, "x, paragraph 1: it is no object with a list `qas`"),
-    ({"paragraphs": [{"context": "c", "qas": None}]}, "x, paragraph 1: it is no object with a list `qas`"),
+    ({"paragraphs": {}}, "x: its paragraphs are not a list"),
+    ({"paragraphs": [3]}, "x, paragraph 1: it is not an object with a list `qas`"),
+    ({"paragraphs": [{"context": "c", "qas": None}]}, "x, paragraph 1: it is not an object with a list `qas`"),
     (nested("who"), "x, paragraph 1, question 1: it is a str"),
     (nested({"question": "Who?"}), "x, paragraph 1, question 1: no answers"),
     (nested({"question": "Who?", "id": "b", "answers": []}, context=None), "x, question b: no context"),
     (
         nested({"question": "Who?", "id": "b", "answers": [{"text": "cat", "answer_start": 0}]}),
-        "x, question b: the answer 'cat' does not stand at character 0 of the context",
+        "x, question b: the answer 'cat' is not at character 0 of the context",
     ),
 ]
 
@@ -229,18 +229,18 @@ def test_one_warning_counts_all_bad_rows_and_names_the_first(tmp_path: Path) -> 
     bad_question = {"id": "n", "question": "", "answers": []}
     lines = [json.dumps(flat()), "{half a row", json.dumps(flat()), json.dumps(nested(bad_question)), "3"]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="line 2 is no JSON"):
+    with pytest.raises(ConfigError, match="line 2 is not valid JSON"):
         read(tmp_path / "train.jsonl")
     warnings: list[str] = []
     assert [question.id for question in read(tmp_path / "train.jsonl", "skip", warnings.append)] == ["a"]
     (warning,) = warnings
     assert warning.startswith("bad rows skipped: 4; the first: ")
-    assert "line 2 is no JSON" in warning
+    assert "line 2 is not valid JSON" in warning
 
 
 def test_an_id_given_twice_is_bad_though_it_comes_from_another_article() -> None:
     asked = {"id": "a", "question": "Who?", "answers": []}
-    with pytest.raises(ConfigError, match="y, question a: the id a was given before"):
+    with pytest.raises(ConfigError, match="y, question a: the id a is used by an earlier question"):
         read_questions([Row("x", flat()), Row("y", nested(asked))], "fail", no_warning)
 
 

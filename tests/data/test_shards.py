@@ -135,7 +135,7 @@ def test_a_source_that_fails_midway_leaves_nothing_in_the_cache(tmp_path: Path) 
     source = open_sources(data_of(write_corpus(tmp_path / "a.jsonl"))).train
     tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{broken\n")
-    with pytest.raises(ConfigError, match="line 61 is no JSON"):
+    with pytest.raises(ConfigError, match="line 61 is not valid JSON"):
         build_store(source, tokenizer, tmp_path / "cache", silent)
     assert not [path for path in (tmp_path / "cache/tokens").iterdir() if path.is_dir()]
 
@@ -172,7 +172,7 @@ def test_what_a_killed_builder_left_is_not_trusted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "model", "data", "sentence"),
     [
-        ("", {}, {}, "holds no text"),
+        ("", {}, {}, "contains no text"),
         ("too short", {}, {}, "less than one window"),
         ("word " * 500, {"vocab_size": 100}, {}, "smaller than the tokenizer's"),
         ("word " * 500, {}, {"validation_split": 1e-9}, "validation part .* is empty"),

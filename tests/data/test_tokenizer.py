@@ -102,7 +102,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
 
 def test_rubbish_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is no tokenizer"):
+    with pytest.raises(ConfigError, match="is not a usable tokenizer"):
         load_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match="does not exist"):
         load_tokenizer(tmp_path / "none.json")
