@@ -182,7 +182,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(home: Path, tmp_path: Path,
     assert "neither a run of task graph" in refused(capsys, "extract", str(tmp_path), "--text", "a")
     train = ["train", "--dry-run"]
     few = settings(home, model__n_relations=1)
-    assert "n_relations 1 is less than the 2 of the data" in refused(capsys, *train, *few)
+    assert "n_relations is 1, but the data has 2" in refused(capsys, *train, *few)
     assert "has no mask token" in refused(capsys, *train, *settings(home, data__tokenizer="char"))
     bad = write_rows(tmp_path / "bad.jsonl", [*rows(4), {"text": "a", "triples": [{"head": "a", "tail": "b"}]}])
     assert "line 5" in refused(capsys, *train, *settings(home, data__dataset_name=bad))
