@@ -135,13 +135,13 @@ def fit(masked: Masked, max_length: int, long_rows: Literal["truncate", "drop"])
 
 def show_masked(ids: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray, tokenizer: Any) -> str:
     """Returns the text of an example with special tokens; ⟦ and ⟧ enclose the parts with a loss."""
-    shown = []
+    parts = []
     for is_learned, run in groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1])):
         text = tokenizer.decode(
             [int(token) for token, _ in run], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        shown.append(f"⟦{text}⟧" if is_learned else text)
-    return "".join(shown)
+        parts.append(f"⟦{text}⟧" if is_learned else text)
+    return "".join(parts)
 
 
 def mask_conversation(conversation: Conversation, tokenizer: Any) -> Masked:
@@ -280,8 +280,8 @@ class _RenderedConversation:
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
         self._require_text(marked)
-        asked = _common_length(self._prefix(self._first), self.full) if self._first else 0
-        return [(start, stop) for start, stop in marked.spans if start >= asked]
+        prompt_length = _common_length(self._prefix(self._first), self.full) if self._first else 0
+        return [(start, stop) for start, stop in marked.spans if start >= prompt_length]
 
     def _span(self, number: int, stops: np.ndarray) -> Span:
         """Returns the span of an assistant turn by comparing prefixes, or by its content if the prefixes differ."""
@@ -315,8 +315,8 @@ class _RenderedConversation:
         marked = _marked(self._turns[number], start_mark, self._end_mark)
         if marked is None:
             return None
-        shown = self._render([*self._turns[:number], marked, *self._turns[number + 1 :]])
-        content, _, rest = shown.partition(self._end_mark)
+        with_marks = self._render([*self._turns[:number], marked, *self._turns[number + 1 :]])
+        content, _, rest = with_marks.partition(self._end_mark)
         if content.replace(self._start_mark, "") + rest != self.full:
             return None
         if start is None:

@@ -79,10 +79,10 @@ def _completion(where: str, prompt: Any, completion: Any) -> Conversation:
     plain = None
     if isinstance(prompt, str) and isinstance(completion, str):
         plain = (prompt, _nonempty(where, {"completion": completion}, "completion"))
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    before = tuple(_turns(where, asked, "prompt"))
-    turns = (*before, *_turns(where, answered, "completion", len(before)))
+    prompt_turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    completion_turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    before = tuple(_turns(where, prompt_turns, "prompt"))
+    turns = (*before, *_turns(where, completion_turns, "completion", len(before)))
     return Conversation(where, _checked(where, turns, len(before)), len(before), plain)
 
 
@@ -92,10 +92,10 @@ def _instruction(where: str, row: dict[str, Any]) -> Conversation:
         _string(where, {"input": "", **row}, "input"),
         _nonempty(where, row, "output"),
     )
-    asked, template = instruction, INSTRUCTION
+    user_text, template = instruction, INSTRUCTION
     if given.strip():
-        asked, template = f"{instruction}\n\n{given}", INSTRUCTION_WITH_INPUT
-    turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": output})
+        user_text, template = f"{instruction}\n\n{given}", INSTRUCTION_WITH_INPUT
+    turns = ({"role": "user", "content": user_text}, {"role": "assistant", "content": output})
     return Conversation(where, turns, 1, (template.format(instruction=instruction, input=given), output))
 
 

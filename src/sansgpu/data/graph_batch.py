@@ -34,7 +34,7 @@ class GraphBatch:
     # facts in the summed loss
 
     @classmethod
-    def of(cls, examples: Sequence[Leafy], shown: Sequence[Masked], facts: np.ndarray | None = None) -> GraphBatch:
+    def of(cls, examples: Sequence[Leafy], masked: Sequence[Masked], facts: np.ndarray | None = None) -> GraphBatch:
         """Builds a batch from examples, their masked versions and `facts` (B, K, 3)."""
 
         def joined(parts: Sequence[np.ndarray], width: tuple[int, ...] = ()) -> torch.Tensor:
@@ -42,10 +42,10 @@ class GraphBatch:
             return torch.from_numpy(np.concatenate([empty, *parts]))
 
         return cls(
-            tokens=joined([m.tokens for m in shown]),
-            targets=joined([m.targets for m in shown]),
+            tokens=joined([m.tokens for m in masked]),
+            targets=joined([m.targets for m in masked]),
             nodes=joined([_nodes(e) for e in examples], (2,)).int(),
-            bounds=joined([m.bounds for m in shown], (2,)),
+            bounds=joined([m.bounds for m in masked], (2,)),
             lengths=torch.tensor([e.nodes for e in examples], dtype=torch.int64),
             triples=joined([_triples(e) for e in examples], (7,)),
             triple_counts=torch.tensor([len(e.placed) for e in examples], dtype=torch.int64),

@@ -135,22 +135,22 @@ def build_leafy(
     stream = iter(documents)
     while batch := list(islice(stream, ENCODE_BATCH)):
         triples = [_usable(document, numbers.relations, known, graphs) for document in batch]
-        names = list(dict.fromkeys(t.tail for kept in triples for t in kept))
+        names = list(dict.fromkeys(t.tail for usable in triples for t in usable))
         tails = dict(zip(names, tokenizer.encode_names(names), strict=True))
-        for document, kept, encoding in zip(
+        for document, usable, encoding in zip(
             batch, triples, tokenizer.encode_batch([d.text for d in batch]), strict=True
         ):
             if encoding.ids:
-                _add(graphs, document, kept, encoding, tails, numbers, tokenizer, rules)
+                _add(graphs, document, usable, encoding, tails, numbers, tokenizer, rules)
             else:
-                graphs.dropped[NO_HEAD] += len(kept)
+                graphs.dropped[NO_HEAD] += len(usable)
     return graphs
 
 
 def _usable(
     document: GraphDocument, numbers: dict[str, int], known: frozenset[tuple[str, str, str]], graphs: LeafyGraphs
 ) -> list[Triple]:
-    kept = []
+    usable = []
     for triple in document.triples:
         graphs.asked += 1
         if triple.relation not in numbers:
@@ -158,8 +158,8 @@ def _usable(
         elif triple.fact in known:
             graphs.dropped[KNOWN] += 1
         else:
-            kept.append(triple)
-    return kept
+            usable.append(triple)
+    return usable
 
 
 def _add(
@@ -187,8 +187,8 @@ def _add(
             graphs.dropped[NO_HEAD] += 1
             continue
         window, place, length = found
-        put = Placed(place, length, *numbers.of(triple, np.array(tail, np.int64)))
-        if not _put(by_window[window], triple.head, put, rules.triples == "first"):
+        placed = Placed(place, length, *numbers.of(triple, np.array(tail, np.int64)))
+        if not _put(by_window[window], triple.head, placed, rules.triples == "first"):
             graphs.dropped[TAKEN] += 1
     words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
     begins = np.concatenate([[True], words[1:] != words[:-1]])
@@ -210,15 +210,15 @@ def window_spans(tokens: int, rules: LeafyRules) -> Iterator[tuple[int, int]]:
         yield start, min(tokens, start + room)
 
 
-def _put(examples: list[dict[int, tuple[str, Placed]]], head: str, put: Placed, first_only: bool) -> bool:
+def _put(examples: list[dict[int, tuple[str, Placed]]], head: str, placed: Placed, first_only: bool) -> bool:
     """Adds a triple to the first example in which its root and its head have none. Returns False if it is skipped."""
     for example in examples:
-        if put.place not in example and all(name != head for name, _ in example.values()):
-            example[put.place] = (head, put)
+        if placed.place not in example and all(name != head for name, _ in example.values()):
+            example[placed.place] = (head, placed)
             return True
     if examples and first_only:
         return False
-    examples.append({put.place: (head, put)})
+    examples.append({placed.place: (head, placed)})
     return True
 
 

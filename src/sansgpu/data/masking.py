@@ -108,5 +108,5 @@ def _leaf_groups(groups: int, rules: MaskRules, draws: np.random.Generator) -> n
 
 def _replaced(original: np.ndarray, chosen: np.ndarray, rules: MaskRules, draws: np.random.Generator) -> np.ndarray:
     fate, others = draws.random(len(original)), draws.choice(rules.ordinary, len(original))
-    shown = np.where(fate < MASKED, rules.mask_id, np.where(fate < MASKED + RANDOM, others, original))
-    return np.where(chosen, shown, original)
+    replaced = np.where(fate < MASKED, rules.mask_id, np.where(fate < MASKED + RANDOM, others, original))
+    return np.where(chosen, replaced, original)

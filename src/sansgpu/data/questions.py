@@ -34,7 +34,7 @@ class QuestionWindow:
     """A window of T tokens with a question and part of its context.
 
     `question` is the index of the question. `start` and `end` are the answer's first and last token, or both `cls` if
-    the window does not contain all of it. `offsets` are [start, answer_stop) characters in the context.
+    the window does not contain all of it. `offsets` are [start, stop) characters in the context.
     """
 
     question: int
@@ -97,11 +97,11 @@ def _article_questions(article: Row) -> Iterator[Row]:
         if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
             yield place._replace(problem=str(_bad_row(place, "it is not an object with a list `qas` of questions")))
             continue
-        for count, asked in enumerate(paragraph["qas"], 1):
-            is_object = isinstance(asked, dict)
-            named = is_object and _is_id(asked.get("id"))
-            where = f"{article.where}, question {asked['id']}" if named else f"{place.where}, question {count}"
-            yield Row(where, {**asked, "context": paragraph.get("context")} if is_object else asked)
+        for count, qa in enumerate(paragraph["qas"], 1):
+            is_object = isinstance(qa, dict)
+            named = is_object and _is_id(qa.get("id"))
+            where = f"{article.where}, question {qa['id']}" if named else f"{place.where}, question {count}"
+            yield Row(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
 
 
 def _is_id(given: Any) -> bool:
@@ -227,9 +227,9 @@ def _batch_windows(
 ) -> list[QuestionWindow]:
     """Tokenizes a batch of questions; `first` is the index of its first question."""
     context_second = tokenizer.padding_side == "right"
-    asked, contexts = [q.question.lstrip() for q in questions], [q.context for q in questions]
+    question_texts, contexts = [q.question.lstrip() for q in questions], [q.context for q in questions]
     encoded = tokenizer(
-        *((asked, contexts) if context_second else (contexts, asked)),
+        *((question_texts, contexts) if context_second else (contexts, question_texts)),
         truncation="only_second" if context_second else "only_first",
         max_length=max_length,
         stride=doc_stride,

@@ -104,7 +104,7 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Pro
 def _require_whole(
     folder: Path, tokens: np.ndarray, documents: np.ndarray, counted: np.ndarray | None, vocab_size: int
 ) -> None:
-    """Raises ConfigError if a file is truncated or an id has no row in the embedding: it would read foreign memory."""
+    """Raises ConfigError if a file is truncated or an id is outside the embedding, which would read out of bounds."""
     blocks = (tokens[start : start + CHECK_BLOCK] for start in range(0, len(tokens), CHECK_BLOCK))
     lengths = {len(tokens), int(documents["end"][-1]), len(tokens if counted is None else counted)}
     if len(lengths) > 1 or any(int(block.max()) >= vocab_size for block in blocks):

@@ -237,9 +237,9 @@ class Agreement:
         """Adds the result of one document."""
         self._documents += 1
         self._triples += len(extracted.triples)
-        asked = [triple for triple in extracted.document.triples if self._rules.asks(triple)]
-        tails = self._spelled([t.tail for t in asked] + [f.tail for f in extracted.triples])
-        gold = {(normal(t.head), t.relation, tails[t.tail]): None for t in asked}
+        matching = [triple for triple in extracted.document.triples if self._rules.asks(triple)]
+        tails = self._spelled([t.tail for t in matching] + [f.tail for f in extracted.triples])
+        gold = {(normal(t.head), t.relation, tails[t.tail]): None for t in matching}
         found: dict[tuple[str, str, str], float] = {}
         for head, relation, tail, score in extracted.triples:
             key = normal(head), relation, tails[tail]
@@ -266,9 +266,9 @@ class Agreement:
         if not self._gold:
             return counts
         right = sum(hit for _, hit in self._scored)
-        asked = [hit for hit in self._given if hit is not None]
+        hits = [hit for hit in self._given if hit is not None]
         summary = counts | {"gold": self._gold, **_f1(right, len(self._scored), self._gold)}
-        summary["given"] = {"accuracy": sum(asked) / len(self._given), "pairs": len(self._given), "asked": len(asked)}
+        summary["given"] = {"accuracy": sum(hits) / len(self._given), "pairs": len(self._given), "asked": len(hits)}
         return summary if self._rules.min_score is not None else summary | self._best()
 
     def _best(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Masking:
-    """Examples that are masked anew in each epoch."""
+    """Examples with new masks in each epoch."""
 
     graphs: LeafyGraphs
     rules: MaskRules
@@ -99,12 +99,12 @@ class Masking:
             with_queries(self.graphs.example(int(number)), self.rules, self.seed, epoch, int(number))
             for number in numbers
         ]
-        shown = [
+        masked_examples = [
             masked(example, self.rules, self.seed, epoch, int(number))
             for example, number in zip(examples, numbers, strict=True)
         ]
         facts = self.facts.drawn(self.seed, epoch, numbers) if self.facts else None
-        return GraphBatch.of(examples, shown, facts)
+        return GraphBatch.of(examples, masked_examples, facts)
 
     def of_step(self, step: int, size: int) -> GraphBatch:
         """Returns the batch of step 0, 1, 2, ..."""

@@ -69,13 +69,13 @@ def table_entities(documents: Sequence[GraphDocument], config: Config, note: Not
     If model.n_entities is not set, these are all entities of a knowledge graph, that is, of data in which every triple
     belongs to the document of an entity. Other data gets no table.
     """
-    asked = config.model.n_entities
-    if config.kind != GRAPH or config.model.leaves == 0 or asked == 0:
+    configured = config.model.n_entities
+    if config.kind != GRAPH or config.model.leaves == 0 or configured == 0:
         return ()
-    if asked is None and any(document.triples and document.about is None for document in documents):
+    if configured is None and any(document.triples and document.about is None for document in documents):
         return ()
     entities = tuple(entities_of(documents))
-    if asked is None and len(entities) > MAX_ENTITIES:
+    if configured is None and len(entities) > MAX_ENTITIES:
         note(
             f"the knowledge graph has {len(entities):,} entities, too many for an entity table by default; set "
             f"model.n_entities to {len(entities)} to give each its own vector."

@@ -108,7 +108,7 @@ class GapFiller:
     def _leaf_states(self, questions: Sequence[Question], leaves: np.ndarray) -> torch.Tensor:
         """Returns the hidden states of the leaves, (Q, L, D) fp32."""
         graphs = [_leafy(question, row) for question, row in zip(questions, leaves, strict=True)]
-        batch = GraphBatch.of(graphs, [_shown(graph) for graph in graphs]).to(self.device)
+        batch = GraphBatch.of(graphs, [_without_targets(graph) for graph in graphs]).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             states = self.objective.states(batch)
         return states[batch.is_leaf].float().view(*leaves.shape, -1)
@@ -123,7 +123,7 @@ def _leafy(question: Question, leaves: np.ndarray) -> Leafy:
     return Leafy(question.tokens, np.zeros(len(question.tokens), bool), [placed])
 
 
-def _shown(graph: Leafy) -> Masked:
+def _without_targets(graph: Leafy) -> Masked:
     tokens = np.concatenate([graph.tokens, *(placed.tail for placed in graph.placed)])
     return Masked(tokens, np.full(len(tokens), IGNORE), np.zeros((len(tokens), 2), np.int64))
 
@@ -165,26 +165,26 @@ class BeamSearch:
         This does not change the result.
         """
         rows, totals = np.arange(len(questions)), np.zeros(len(questions))
-        shown = self._filler.empty(questions, length)
+        ids = self._filler.empty(questions, length)
         for slot in range(length):
-            values, tokens = self._top_tokens([questions[row] for row in rows.tolist()], shown, slot)
+            values, tokens = self._top_tokens([questions[row] for row in rows.tolist()], ids, slot)
             sums, parents = (totals[:, None] + values).ravel(), np.repeat(np.arange(len(rows)), self._width)
             order = np.lexsort((-sums, rows[parents]))  # by question, best first
             asked = rows[parents[order]]
             place = np.arange(len(order)) - np.searchsorted(asked, asked)
-            kept = order[(place < self._width) & (sums[order] / length > bounds[asked])]
-            shown, rows, totals = shown[parents[kept]], rows[parents[kept]], sums[kept]
-            shown[:, slot] = tokens.ravel()[kept]
-        return rows.tolist(), shown.tolist(), (totals / length).tolist()
+            selected = order[(place < self._width) & (sums[order] / length > bounds[asked])]
+            ids, rows, totals = ids[parents[selected]], rows[parents[selected]], sums[selected]
+            ids[:, slot] = tokens.ravel()[selected]
+        return rows.tolist(), ids.tolist(), (totals / length).tolist()
 
-    def _top_tokens(self, questions: Sequence[Question], shown: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    def _top_tokens(self, questions: Sequence[Question], ids: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the log-probabilities and ids of the best tokens of one leaf, each (M, width)."""
         values, tokens = np.zeros((len(questions), self._width)), np.zeros((len(questions), self._width), np.int64)
-        for start, stop in self._filler.pieces(questions, shown.shape[1], 2 * self._filler.vocabulary):
-            log_probs = self._filler.log_probabilities(questions[start:stop], shown[start:stop], slice(slot, slot + 1))
+        for start, stop in self._filler.pieces(questions, ids.shape[1], 2 * self._filler.vocabulary):
+            log_probs = self._filler.log_probabilities(questions[start:stop], ids[start:stop], slice(slot, slot + 1))
             log_probs = log_probs[:, 0] + self._allowed
             if slot:
-                log_probs.scatter_(1, torch.from_numpy(shown[start:stop, slot - 1 : slot]).to(log_probs.device), NONE)
+                log_probs.scatter_(1, torch.from_numpy(ids[start:stop, slot - 1 : slot]).to(log_probs.device), NONE)
             found = log_probs.topk(self._width)
             values[start:stop], tokens[start:stop] = found.values.cpu().numpy(), found.indices.cpu().numpy()
         return values, tokens

@@ -101,12 +101,12 @@ class GraphObjective:
     ) -> torch.Tensor:
         """Computes the summed cross-entropy of entity queries over all entities."""
         triples = batch.placed_triples()
-        asked = triples[triples[:, ASKED] > 0]
-        if not len(asked):
+        rows = triples[triples[:, ASKED] > 0]
+        if not len(rows):
             return states.sum() * 0.0
-        predicted = self.predicted_entities(states[asked[:, TAIL]], asked[:, HEAD_ENTITY], asked[:, RELATION], vectors)
-        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, asked[:, ASKED] - 1)
-        sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(asked)))
+        predicted = self.predicted_entities(states[rows[:, TAIL]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors)
+        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, ASKED] - 1)
+        sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
         return loss
 
     def predicted_entities(
@@ -220,8 +220,8 @@ class Graph(FillingTask, GraphObjective):
         data = config.data
         ids = np.arange(model.vocab_size)
         rules = MaskRules(data.mask_ratio, config.max_span, data.leaf_mask_ratio, data.min_leaf_groups, 0, ids)
-        shown = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
-        return GraphBatch.of(examples, shown, _random_facts(config, size, draws))
+        masked_examples = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
+        return GraphBatch.of(examples, masked_examples, _random_facts(config, size, draws))
 
     @staticmethod
     def parameters(config: Config) -> dict[str, int]:
@@ -322,7 +322,7 @@ def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> L
             tail = draws.integers(model.vocab_size, size=leaves)
             relation = 1 + int(draws.integers(model.n_relations or 1))
             numbers = (1, 1 + int(draws.integers(entities))) if entities and not place else (0, 0)
-            asked = entities > 0 and not place
-            placed.append(Placed(place, 1, relation, tail, Triple("", "", ""), numbers, asked))
+            is_query = entities > 0 and not place
+            placed.append(Placed(place, 1, relation, tail, Triple("", "", ""), numbers, is_query))
             left -= leaves
     return Leafy(tokens, np.ones(roots, bool), placed)

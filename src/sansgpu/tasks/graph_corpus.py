@@ -40,7 +40,7 @@ class GraphCorpus(RaggedCorpus[LeafyGraphs]):
 def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCodec | None = None) -> GraphCorpus:
     """Reads, splits and tokenizes the data, with `codec` or else as configured. Raises ConfigError."""
     notes: list[str] = []
-    data, learned = config.data, codec
+    data, given_codec = config.data, codec
     sources = open_graphs(data, notes.append, data.inverse_relations)
     documents = read_graphs(sources.train, config, progress)
     if codec is None:
@@ -51,7 +51,7 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
         train, held = documents, read_graphs(sources.validation, config, progress)
     else:
         train, held = split_by_group(documents, data.validation_split)
-    if learned is None:
+    if given_codec is None:
         codec = replace(codec, entities=table_entities(train, config, notes.append))
         config = with_leaves(train, codec.tokenizer, config, notes.append)
     known = frozenset(triple.fact for document in train for triple in document.triples)
@@ -60,8 +60,8 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
         build_leafy(train, codec.tokenizer, codec.relations, rules, entities=codec.entities),
         build_leafy(held, codec.tokenizer, codec.relations, rules, known, codec.entities),
     )
-    gaps = [gaps_of(part, config) for part in parts]
-    for name, part, masked in zip(("training", "validation"), parts, gaps, strict=True):
+    target_counts = [gaps_of(part, config) for part in parts]
+    for name, part, masked in zip(("training", "validation"), parts, target_counts, strict=True):
         if not len(part):
             raise ConfigError(
                 f"the {name} part of {sources.train.name} is empty; add more texts or set data.validation_name."
@@ -74,7 +74,7 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
                 "data.mask_ratio, and no triples are masked; raise data.mask_ratio or data.leaf_mask_ratio."
             )
     fingerprint = _fingerprint(config, sources, codec, parts)
-    return GraphCorpus(*parts, notes, fingerprint, codec, gaps[0], leaves_of(config), names_of(codec))
+    return GraphCorpus(*parts, notes, fingerprint, codec, target_counts[0], leaves_of(config), names_of(codec))
 
 
 def names_of(codec: GraphCodec) -> list[list[int]]:
@@ -85,15 +85,15 @@ def names_of(codec: GraphCodec) -> list[list[int]]:
 def gaps_of(graphs: LeafyGraphs, config: Config) -> float:
     """Computes the expected number of masked tokens and entity queries per epoch."""
     ratio, least = config.data.leaf_mask_ratio if leaves_of(config) else 0.0, config.data.min_leaf_groups
-    gaps = 0.0
+    targets = 0.0
     for window, placed in graphs.examples:
-        gaps += int(config.data.mask_ratio * (len(graphs.windows[window][0]) - 2))
+        targets += int(config.data.mask_ratio * (len(graphs.windows[window][0]) - 2))
         if placed:
             groups = len(placed) * ratio + ((1 - ratio) ** len(placed) if least else 0.0)
-            asked = config.data.entity_query_ratio * sum(p.entities[1] > 0 for p in placed)
+            queries = config.data.entity_query_ratio * sum(p.entities[1] > 0 for p in placed)
             tokens = sum(len(p.tail) for p in placed) / len(placed)
-            gaps += asked + groups * (1 - asked / len(placed)) * tokens
-    return gaps
+            targets += queries + groups * (1 - queries / len(placed)) * tokens
+    return targets
 
 
 def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts: tuple[LeafyGraphs, ...]) -> str:

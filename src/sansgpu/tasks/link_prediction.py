@@ -120,13 +120,13 @@ class LinkPrediction:
         """Returns a query for every triple, in order."""
         codec = self._codec
         graphs = build_leafy(documents, codec.tokenizer, codec.relations, self._rules, entities=codec.entities)
-        asked: dict[Triple, deque[Question]] = defaultdict(deque)
+        questions: dict[Triple, deque[Question]] = defaultdict(deque)
         for window, placed in graphs.examples:
             tokens = graphs.windows[window][0].astype(np.int64)
             for p in placed:
-                asked[p.triple].append(Question(tokens, p.place, p.head_length, p.relation, p.entities[0]))
+                questions[p.triple].append(Question(tokens, p.place, p.head_length, p.relation, p.entities[0]))
         triples = _triples(documents)
-        return [Query(triple, asked[triple].popleft() if asked[triple] else None) for triple in triples]
+        return [Query(triple, questions[triple].popleft() if questions[triple] else None) for triple in triples]
 
     def _ranks(self, queries: list[Query], progress: Progress) -> np.ndarray:
         """Returns the filtered rank of each query's tail, (Q,); the middle rank if the query has no question."""

@@ -101,8 +101,8 @@ class MaskedLM(FillingTask, MaskedObjective):
         ids = np.arange(cls.shape(config).vocabulary)
         rules = MaskRules(config.data.mask_ratio, 1, 0.0, 0, 0, ids)
         examples = [Leafy(t, np.ones(len(t), bool), []) for t in cls.random_tokens(config, size, tokens)]
-        shown = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
-        return GraphBatch.of(examples, shown)
+        masked_examples = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
+        return GraphBatch.of(examples, masked_examples)
 
     def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
         return self._masking.of_step(step, self._effective_batch)

@@ -16,7 +16,7 @@ class Part(Protocol):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of input tokens of each example."""
+        """Returns the number of input tokens of each example."""
 
 
 P = TypeVar("P", bound=Part)

@@ -42,13 +42,13 @@ class Conversations:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Number of input tokens of each example: the last token is only a target."""
+        """Returns the number of input tokens of each example: the last token is only a target."""
         lengths: np.ndarray = self.examples.lengths()[self.numbers] - 1
         return lengths
 
     @property
     def targets(self) -> int:
-        """Number of tokens with a loss."""
+        """Returns the number of tokens with a loss."""
         return sum(int(self.examples.example(number)[1][1:].sum()) for number in self.numbers)
 
     def batch(self, indices: np.ndarray) -> Sequences:

@@ -35,7 +35,7 @@ class Evaluated(Protocol):
         """Yields the validation data in order, `size` examples at a time."""
 
     def evaluate(self, batch: Any) -> Sums:
-        """Returns what one validation batch adds to each sum."""
+        """Returns the contributions of one validation batch to the sums."""
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Computes metrics from sums over all batches. They include `loss`; lower is better."""
@@ -76,26 +76,26 @@ class Corpus(Protocol):
 
     @property
     def train_examples(self) -> int:
-        """Number of examples per epoch."""
+        """Returns the number of examples per epoch."""
 
     @property
     def example_tokens(self) -> float:
-        """Mean number of tokens per example."""
+        """Returns the mean number of tokens per example."""
 
     def most_tokens(self, examples: int) -> int:
         """Returns the maximum number of tokens of `examples` examples."""
 
     @property
     def train_tokens(self) -> int:
-        """Number of tokens per epoch, without padding."""
+        """Returns the number of tokens per epoch, without padding."""
 
     @property
     def validation_tokens(self) -> int:
-        """Number of tokens per evaluation."""
+        """Returns the number of tokens per evaluation."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """Messages for the user, such as what was truncated or dropped."""
+        """Returns messages for the user, such as counts of truncated or dropped rows."""
 
     def preview(self) -> str | None:
         """Returns a training example with its loss mask as readable text, or None if every token has a loss."""
