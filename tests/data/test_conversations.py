@@ -1,4 +1,4 @@
-"""Rows -> conversations: four forms are read, and every row that cannot be learned from is named."""
+"""Four row formats are parsed into conversations; errors name the invalid row."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files, folders and datasets -> texts with their triples, and what is refused."""
+"""Files, folders and datasets are read as texts with triples; invalid rows are rejected."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def read(path: Path, inverse: bool = False, **settings: object) -> list[GraphDoc
 
 
 def parts(graphs: GraphSources) -> list[list[str]]:
-    """The ids of each part's documents."""
+    """The ids of the documents of each split."""
     sources = [graphs.train, graphs.validation, graphs.test]
     return [[document.id for document in source.documents()] if source else [] for source in sources]
 
@@ -188,7 +188,7 @@ def test_triples_alone_are_joined_to_the_texts_of_their_entities(write: Write) -
 def test_facts_are_also_said_of_their_tails(write: Write) -> None:
     found = {d.id: d for d in read(write(*KNOWLEDGE), inverse=True)}
     assert list(found) == ["Q1", "Q2", "Q3", "North Sea"]
-    assert found["Q2"].text == "RHINE BASIN, all that flows into it"  # begins with the name, in capitals
+    assert found["Q2"].text == "RHINE BASIN, all that flows into it"  # begins with the name in another case
     assert found["Q2"].triples == (Triple("Rhine basin", "inverse of part of", "Rhine", (0, 11), "Q2", "Q1"),)
     assert ("Rhine", "inverse of flows through", "Q3") in facts(found["Q1"])
 

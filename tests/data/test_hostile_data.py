@@ -1,4 +1,4 @@
-"""Data files that hang, fill memory or break a line are refused in one sentence, within bounds of time and memory."""
+"""Malicious data files are rejected with one sentence, within limits of time and memory."""
 
 import gzip
 import json
@@ -111,7 +111,7 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
 
 
 def test_what_is_within_the_bounds_is_read_to_the_character(tmp_path: Path) -> None:
-    """A line of 50 MB, a .gz of the ratio that real logs have, lines that end in a carriage return."""
+    """A line of 50 MB, a .gz file with the compression ratio of real logs, and lines with carriage returns are read."""
     text = "naïve \u2028 text\r\n" * 50_000
     with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
         file.write(("\ufeff" + (json.dumps({"text": text}) + "\r\n") * 3).encode())

@@ -1,4 +1,4 @@
-"""Rows -> questions -> windows: nothing of a context is lost, and a label is the answer's own tokens."""
+"""Questions are parsed and tokenized: windows cover the whole context, and labels are exactly the answer's tokens."""
 
 import json
 from itertools import pairwise
@@ -24,13 +24,13 @@ WORDS = ["the", "cat", "sat", "on", "mats", "who", "?", "cafés", "日本", "�
 
 
 def word_piece() -> Any:
-    """BERT's: [CLS] question [SEP] context [SEP], with types; `mats` and `cafes` are two pieces."""
+    """BERT: [CLS] question [SEP] context [SEP], with token types; `mats` and `cafes` are two tokens each."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "who", "?", "cafe", "##s"]
     return BertTokenizerFast(vocab={piece: number for number, piece in enumerate(pieces)})
 
 
 def byte_level() -> Any:
-    """RoBERTa's: <s> question </s></s> context </s>, without types; a rare character is several tokens."""
+    """RoBERTa: <s> question </s></s> context </s>, without token types; a rare character is several tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def byte_level() -> Any:
 
 
 def left_padding() -> Any:
-    """XLNet's: context <sep> question <sep> <cls>."""
+    """XLNet: context <sep> question <sep> <cls>."""
     vocab = {name: number for number, name in enumerate(["<pad>", "<unk>", "<cls>", "<sep>", *WORDS])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -149,7 +149,7 @@ def test_a_question_without_an_id_is_named_by_its_place(tmp_path: Path) -> None:
     ("text", "start", "found"),
     [
         ("cat", 4, (4, "cat")),
-        (" cat", 3, (3, " cat")),  # as it stands
+        (" cat", 3, (3, " cat")),  # unchanged
         ("cat", 3, (4, "cat")),
         (" cat", 4, (4, "cat")),
         ("slept \n", 27, (27, "slept")),
@@ -245,7 +245,7 @@ def test_an_id_given_twice_is_bad_though_it_comes_from_another_article() -> None
 
 
 def context_tokens(window: QuestionWindow) -> list[tuple[int, int, int]]:
-    """(id, first character, last + 1) of the window's tokens of the context."""
+    """(id, start, stop) of the window's context tokens, in characters."""
     inside = window.offsets[:, 0] >= 0
     return [(int(i), int(a), int(b)) for i, (a, b) in zip(window.ids[inside], window.offsets[inside], strict=True)]
 
@@ -275,7 +275,7 @@ def test_windows_cover_the_context_and_overlap_by_the_stride(
     for window, piece in zip(windows, pieces, strict=True):
         ids = [token for token, _, _ in piece]
         assert window.ids.tolist() == wrapped(tokenizer, *((ids, question_ids) if left else (question_ids, ids)))
-        assert window.start == window.end == window.cls == (len(window.ids) - 1 if left else 0)  # there is no answer
+        assert window.start == window.end == window.cls == (len(window.ids) - 1 if left else 0)  # no answer
 
 
 def wrapped(tokenizer: Any, first: list[int], second: list[int]) -> list[int]:
@@ -296,7 +296,7 @@ def test_types_are_those_of_the_tokenizer() -> None:
 
 
 def run_qa_label(window: QuestionWindow, begin: int, stop: int) -> tuple[int, int]:
-    """As run_qa.py walks to a label, but that it stays within the context."""
+    """The labels of run_qa.py, limited to the context."""
     places = [place for place, (a, _) in enumerate(window.offsets.tolist()) if a >= 0]
     start, end = places[0], places[-1]
     if not (window.offsets[start, 0] <= begin and window.offsets[end, 1] >= stop):
@@ -341,7 +341,7 @@ def test_a_labelled_window_holds_the_answer_and_any_other_says_none(
             labelled = True
             assert question.context[window.offsets[window.start, 0] : window.offsets[window.end, 1]] == text
     if first == last and tokenizer is not TOKENIZERS["byte-level"]:
-        assert labelled  # a word of two tokens lies whole in some window
+        assert labelled  # some window contains both tokens of the word
 
 
 @pytest.mark.parametrize(

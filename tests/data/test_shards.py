@@ -1,4 +1,4 @@
-"""Tokens on disk: once, whole, whoever builds them."""
+"""Token stores are built once and completely, also by concurrent or killed processes."""
 
 import dataclasses
 import json
@@ -76,12 +76,12 @@ def test_documents_in_pieces_and_batches_are_stored_whole(tmp_path: Path, monkey
     assert [store.tokens[a] for a, _ in ranges] == [tokenizer.end_id] * len(kept)
     assert [tokenizer.decode(store.tokens[a + 1 : b].tolist()) for a, b in ranges] == kept
     hashes = store.documents["content_hash"].tolist()
-    assert (hashes[0], len(set(hashes))) == (hashes[3], len(kept) - 1)  # of the content: the equal ones are equal
+    assert (hashes[0], len(set(hashes))) == (hashes[3], len(kept) - 1)  # equal documents have equal hashes
 
 
 def test_a_tokenizers_sample_is_spread_over_the_whole_text(tmp_path: Path) -> None:
     line = {False: "plain words at first ", True: "zebrafish swim behind "}
-    rows = [{"text": line[number > 1800] * 50} for number in range(2000)]  # twice the sample, its last tenth new
+    rows = [{"text": line[number > 1800] * 50} for number in range(2000)]  # twice the sample; its end is new
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = data_of(tmp_path / "a.jsonl", tokenizer_sample_mb=1)
     tokenizer = build_tokenizer(data, open_sources(data).train, tmp_path / "cache", silent)

@@ -1,4 +1,4 @@
-"""Files, folders and datasets -> documents, to the character."""
+"""Documents of files, folders and datasets are read without changing a character."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""Whole runs of task graph by the command line: exact, evaluated, asked, exported, and refused in one sentence."""
+"""`task: graph` by the command line: runs are reproducible, evaluated, used and exported; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def settings(home: Path, **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, **changes: object) -> Path:
-    """A run in this process, made once for all tests."""
+    """A run in this process, shared by all tests."""
     run = home / name
     if not run.exists():
         assert cli(["train", *settings(home, **changes), "--output-dir", str(run)]) == 0
@@ -230,7 +230,7 @@ def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
 def test_gaps_are_filled_as_transformers_fills_them(architecture: str, tmp_path: Path) -> None:
-    """Logits at gaps alone, of two texts of unequal length, against the whole model on each."""
+    """Logits at masked tokens of two texts of different lengths equal those of the whole model on each text."""
     folder = tmp_path / architecture
     plain: Any = AutoModelForMaskedLM.from_pretrained(model_folder(architecture)).eval()
     plain.save_pretrained(folder)
