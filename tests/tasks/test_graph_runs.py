@@ -225,7 +225,7 @@ def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured
     said = refused(
         capsys, "train", "--dry-run", *settings(home, model__name_or_path=run / "final", data__max_length=64)
     )
-    assert "longer than the 32 tokens" in said
+    assert "exceeds the maximum of 32 tokens" in said
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
