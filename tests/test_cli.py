@@ -38,7 +38,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
         ({"model__n_layers": "four"}, "model.n_layers"),
         ({"model__d_model": 33}, "not divisible"),
         ({"corpus": "missing.txt"}, "does not exist"),
-        ({"corpus": "empty.txt"}, "holds no text"),
+        ({"corpus": "empty.txt"}, "contains no text"),
         ({"corpus": "binary.txt"}, "not UTF-8"),
         ({"corpus": "short.txt"}, "less than one window"),
         ({"model__vocab_size": 50}, "smaller than the tokenizer's"),

@@ -1,4 +1,4 @@
-"""Logits -> answers as run_qa chooses them, scored as SQuAD's own script does."""
+"""Answers are selected as by run_qa and scored as by SQuAD's evaluation script."""
 
 import json
 import string
@@ -19,7 +19,7 @@ Logits = list[tuple[np.ndarray, np.ndarray]]
 
 
 def window_of(question: Question, first: int, length: int, asked: int) -> QuestionWindow:
-    """[CLS] question [SEP] `length` words of the context from number `first` on [SEP]; a word is a token."""
+    """[CLS] question [SEP] `length` words of the context, starting at word `first`, [SEP]; each word is one token."""
     stops = np.cumsum([len(word) + 1 for word in question.context.split(" ")]) - 1
     starts = np.concatenate([[0], stops[:-1] + 1])
     offsets = np.full((asked + length + 3, 2), -1, np.int32)
@@ -33,7 +33,7 @@ def question_of(words: int) -> Question:
 
 
 def logits_of(window: QuestionWindow, peaks: dict[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of -9, but for the given (start, end) at some tokens."""
+    """Logits of -9, except at the tokens with given (start, end) logits."""
     start, end = np.full(len(window.ids), -9.0, np.float32), np.full(len(window.ids), -9.0, np.float32)
     for place, (of_start, of_end) in peaks.items():
         start[place], end[place] = of_start, of_end
@@ -43,7 +43,7 @@ def logits_of(window: QuestionWindow, peaks: dict[int, tuple[float, float]]) -> 
 def plain_answer(
     question: Question, windows: list[QuestionWindow], logits: Logits, rules: AnswerRules, may_be_null: bool
 ) -> tuple[str, list[dict[str, Any]], float | None]:
-    """What utils_qa.py computes, one candidate at a time: (text, n-best, score difference)."""
+    """The computation of utils_qa.py, one candidate at a time: (text, n-best, score difference)."""
     found: list[dict[str, Any]] = []
     null: dict[str, Any] = {"score": float("inf")}
     for window, (start, end) in zip(windows, logits, strict=True):
@@ -86,10 +86,10 @@ def cases(draw: st.DrawFn) -> tuple[Question, list[QuestionWindow], Logits]:
     step = draw(st.integers(1, length))
     firsts = range(0, max(words - length, 0) + step, step)
     windows = [window_of(question, f, min(length, words - f), asked) for f in firsts if f < words]
-    if draw(st.booleans()):  # [CLS] last, as where the context is padded on its left
+    if draw(st.booleans()):  # [CLS] comes last, as with left padding
         windows = [replace(window, cls=len(window.ids) - 1) for window in windows]
     random, few = np.random.default_rng(draw(st.integers(0, 9999))), draw(st.booleans())
-    draws = [random.normal(0, 3, (2, len(w.ids) + 2)) for w in windows]  # two places of padding
+    draws = [random.normal(0, 3, (2, len(w.ids) + 2)) for w in windows]  # two padding tokens
     logits = [tuple((np.round(values) if few else values).astype(np.float32)) for values in draws]
     return question, windows, logits  # type: ignore[return-value]
 
@@ -183,7 +183,7 @@ def test_where_no_span_is_possible(may_be_null: bool, text: str, texts: list[str
 def test_a_span_of_no_characters_is_no_answer() -> None:
     question = question_of(3)
     window = window_of(question, 0, 3, 1)
-    window.offsets[4] = 3  # as byte-level tokenizers give a lone space
+    window.offsets[4] = 3  # byte-level tokenizers have such a token for a single space
     logits = [logits_of(window, {0: (1, 1), 4: (3, 3), 5: (2, 2)})]
     for may_be_null in (False, True):
         answer = best_answers(question, [window], logits, AnswerRules(max_answer_length=1), may_be_null)
@@ -246,7 +246,7 @@ def test_scores_are_those_of_the_plain_normalisation(cases: list[tuple[list[str]
 
 def test_scores_of_a_few_known_answers() -> None:
     questions = [asked(0, "the cat", "a small cat"), asked(1, "mat"), asked(2, "dog"), asked(3), asked(4)]
-    predictions = {"0": "Cat!", "1": "red mat", "3": "", "4": "dog"}  # none for question 2
+    predictions = {"0": "Cat!", "1": "red mat", "3": "", "4": "dog"}  # no prediction for question 2
     assert exact_match_f1(questions, predictions) == pytest.approx(
         {
             "exact_match": 40.0,

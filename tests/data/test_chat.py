@@ -1,4 +1,4 @@
-"""Of a conversation exactly the assistant's words are learned, whatever its template does; bad rows are named."""
+"""Exactly the assistant's words have a loss, for every chat template; errors name the invalid row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,12 +46,12 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (
 PHI = """{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
 VICUNA = """{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content }}
-{%- else %}{{ ' ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"""  # knows no generation prompt
+{%- else %}{{ ' ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"""  # ignores add_generation_prompt
 GENERATION = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
 {%- if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}
 {%- else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# As Qwen3: thoughts only behind the last question, and there always.
+# Like Qwen3: thoughts only after the last question, where they are always present.
 QWEN3 = """{% set ns = namespace(asked=-1) %}{% for m in messages %}
 {%- if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}{% set content = m.content %}{% set thought = '' %}
@@ -66,7 +66,7 @@ QWEN3 = """{% set ns = namespace(asked=-1) %}{% for m in messages %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 SPACED = """{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' }}{{ m.content + '</s>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'A: ' }}{% endif %}"""
-# As DeepSeek-R1: the header of the answer begins its thoughts, which are in no finished turn.
+# Like DeepSeek-R1: the header of an answer opens its thoughts, which finished turns do not contain.
 THINKING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1].lstrip() }}
 {{- '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
 
@@ -100,7 +100,7 @@ def learned_text(tokenizer: Any, masked: Masked) -> str:
     return str(tokenizer.decode([t for t, kept in zip(masked.ids, masked.learned, strict=True) if kept]))
 
 
-# Per template, what is to be learned of a turn: of its content, and of whether it is the last turn.
+# For each template, the text of a turn with a loss, given its content and whether it is the last turn.
 FAMILIES: dict[str, tuple[str, Callable[[str, bool], str]]] = {
     "chatml": (CHATML, lambda content, last: content + "<|im_end|>"),
     "llama": (LLAMA, lambda content, last: content.strip() + "<|eot|>"),
@@ -235,7 +235,7 @@ def test_what_the_template_refuses_is_named_in_its_words() -> None:
         ("gemma", conversation_of("a?", "b", system="c"), "System role not supported"),
         ("mistral", conversation_of("a?", "b", system="c"), "Conversation roles must alternate"),
     ):
-        with pytest.raises(BadRowError, match=f"^{WHERE} is refused by the chat template .*{reason}"):
+        with pytest.raises(BadRowError, match=f"^{WHERE} is rejected by the chat template .*{reason}"):
             mask_of(TOKENIZERS[name], messages=messages)
     with pytest.raises(ConfigError, match="line 2 of the chat template is no Jinja") as caught:
         mask_of(tokenizer_of("a\n{% endfor %}"), messages=conversation_of("a?", "b"))
@@ -244,7 +244,7 @@ def test_what_the_template_refuses_is_named_in_its_words() -> None:
 
 def test_a_template_that_hides_where_a_turn_begins_is_refused() -> None:
     hiding = "{{ messages | length }}{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}"
-    with pytest.raises(BadRowError, match=rf"^{WHERE} .* does not show where turn 2 begins"):
+    with pytest.raises(BadRowError, match=rf"^{WHERE} renders to text in which the bounds of turn 2"):
         mask_of(tokenizer_of(hiding), messages=conversation_of("a?", "b", "c?", "d"))
 
 
@@ -256,7 +256,7 @@ def test_without_a_template_the_prompt_is_tokenized_as_when_the_model_is_asked()
     tokenizer = tokenizer_of(None)
     masked = mask_of(tokenizer, prompt="the ans", completion="wer is")
     prompt, answer = pieces(tokenizer, "the ans"), [*pieces(tokenizer, "wer is"), tokenizer.eos_token_id]
-    assert pieces(tokenizer, "the answer is") != prompt + answer[:-1]  # together they are other tokens
+    assert pieces(tokenizer, "the answer is") != prompt + answer[:-1]  # the joined text has other tokens
     assert masked == Masked(prompt + answer, [False] * len(prompt) + [True] * len(answer))
     masked = mask_of(tokenizer, instruction="Add.", input="1 2", output="3")
     assert show_masked(masked.ids, masked.learned, tokenizer) == (
@@ -299,7 +299,7 @@ def test_what_the_tokenizer_cannot_do_is_an_error_whatever_the_row() -> None:
     with pytest.raises(ConfigError, match="no end token") as caught:
         mask_of(tokenizer, text="a")
     assert not isinstance(caught.value, BadRowError)
-    assert any(mask_of(tokenizer, messages=conversation_of("a?", "b")).learned)  # whose template needs none
+    assert any(mask_of(tokenizer, messages=conversation_of("a?", "b")).learned)  # its template needs no eos_token
     with pytest.raises(ConfigError, match="fast one"):
         mask_of(object(), text="a")
     with pytest.raises(ConfigError, match=r"data\.chat_template"):
@@ -310,7 +310,7 @@ def test_what_the_tokenizer_cannot_do_is_an_error_whatever_the_row() -> None:
 def test_too_long_a_row_keeps_its_end_or_is_dropped(pairs: list[tuple[int, bool]], limit: int) -> None:
     masked = Masked([token for token, _ in pairs], [kept for _, kept in pairs])
     end = Masked(masked.ids[-limit:], masked.learned[-limit:])
-    expected = end if any(end.learned[1:]) else None  # the first token has nothing it could be told from
+    expected = end if any(end.learned[1:]) else None  # nothing precedes the first token
     assert fit(masked, limit, "truncate") == expected
     assert fit(masked, limit, "drop") == (expected if len(pairs) <= limit else None)
 
@@ -327,7 +327,7 @@ def test_examples_lie_one_behind_the_other_and_what_is_left_out_is_counted() -> 
     kept = [mask_of(tokenizer, **row.value) for row in (rows[0], rows[2], rows[4])]
     examples = build_examples(rows, tokenizer, 6, "truncate", "skip", seen.append)
     assert (len(examples), examples.truncated, examples.dropped, examples.skipped) == (3, 1, 0, 2)
-    assert examples.first_skipped == "a.jsonl, line 2 has an empty text; mend or drop the row."
+    assert examples.first_skipped == "a.jsonl, line 2 has an empty text; fix or remove the row."
     assert seen == [1, 2, 3, 4, 5]
     assert (examples.tokens.dtype, examples.learned.dtype, examples.offsets.dtype) == (np.int32, np.bool_, np.int64)
     for index, masked in enumerate(kept):

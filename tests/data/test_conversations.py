@@ -1,4 +1,4 @@
-"""Rows -> conversations: four forms are read, and every row that cannot be learned from is named."""
+"""Four row formats are parsed into conversations; errors name the invalid row."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -46,18 +46,21 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
         return {"messages": [{"role": role, "content": "x"} for role in roles]}
 
     yield "is a list, not an object", [1]
-    yield "has id, input, which is none of the four forms: messages, prompt and completion", {"id": 1, "input": "x"}
-    yield "has no columns, which is none of the four forms", {"text": None}
-    yield "has no assistant's turn", turns("user")
-    yield "has no assistant's turn", {"prompt": conversation_of("a", "b"), "completion": conversation_of("c")}
-    yield "has no assistant's turn", {"messages": []}
+    yield (
+        "has id, input, which matches none of the four formats: messages, prompt and completion",
+        {"id": 1, "input": "x"},
+    )
+    yield "has no columns, which matches none of the four formats", {"text": None}
+    yield "has no assistant turn", turns("user")
+    yield "has no assistant turn", {"prompt": conversation_of("a", "b"), "completion": conversation_of("c")}
+    yield "has no assistant turn", {"messages": []}
     yield "empty answer in turn 2", {"messages": conversation_of("a", " \n")}
     yield "empty answer in turn 2", {"prompt": "a", "completion": [{"role": "assistant", "content": ""}]}
     yield "empty completion", {"prompt": "a", "completion": "\t"}
     yield "empty output", {"instruction": "a", "output": ""}
     yield "empty text", {"text": " "}
-    yield "role 'bot' in turn 2", turns("user", "bot")
-    yield "role None in turn 1", {"messages": [{"content": "x"}]}
+    yield "unknown role 'bot' in turn 2", turns("user", "bot")
+    yield "unknown role None in turn 1", {"messages": [{"content": "x"}]}
     yield r"wrong order: turn 2 \(system\) follows user", turns("user", "system", "assistant")
     yield r"wrong order: turn 2 \(developer\) follows system", turns("system", "developer", "user", "assistant")
     yield r"wrong order: turn 1 \(assistant\) is the first", turns("assistant", "user")
@@ -68,24 +71,26 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
     yield "NoneType as the content of turn 1", {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}
     yield "list as the content of turn 1", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
     yield "has a str as turn 1", {"messages": ["x"]}
-    yield "holds a str in messages", {"messages": "x"}
-    yield "holds a int in prompt", {"prompt": 1, "completion": "x"}
-    yield "holds a dict in text", {"text": {}}
-    yield "holds a list in input", {"instruction": "a", "input": ["b"], "output": "c"}
-    yield "half a surrogate pair", {"text": "a\ud800"}
-    yield "half a surrogate pair", {"messages": conversation_of("\udc00", "b")}
-    yield "half a surrogate pair", {"prompt": "a", "completion": "\ud800"}
+    yield "has a str in messages", {"messages": "x"}
+    yield "has a int in prompt", {"prompt": 1, "completion": "x"}
+    yield "has a dict in text", {"text": {}}
+    yield "has a list in input", {"instruction": "a", "input": ["b"], "output": "c"}
+    yield "contains an unpaired surrogate", {"text": "a\ud800"}
+    yield "contains an unpaired surrogate", {"messages": conversation_of("\udc00", "b")}
+    yield "contains an unpaired surrogate", {"prompt": "a", "completion": "\ud800"}
 
 
 @pytest.mark.parametrize(("problem", "value"), list(bad_rows()))
 def test_a_bad_row_is_named(problem: str, value: Any) -> None:
-    with pytest.raises(BadRowError, match=rf"^{WHERE} .*{problem}.*; mend or drop the row\.$"):
+    with pytest.raises(BadRowError, match=rf"^{WHERE} .*{problem}.*; fix or remove the row\.$"):
         read_conversation(Row(WHERE, value))
 
 
 def test_what_the_reader_found_is_passed_on() -> None:
-    with pytest.raises(BadRowError, match=rf"^{WHERE} is no JSON: Extra data at character 3; mend or drop the row\.$"):
-        read_conversation(Row(WHERE, None, f"{WHERE} is no JSON: Extra data at character 3."))
+    with pytest.raises(
+        BadRowError, match=rf"^{WHERE} is not valid JSON: Extra data at character 3; fix or remove the row\.$"
+    ):
+        read_conversation(Row(WHERE, None, f"{WHERE} is not valid JSON: Extra data at character 3."))
 
 
 def test_texts_in_parts_are_joined() -> None:

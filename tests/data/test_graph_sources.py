@@ -1,4 +1,4 @@
-"""Files, folders and datasets -> texts with their triples, and what is refused."""
+"""Files, folders and datasets are read as texts with triples; invalid rows are rejected."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def read(path: Path, inverse: bool = False, **settings: object) -> list[GraphDoc
 
 
 def parts(graphs: GraphSources) -> list[list[str]]:
-    """The ids of each part's documents."""
+    """The ids of the documents of each split."""
     sources = [graphs.train, graphs.validation, graphs.test]
     return [[document.id for document in source.documents()] if source else [] for source in sources]
 
@@ -113,20 +113,20 @@ def test_all_forms_of_rows_give_the_same_documents(tmp_path: Path, write: Write,
 
 BAD_ROWS = [
     ([], "line 2: it is a list, not an object"),
-    ('{"text"', "line 2 is no JSON"),
-    ({"text": 3}, "line 2: column text holds a int"),
-    ({"text": TEXT, "id": [1]}, r"its id is \[1\], not a text or a whole number"),
+    ('{"text"', "line 2 is not valid JSON"),
+    ({"text": 3}, "line 2: column text contains a int"),
+    ({"text": TEXT, "id": [1]}, r"its id is \[1\], not text or an integer"),
     ({"text": TEXT, "triples": {}}, "its triples are a dict, not a list"),
     ({"text": TEXT, "triples": [TREATS, 7]}, "triple 2: it is a int, not an object"),
     ({"text": TEXT, "entities": "Metformin"}, "its entities is a str, not a list"),
-    ({"text": TEXT, "entities": [3]}, "its entities holds 3"),
-    ({"text": "half a pair \ud83c"}, "its text holds half a surrogate pair"),
+    ({"text": TEXT, "entities": [3]}, "its entities contains 3"),
+    ({"text": "half a pair \ud83c"}, "its text contains an unpaired surrogate"),
     ({"text": TEXT, "head": "Metformin"}, "triple 1: no relation"),
     ({"head": "Metformin", "relation": "treats"}, "no tail"),
-    ({"head": "Metformin", "relation": " ", "tail": "x"}, "its relation ' ' is no text"),
+    ({"head": "Metformin", "relation": " ", "tail": "x"}, "its relation ' ' is not text"),
     ({**IS_A, "qualifiers": "since 1957"}, "its qualifiers is a str"),
-    ({**IS_A, "qualifiers": ["since 1957"]}, "its qualifiers hold a str"),
-    ({**IS_A, "qualifiers": {"since": [1957]}}, r"its qualifiers.since holds \[1957\]"),
+    ({**IS_A, "qualifiers": ["since 1957"]}, "its qualifiers contain a str"),
+    ({**IS_A, "qualifiers": {"since": [1957]}}, r"its qualifiers.since contains \[1957\]"),
 ]
 
 
@@ -148,7 +148,9 @@ def test_a_bad_row_is_named_or_skipped(write: Write, row: object, sentence: str)
 @pytest.mark.parametrize(("value", "sentence"), [(None, "no {}"), ("", "no {}"), (5, "its {} 5"), ("\ud83c", "its {}")])
 def test_a_triple_without_a_part_is_bad(write: Write, key: str, value: object, sentence: str) -> None:
     path = write({"text": TEXT, "triples": [TREATS, {**IS_A, key: value}]})
-    with pytest.raises(ConfigError, match=f"line 1: triple 2: {sentence.format(key)}|its {key} holds half a surrogate"):
+    with pytest.raises(
+        ConfigError, match=f"line 1: triple 2: {sentence.format(key)}|its {key} contains an unpaired surrogate"
+    ):
         read(path)
 
 
@@ -186,7 +188,7 @@ def test_triples_alone_are_joined_to_the_texts_of_their_entities(write: Write) -
 def test_facts_are_also_said_of_their_tails(write: Write) -> None:
     found = {d.id: d for d in read(write(*KNOWLEDGE), inverse=True)}
     assert list(found) == ["Q1", "Q2", "Q3", "North Sea"]
-    assert found["Q2"].text == "RHINE BASIN, all that flows into it"  # begins with the name, in capitals
+    assert found["Q2"].text == "RHINE BASIN, all that flows into it"  # begins with the name in another case
     assert found["Q2"].triples == (Triple("Rhine basin", "inverse of part of", "Rhine", (0, 11), "Q2", "Q1"),)
     assert ("Rhine", "inverse of flows through", "Q3") in facts(found["Q1"])
 
@@ -274,16 +276,16 @@ def test_a_document_of_docred_is_its_joined_tokens(write: Write) -> None:
         ({"title": None}, "no title"),
         ({"sents": "Ada"}, "its sents is a str"),
         ({"sents": ["Ada Lovelace", []]}, "sentence 0 is a str"),
-        ({"sents": [[1], []]}, "its sents holds 1"),
+        ({"sents": [[1], []]}, "its sents contains 1"),
         ({"vertexSet": {}}, "its vertexSet is a dict"),
-        ({"vertexSet": [[]]}, "entity 0 of its vertexSet is no list of mentions"),
+        ({"vertexSet": [[]]}, "entity 0 of its vertexSet is not a list of mentions"),
         ({"vertexSet": [["Ada"]]}, "entity 0 of its vertexSet: a mention is a str"),
         ({"vertexSet": [[{"pos": [0, 1], "sent_id": 0}]]}, "entity 0 of its vertexSet: no name"),
-        ({"vertexSet": [[{"name": "Ada", "pos": [0, 1], "sent_id": 2}]]}, "sent_id 2 is none of the 2 sentences"),
+        ({"vertexSet": [[{"name": "Ada", "pos": [0, 1], "sent_id": 2}]]}, "sent_id 2 is not one of the 2 sentences"),
         ({"vertexSet": [[{"name": "Ada", "pos": [4, 6], "sent_id": 0}]]}, r"pos \[4, 6\] is not within the 5 tokens"),
-        ({"vertexSet": [[{"name": "Ada", "pos": 4, "sent_id": 0}]]}, "pos 4 is not two whole numbers"),
+        ({"vertexSet": [[{"name": "Ada", "pos": 4, "sent_id": 0}]]}, "pos 4 is not two integers"),
         ({"labels": [3]}, "a label is a int"),
-        ({"labels": [{"h": 0, "t": 3, "r": "P19"}]}, "a label's t 3 is none of the 3 entities"),
+        ({"labels": [{"h": 0, "t": 3, "r": "P19"}]}, "a label's t 3 is not one of the 3 entities"),
         ({"labels": [{"h": 0, "t": 1}]}, "a label: no r"),
     ],
 )
@@ -331,11 +333,11 @@ def test_inverse_triples_of_a_folder_stand_in_their_own_part(folder: Path) -> No
 @pytest.mark.parametrize(
     ("name", "line", "sentence"),
     [
-        ("train.tsv", "01\t_has_part", "line 2: it has not three columns"),
-        ("train.tsv", "01\t\t02", "line 2: it has not three columns"),
-        ("train.tsv", "01\ta\t02\t03", "line 2: it has not three columns"),
-        ("entity2text.txt", "no text", "line 2: it has not two columns"),
-        ("relation2text.txt", "\ttext", "line 2: it has not two columns"),
+        ("train.tsv", "01\t_has_part", "line 2: it does not have three columns"),
+        ("train.tsv", "01\t\t02", "line 2: it does not have three columns"),
+        ("train.tsv", "01\ta\t02\t03", "line 2: it does not have three columns"),
+        ("entity2text.txt", "no text", "line 2: it does not have two columns"),
+        ("relation2text.txt", "\ttext", "line 2: it does not have two columns"),
     ],
 )
 def test_a_line_without_its_columns_is_a_bad_row(

@@ -1,4 +1,4 @@
-"""Data files that hang, fill memory or break a line are refused in one sentence, within bounds of time and memory."""
+"""Malicious data files are rejected with one sentence, within limits of time and memory."""
 
 import gzip
 import json
@@ -64,7 +64,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no UTF-8": (lambda f: written(f / "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), "line 2 is not UTF-8"),
     "no UTF-8 text": (lambda f: written(f / "a.md", b"a\nb\n\xff\n"), "a.md, line 3 is not UTF-8"),
     "no UTF-8 CSV": (lambda f: written(f / "a.csv", b"text\nb\n\xff\n"), "a.csv, line 3 is not UTF-8"),
-    "no CSV": (lambda f: written(f / "a.csv", b'text\nb\n"a"b\n'), "a.csv, line 3 is no CSV"),
+    "no CSV": (lambda f: written(f / "a.csv", b'text\nb\n"a"b\n'), "a.csv, line 3 is not valid CSV"),
     "long name": (lambda f: Path("a" * 5000), "too long for the file system"),
     "long path": (lambda f: f / ("a" * 300 + ".jsonl"), "too long for the file system"),
 }
@@ -111,7 +111,7 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
 
 
 def test_what_is_within_the_bounds_is_read_to_the_character(tmp_path: Path) -> None:
-    """A line of 50 MB, a .gz of the ratio that real logs have, lines that end in a carriage return."""
+    """A line of 50 MB, a .gz file with the compression ratio of real logs, and lines with carriage returns are read."""
     text = "naïve \u2028 text\r\n" * 50_000
     with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
         file.write(("\ufeff" + (json.dumps({"text": text}) + "\r\n") * 3).encode())

@@ -1,4 +1,4 @@
-"""Windows of texts with their triples, and what is masked of them."""
+"""Texts are cut into windows with their triples, and masked."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ TREATS = Triple("metformin", "treats", "diabetes")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> MaskTokenizer:
-    """Words of the texts are tokens of their own."""
+    """A tokenizer with one token per word of the texts."""
     corpus = [TEXT, f" {TEXT} chronic disease"] * 20
     return MaskTokenizer(BPETokenizer.train(corpus, 600, BERT).backend, "test")
 
@@ -92,7 +92,9 @@ def test_what_cannot_hang_is_counted_by_why(tokenizer: MaskTokenizer) -> None:
     assert [t.tail for t in graphs.triples] == ["chronic disease"]
     note = graphs.note()
     assert note is not None
-    assert note.startswith("1 of 5 triples hang on 1 windows; left out 1 because it is trained on, 1 because the head")
+    assert note.startswith(
+        "1 of 5 triples are attached to 1 windows; skipped 1 because it is in the training data, 1 because the head"
+    )
     assert build(tokenizer, [document(ISA)]).note() is None
 
 
@@ -171,7 +173,7 @@ def test_masks_cover_words_and_whole_tails(seed: int, roots: int, longest: int, 
     assert int(chosen[:roots].sum()) < budget + longest
     if longest == 1:
         assert int(chosen[:roots].sum()) == budget
-    else:  # spans begin at words and end with them
+    else:  # spans begin and end at word boundaries
         for place in np.flatnonzero(chosen[:roots]):
             before, behind = shown.bounds[place]
             assert example.word_starts[before + 1]
@@ -199,4 +201,4 @@ def test_four_of_five_masked_tokens_become_the_mask() -> None:
     assert abs((fates == shown.targets[chosen]).mean() - 0.1) < 0.03
     assert fates[fates != 5].min() >= 10
     other = masked(example, rules, 0, 1, 0)
-    assert not np.array_equal(other.targets, shown.targets)  # another epoch, other masks
+    assert not np.array_equal(other.targets, shown.targets)  # another epoch has other masks

@@ -1,4 +1,4 @@
-"""Rows -> questions -> windows: nothing of a context is lost, and a label is the answer's own tokens."""
+"""Questions are parsed and tokenized: windows cover the whole context, and labels are exactly the answer's tokens."""
 
 import json
 from itertools import pairwise
@@ -24,13 +24,13 @@ WORDS = ["the", "cat", "sat", "on", "mats", "who", "?", "cafés", "日本", "�
 
 
 def word_piece() -> Any:
-    """BERT's: [CLS] question [SEP] context [SEP], with types; `mats` and `cafes` are two pieces."""
+    """BERT: [CLS] question [SEP] context [SEP], with token types; `mats` and `cafes` are two tokens each."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "who", "?", "cafe", "##s"]
     return BertTokenizerFast(vocab={piece: number for number, piece in enumerate(pieces)})
 
 
 def byte_level() -> Any:
-    """RoBERTa's: <s> question </s></s> context </s>, without types; a rare character is several tokens."""
+    """RoBERTa: <s> question </s></s> context </s>, without token types; a rare character is several tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def byte_level() -> Any:
 
 
 def left_padding() -> Any:
-    """XLNet's: context <sep> question <sep> <cls>."""
+    """XLNet: context <sep> question <sep> <cls>."""
     vocab = {name: number for number, name in enumerate(["<pad>", "<unk>", "<cls>", "<sep>", *WORDS])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -149,7 +149,7 @@ def test_a_question_without_an_id_is_named_by_its_place(tmp_path: Path) -> None:
     ("text", "start", "found"),
     [
         ("cat", 4, (4, "cat")),
-        (" cat", 3, (3, " cat")),  # as it stands
+        (" cat", 3, (3, " cat")),  # unchanged
         ("cat", 3, (4, "cat")),
         (" cat", 4, (4, "cat")),
         ("slept \n", 27, (27, "slept")),
@@ -176,38 +176,38 @@ BAD = [
     (flat(question=3), "x: no question"),
     (flat(context=None), "x: no context"),
     (flat(context=""), "x: no context"),
-    (flat(context="\ud800 cat"), "x: its context holds half a surrogate pair"),
-    (flat(question="\udfff?"), "x: its question holds half a surrogate pair"),
-    (answer("\ud83c", 4), "x: an answer holds half a surrogate pair"),
+    (flat(context="\ud800 cat"), "x: its context contains an unpaired surrogate"),
+    (flat(question="\udfff?"), "x: its question contains an unpaired surrogate"),
+    (answer("\ud83c", 4), "x: an answer contains an unpaired surrogate"),
     (flat(id=[1]), r"x: its id is \[1\]"),
     (flat(id="\ud800"), r"x: its id is '\\ud800'"),
-    (answer("", 4), "x: an answer without text"),
-    (answer("  ", 3), "x: an answer without text"),
-    (answer(None, 4), "x: an answer without text"),
-    (answer("cat", 17), "x: the answer 'cat' does not stand at character 17 of the context"),
-    (answer("cat", 5), "x: the answer 'cat' does not stand at character 5 of the context"),
-    (answer("there.", -6), "x: the answer 'there.' does not stand at character -6 of the context"),
-    (answer("cat", 4000), "x: the answer 'cat' does not stand at character 4000 of the context"),
-    (answer("cat", 4.0), "x: the answer 'cat' starts at 4.0, which is no whole number"),
+    (answer("", 4), "x: an answer has no text"),
+    (answer("  ", 3), "x: an answer has no text"),
+    (answer(None, 4), "x: an answer has no text"),
+    (answer("cat", 17), "x: the answer 'cat' is not at character 17 of the context"),
+    (answer("cat", 5), "x: the answer 'cat' is not at character 5 of the context"),
+    (answer("there.", -6), "x: the answer 'there.' is not at character -6 of the context"),
+    (answer("cat", 4000), "x: the answer 'cat' is not at character 4000 of the context"),
+    (answer("cat", 4.0), "x: the answer 'cat' starts at 4.0, which is not an integer"),
     (answer("cat", True), "x: the answer 'cat' starts at True"),
     (answer("cat", None), "x: the answer 'cat' starts at None"),
     (flat(answers={"text": ["cat", "The"], "answer_start": [4]}), "x: its answers have 2 texts, but 1 starts"),
-    (flat(answers={"text": "cat", "answer_start": 4}), "x: its answers are no lists"),
-    (flat(answers={"text": ["cat"]}), "x: its answers are no lists"),
-    (flat(answers=["cat"]), "x: its answers are no list of objects"),
-    (flat(answers="cat"), "x: its answers are no list of objects"),
+    (flat(answers={"text": "cat", "answer_start": 4}), "x: its answers do not have the lists"),
+    (flat(answers={"text": ["cat"]}), "x: its answers do not have the lists"),
+    (flat(answers=["cat"]), "x: its answers are not a list of objects"),
+    (flat(answers="cat"), "x: its answers are not a list of objects"),
     (flat(answers=...), "x: no answers"),
-    (flat(is_impossible=True), "x: is_impossible is true, and yet there are answers"),
+    (flat(is_impossible=True), "x: is_impossible is true, but there are answers"),
     (flat(is_impossible="no"), "x: is_impossible is 'no'"),
-    ({"paragraphs": {}}, "x: its paragraphs are no list"),
-    ({"paragraphs": [3]}, "x, paragraph 1: it is no object with a list `qas`"),
-    ({"paragraphs": [{"context": "c", "qas": None}]}, "x, paragraph 1: it is no object with a list `qas`"),
+    ({"paragraphs": {}}, "x: its paragraphs are not a list"),
+    ({"paragraphs": [3]}, "x, paragraph 1: it is not an object with a list `qas`"),
+    ({"paragraphs": [{"context": "c", "qas": None}]}, "x, paragraph 1: it is not an object with a list `qas`"),
     (nested("who"), "x, paragraph 1, question 1: it is a str"),
     (nested({"question": "Who?"}), "x, paragraph 1, question 1: no answers"),
     (nested({"question": "Who?", "id": "b", "answers": []}, context=None), "x, question b: no context"),
     (
         nested({"question": "Who?", "id": "b", "answers": [{"text": "cat", "answer_start": 0}]}),
-        "x, question b: the answer 'cat' does not stand at character 0 of the context",
+        "x, question b: the answer 'cat' is not at character 0 of the context",
     ),
 ]
 
@@ -229,23 +229,23 @@ def test_one_warning_counts_all_bad_rows_and_names_the_first(tmp_path: Path) -> 
     bad_question = {"id": "n", "question": "", "answers": []}
     lines = [json.dumps(flat()), "{half a row", json.dumps(flat()), json.dumps(nested(bad_question)), "3"]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="line 2 is no JSON"):
+    with pytest.raises(ConfigError, match="line 2 is not valid JSON"):
         read(tmp_path / "train.jsonl")
     warnings: list[str] = []
     assert [question.id for question in read(tmp_path / "train.jsonl", "skip", warnings.append)] == ["a"]
     (warning,) = warnings
     assert warning.startswith("bad rows skipped: 4; the first: ")
-    assert "line 2 is no JSON" in warning
+    assert "line 2 is not valid JSON" in warning
 
 
 def test_an_id_given_twice_is_bad_though_it_comes_from_another_article() -> None:
     asked = {"id": "a", "question": "Who?", "answers": []}
-    with pytest.raises(ConfigError, match="y, question a: the id a was given before"):
+    with pytest.raises(ConfigError, match="y, question a: the id a is used by an earlier question"):
         read_questions([Row("x", flat()), Row("y", nested(asked))], "fail", no_warning)
 
 
 def context_tokens(window: QuestionWindow) -> list[tuple[int, int, int]]:
-    """(id, first character, last + 1) of the window's tokens of the context."""
+    """(id, start, stop) of the window's context tokens, in characters."""
     inside = window.offsets[:, 0] >= 0
     return [(int(i), int(a), int(b)) for i, (a, b) in zip(window.ids[inside], window.offsets[inside], strict=True)]
 
@@ -275,7 +275,7 @@ def test_windows_cover_the_context_and_overlap_by_the_stride(
     for window, piece in zip(windows, pieces, strict=True):
         ids = [token for token, _, _ in piece]
         assert window.ids.tolist() == wrapped(tokenizer, *((ids, question_ids) if left else (question_ids, ids)))
-        assert window.start == window.end == window.cls == (len(window.ids) - 1 if left else 0)  # there is no answer
+        assert window.start == window.end == window.cls == (len(window.ids) - 1 if left else 0)  # no answer
 
 
 def wrapped(tokenizer: Any, first: list[int], second: list[int]) -> list[int]:
@@ -296,7 +296,7 @@ def test_types_are_those_of_the_tokenizer() -> None:
 
 
 def run_qa_label(window: QuestionWindow, begin: int, stop: int) -> tuple[int, int]:
-    """As run_qa.py walks to a label, but that it stays within the context."""
+    """The labels of run_qa.py, limited to the context."""
     places = [place for place, (a, _) in enumerate(window.offsets.tolist()) if a >= 0]
     start, end = places[0], places[-1]
     if not (window.offsets[start, 0] <= begin and window.offsets[end, 1] >= stop):
@@ -341,7 +341,7 @@ def test_a_labelled_window_holds_the_answer_and_any_other_says_none(
             labelled = True
             assert question.context[window.offsets[window.start, 0] : window.offsets[window.end, 1]] == text
     if first == last and tokenizer is not TOKENIZERS["byte-level"]:
-        assert labelled  # a word of two tokens lies whole in some window
+        assert labelled  # some window contains both tokens of the word
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Examples of unequal length are cut and counted as examples of equal length are."""
+"""Sequences of different lengths are split and counted like those of equal length."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Tokens on disk: once, whole, whoever builds them."""
+"""Token stores are built once and completely, also by concurrent or killed processes."""
 
 import dataclasses
 import json
@@ -76,12 +76,12 @@ def test_documents_in_pieces_and_batches_are_stored_whole(tmp_path: Path, monkey
     assert [store.tokens[a] for a, _ in ranges] == [tokenizer.end_id] * len(kept)
     assert [tokenizer.decode(store.tokens[a + 1 : b].tolist()) for a, b in ranges] == kept
     hashes = store.documents["content_hash"].tolist()
-    assert (hashes[0], len(set(hashes))) == (hashes[3], len(kept) - 1)  # of the content: the equal ones are equal
+    assert (hashes[0], len(set(hashes))) == (hashes[3], len(kept) - 1)  # equal documents have equal hashes
 
 
 def test_a_tokenizers_sample_is_spread_over_the_whole_text(tmp_path: Path) -> None:
     line = {False: "plain words at first ", True: "zebrafish swim behind "}
-    rows = [{"text": line[number > 1800] * 50} for number in range(2000)]  # twice the sample, its last tenth new
+    rows = [{"text": line[number > 1800] * 50} for number in range(2000)]  # twice the sample; its end is new
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = data_of(tmp_path / "a.jsonl", tokenizer_sample_mb=1)
     tokenizer = build_tokenizer(data, open_sources(data).train, tmp_path / "cache", silent)
@@ -135,7 +135,7 @@ def test_a_source_that_fails_midway_leaves_nothing_in_the_cache(tmp_path: Path) 
     source = open_sources(data_of(write_corpus(tmp_path / "a.jsonl"))).train
     tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{broken\n")
-    with pytest.raises(ConfigError, match="line 61 is no JSON"):
+    with pytest.raises(ConfigError, match="line 61 is not valid JSON"):
         build_store(source, tokenizer, tmp_path / "cache", silent)
     assert not [path for path in (tmp_path / "cache/tokens").iterdir() if path.is_dir()]
 
@@ -172,7 +172,7 @@ def test_what_a_killed_builder_left_is_not_trusted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "model", "data", "sentence"),
     [
-        ("", {}, {}, "holds no text"),
+        ("", {}, {}, "contains no text"),
         ("too short", {}, {}, "less than one window"),
         ("word " * 500, {"vocab_size": 100}, {}, "smaller than the tokenizer's"),
         ("word " * 500, {}, {"validation_split": 1e-9}, "validation part .* is empty"),

@@ -1,4 +1,4 @@
-"""Files, folders and datasets -> documents, to the character."""
+"""Documents of files, folders and datasets are read without changing a character."""
 
 import csv
 import gzip
@@ -132,16 +132,16 @@ CORRUPTED = TRUNCATED[:10] + b"\xff" * 40
     [
         ("a.txt", b"\xff\xfe rubbish", "not UTF-8"),
         ("a.txt", b"nul \0 byte", "binary"),
-        ("a.jsonl", b'{"text": "a"}\n{"text"\n', "line 2 is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text"\n', "line 2 is not valid JSON"),
         ("a.jsonl", b'{"a": "x", "b": "y"}\n', "columns a, b"),
-        ("a.jsonl", b'{"text": 3}\n', "holds a int"),
+        ("a.jsonl", b'{"text": 3}\n', "contains a int"),
         ("a.jsonl", b"3\n", "not an object"),
-        ("a.json", b"[", "is no JSON"),
+        ("a.json", b"[", "is not valid JSON"),
         pytest.param("a.json", b"[" * 100_000, "cannot be read as JSON", id="deep"),
         ("a.json", b'[["text"]]', "row 1 is a list, not an object"),
-        ("a.csv", b'text\n"never closed\n', "no CSV"),
+        ("a.csv", b'text\n"never closed\n', "not valid CSV"),
         ("a.csv", b"a,b\nx,y\n", "row 1 has the columns a, b"),
-        ("a.parquet", b"rubbish", "no Parquet"),
+        ("a.parquet", b"rubbish", "not a valid Parquet"),
         ("a.txt.gz", b"rubbish", "cannot be read"),
         pytest.param("a.txt.gz", TRUNCATED, "cannot be read", id="truncated"),
         pytest.param("a.txt.gz", CORRUPTED, "cannot be read", id="corrupted"),
@@ -186,7 +186,7 @@ def test_a_folder_is_all_its_files(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_known_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"x")
-    with pytest.raises(ConfigError, match="holds no file of a known form"):
+    with pytest.raises(ConfigError, match="has no file with a supported suffix"):
         read(tmp_path)
 
 
@@ -225,7 +225,7 @@ def test_a_saved_dataset_is_loaded_from_its_folder(tmp_path: Path, with_validati
 def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.bin").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"does not exist|no known form"):
+    with pytest.raises(ConfigError, match=r"does not exist|has an unknown suffix"):
         open_sources(DataConfig(dataset_name=name))
 
 

@@ -1,4 +1,4 @@
-"""Questions and answers made of docstrings."""
+"""Docstrings become questions and answers."""
 
 from pathlib import Path
 

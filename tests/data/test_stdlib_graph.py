@@ -1,4 +1,4 @@
-"""The standard library -> a graph of what its definitions do."""
+"""The standard library becomes a knowledge graph of its definitions."""
 
 from collections import Counter
 from pathlib import Path
@@ -121,7 +121,7 @@ def found(tmp_path: Path) -> dict[str, GraphDocument]:
 
 
 def facts(document: GraphDocument) -> set[tuple[str, str]]:
-    """Relations and tails of the document's own head."""
+    """Relations and tails of the document's own name."""
     own = document.id.rpartition(":")[2].rpartition(".")[2]
     return {(t.relation, t.tail) for t in document.triples if t.head in (own, document.id)}
 

@@ -1,4 +1,4 @@
-"""Any text comes back as it went in."""
+"""Decoding restores any encoded text."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_transformers_loads_the_saved_folder_and_agrees(tokenizer: Tokenizer, tm
 
 @pytest.fixture(scope="module", params=TOKENIZERS, ids=["bpe", "char"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, object]:
-    """A tokenizer, and what transformers makes of its folder."""
+    """A tokenizer, and transformers' tokenizer loaded from its folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
     request.param.save(folder)
     return request.param, AutoTokenizer.from_pretrained(folder)
@@ -53,7 +53,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(deadline=None, max_examples=30)
 @given(text=ANY_TEXT.filter(lambda text: END_OF_TEXT not in text))
-@example(text="it 's , isn 't it ? a . b !  \n\r\n")  # what a clean-up of spaces would change
+@example(text="it 's , isn 't it ? a . b !  \n\r\n")  # clean_up_tokenization_spaces would change it
 def test_transformers_reads_and_writes_any_text_alike(saved: tuple[Tokenizer, object], text: str) -> None:
     ours, theirs = saved
     ids = theirs(text, add_special_tokens=False)["input_ids"]  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Documents -> splits, windows, order: every token learned from once, none seen from another document."""
+"""Splits, windows and order: each token is a target once and sees only its own document."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=30), min_
 
 
 def store_of(documents: list[list[int]]) -> TokenStore:
-    """As build_store writes it: each document begins with END."""
+    """A store as written by build_store: each document begins with END."""
     tokens = np.array([t for d in documents for t in [END, *d]], np.uint16)
     ends = np.cumsum([len(d) + 1 for d in documents])
     hashes = [abs(hash(tuple(d))) for d in documents]
@@ -39,7 +39,7 @@ def assert_same(ours: Batch, expected: Batch) -> None:
 
 
 def learned(windows: PackedWindows | PaddedWindows) -> list[tuple[int, int]]:
-    """(input, target) of every place that is learned from, in order."""
+    """(input, target) of every position with a target, in order."""
     batch = windows.batch(np.arange(len(windows)))
     kept = batch.targets != IGNORE
     return list(zip(batch.inputs[kept].tolist(), batch.targets[kept].tolist(), strict=True))
@@ -54,7 +54,7 @@ def test_packed_windows_predict_every_token_once_from_the_one_before(documents: 
 
 
 def reference_windows(part: TokenRanges, window: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Per window its (input, target, document, position): the stream cut by hand."""
+    """(input, target, document, position) per window, cut from the stream in a plain loop."""
     ranges = list(zip(part.starts.tolist(), part.stops.tolist(), strict=True))
     stream = [(int(part.tokens[i]), number) for number, (a, b) in enumerate(ranges) for i in range(a, b)]
     for start in range(0, len(stream), window):
@@ -75,7 +75,7 @@ def reference_windows(part: TokenRanges, window: int) -> Iterator[list[tuple[int
 def test_packed_windows_number_documents_and_count_positions_from_their_start(
     documents: list[list[int]], window: int
 ) -> None:
-    part = all_documents(store_of([*documents, [7]]))  # at least two, else nothing needs telling apart
+    part = all_documents(store_of([*documents, [7]]))  # at least two documents, else there are no document ids
     windows = PackedWindows(part, window, END)
     batch = windows.batch(np.arange(len(windows)))
     assert batch.document_ids is not None
@@ -136,7 +136,7 @@ def test_the_parts_share_nothing_and_lose_nothing(documents: list[list[int]], sh
     total = sum(len(d) + 1 for d in documents)
     assert sorted(places(train) + places(held)) == list(range(total))
     assert len(places(held)) >= share * total - 1e-6
-    equal = Counter(map(tuple, documents))  # equal ones are never parted, so a group of them may be too much
+    equal = Counter(map(tuple, documents))  # equal documents stay together, so they may exceed the share
     surplus = max(((len(d) + 1) * count for d, count in equal.items() if count > 1), default=0)
     assert len(places(held)) <= share * total + 1 + surplus
 

@@ -17,7 +17,7 @@ WORDS = tuple(NAMES.split())
 
 @lru_cache(maxsize=32)
 def model_folder(architecture: str, **changes: Any) -> Path:
-    """A folder with a random model, made once a session."""
+    """A folder with a random model, built once per session."""
     return make_folder(Path(mkdtemp(prefix=f"tiny-{architecture}-")), architecture, **changes)
 
 
@@ -26,7 +26,7 @@ def sentence(random_: random.Random, words: int) -> str:
 
 
 def chat_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
-    """Conversations of one to three turns and other forms, of unequal length."""
+    """Conversations of one to three turns and other formats, of different lengths."""
     draw, rows = random.Random(seed), []
     for number in range(count):
         if number % 3 == 0:
@@ -45,7 +45,7 @@ def chat_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
 
 
 def squad(path: Path, paragraphs: int = 8, words: int = 60, impossible: bool = False, seed: int = 0) -> Path:
-    """SQuAD's nested JSON; the answer is the word behind a name."""
+    """SQuAD's nested JSON; the answer is the word after a name."""
     draw, articles = random.Random(seed), []
     for number in range(paragraphs):
         context = sentence(draw, words) + f". The fox{number} is brown. " + sentence(draw, draw.randint(1, words))

@@ -37,7 +37,7 @@ TOOLS = ("spoon", "flask", "drill", "knife", "brush", "clamp", "funnel", "needle
 
 
 def rows(count: int = 10) -> list[dict[str, Any]]:
-    """Texts of which each has words of its own, and two triples of one head: only the relation tells their tails."""
+    """Texts with distinct words and two triples per head, whose tails only the relation distinguishes."""
     found = []
     for number in range(count):
         names = (DRUGS, ILLS, PLACES, BEASTS, COLOURS, TOOLS)
@@ -67,14 +67,14 @@ SETTINGS = [
 
 
 def prepared(tmp_path: Path, *changes: str, count: int = 10) -> tuple[Config, GraphCorpus]:
-    """A tiny model's configuration and its corpus."""
+    """The configuration and corpus of a tiny model."""
     data = write_rows(tmp_path / "rows.jsonl", rows(count))
     config, _ = load_config(None, [*SETTINGS, f"data.dataset_name={data}", *changes])
     return Graph.prepare(config, tmp_path / "cache", lambda *_: None)
 
 
 def trained(config: Config, corpus: GraphCorpus, steps: int) -> Graph:
-    """Real steps of the real task."""
+    """Training steps of the task itself."""
     task = Graph(config, corpus, effective_batch(config.training))
     plan = StepPlan(8, torch.device("cpu"), "fp32")
     state = TrainState.begin(task.model, config.training, plan.device, plan.compute_dtype)
@@ -86,10 +86,10 @@ def trained(config: Config, corpus: GraphCorpus, steps: int) -> Graph:
 
 
 def filled(task: Graph, config: Config, corpus: GraphCorpus, leaf_ratio: float = 0.5) -> dict[str, float]:
-    """How well the training part's gaps are filled, with masks that were not trained with."""
+    """Accuracy on the training split, with masks that training did not use."""
     changed = config.model_copy(update={"data": config.data.model_copy(update={"leaf_mask_ratio": leaf_ratio})})
     train = corpus.train
-    repeated = replace(train, examples=train.examples * 5)  # each with other masks
+    repeated = replace(train, examples=train.examples * 5)  # each epoch has other masks
     masking = Masking(repeated, mask_rules(changed, corpus.codec.tokenizer), seed=99)
     metrics = evaluate(Filling(task, masking, majority_of(train)), StepPlan(8, torch.device("cpu"), "fp32"))
     assert metrics is not None

@@ -1,4 +1,4 @@
-"""Every architecture of the tiny models: trained, resumed, taken away, with and without padding."""
+"""Every architecture of the tiny models is trained, resumed and exported, with and without padding."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from sansgpu.watch.events import Event, Kept
 from tests.processes import digests, record
 from tests.tasks.folders import chat_rows, model_folder, squad
 
-# Whether several examples are read in one row.
+# Value: several examples share a row.
 PACKS = {
     "llama": True, "smollm": True, "qwen2": True, "qwen3": True, "gemma": True, "gemma2": True, "gemma3_text": True,
     "mistral": True, "phi": True, "phi3": True, "gpt2": True, "bert": True, "roberta": True, "distilbert": True,
     "modernbert": False,
 }  # fmt: skip
-# Layers of every kind that an adapter stands beside: apart and fused, with and without bias, Conv1D, new heads.
+# All kinds of layers with an adapter: separate and fused, with and without bias, Conv1D, new heads.
 ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "roberta", "distilbert", "modernbert")
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
-# Runs whose steps compute in bf16: in each, the frozen weights are rounded while it trains.
+# Runs in bf16: their frozen weights are rounded during training.
 NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
 ROWS = 8
 
@@ -48,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
-    torch.set_num_threads(1)  # of models this small more take longer; conftest puts it back
+    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
 def head_of(architecture: str) -> Head:
@@ -78,7 +78,7 @@ def run_job(folder: Path, overrides: tuple[str, ...], resume: str | None = None)
 
 @cache
 def trained(home: Path, architecture: str, adapter: str, precision: str) -> tuple[Path, list[Event]]:
-    """A run of four steps, made once for all tests."""
+    """A run of four steps, shared by all tests."""
     run = home / f"{architecture}-{adapter}-{precision}"
     chosen = {"model__adapter": adapter, "training__precision": precision}
     if adapter != "none":
@@ -96,7 +96,7 @@ def test_every_architecture_is_tested() -> None:
 
 @pytest.mark.parametrize(("architecture", "adapter"), RUNS)
 def test_a_run_resumed_in_its_middle_is_the_run_that_was_not(home: Path, architecture: str, adapter: str) -> None:
-    """gpt2, the encoders and the adapters draw dropout on the way."""
+    """gpt2, the encoders and the adapters use dropout."""
     straight, _ = trained(home, architecture, adapter, "fp32")
     resumed = fork_snapshot(straight, "2", home / f"{architecture}-{adapter}-resumed", pytest.fail)
     run_job(resumed, (), resume="latest")
@@ -134,9 +134,9 @@ def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str
 def test_the_last_snapshot_exports_to_the_bytes_of_final(
     home: Path, tmp_path: Path, architecture: str, adapter: str
 ) -> None:
-    """Frozen weights are those of the base model to the bit, although bf16 steps read them rounded."""
+    """Frozen weights equal the base model's bit by bit, although bf16 steps use rounded ones."""
     run, _ = trained(home, architecture, adapter, "bf16")
-    torch.set_num_threads(2)  # the number of threads must not matter
+    torch.set_num_threads(2)  # independent of the number of threads
     assert cli(["export", str(run), "--output", str(tmp_path / "export")]) == 0
     names = {path.name for path in (run / "final").iterdir()}
     assert names == {path.name for path in (tmp_path / "export").iterdir()} >= {"model.safetensors", "config.json"}
@@ -144,7 +144,7 @@ def test_the_last_snapshot_exports_to_the_bytes_of_final(
         assert (run / "final" / name).read_bytes() == (tmp_path / "export" / name).read_bytes(), name
     final, base = (load_file(f / "model.safetensors") for f in (run / "final", model_folder(architecture)))
     places = {name: next((n for n in final if n == name or n.endswith(f".{name}")), None) for name in base}
-    base = {name: value for name, value in base.items() if places[name]}  # an encoder's pooler is not in its final
+    base = {name: value for name, value in base.items() if places[name]}  # final/ of an encoder has no pooler
     kept = {name for name in base if torch.equal(base[name], final[str(places[name])])}
     assert kept != base.keys(), "nothing was trained"
     assert adapter == "none" or {name for name in base if "embed" in name or "norm" in name.lower()} <= kept
@@ -173,7 +173,7 @@ def task_of(home: Path, overrides: tuple[str, ...]) -> Any:
 
 
 def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) -> list[float]:
-    """The mean loss of the first batch, cut into micro-batches of each size."""
+    """The mean loss of the first batch for each micro-batch size."""
     task = task_of(home, settings(home, architecture, model_folder(architecture), data__pack_sequences=pack))
     assert task.unpadded.packs == (pack and PACKS[architecture])
     batch = task.batch(0)
@@ -184,8 +184,8 @@ def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) 
 
 @pytest.mark.parametrize("architecture", PACKS)
 def test_neither_packing_nor_micro_batches_change_the_loss(home: Path, architecture: str) -> None:
-    """Examples are longer than the windows in which some of these models look back."""
+    """Examples are longer than the sliding windows of some of these models."""
     packed = losses(home, architecture, True, [1, 3, ROWS])
     padded = losses(home, architecture, False, [1, 3, ROWS])
-    assert packed == pytest.approx([padded[0]] * 3, rel=2e-5)  # the first is of examples by themselves
+    assert packed == pytest.approx([padded[0]] * 3, rel=2e-5)  # the first has one example per micro-batch
     assert padded == pytest.approx([padded[0]] * 3, rel=2e-5)

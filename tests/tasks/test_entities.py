@@ -1,4 +1,4 @@
-"""Knowledge graphs: entities predicted as wholes, and leaf slots that follow the data."""
+"""Knowledge graphs: entity tables and queries, and leaf slots chosen from the data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
-    torch.set_num_threads(1)  # of models this small more take longer; conftest puts it back
+    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
 def overrides(home: Path, **changes: object) -> list[str]:
@@ -143,7 +143,7 @@ def test_leaf_slots_follow_the_tails_and_the_cost_is_told(home: Path, capsys: Ca
     lengths = np.array([len(ids) for ids in corpus.codec.tokenizer.encode_names(tails)])
     assert model["leaves"] == config.model.leaves
     assert (lengths <= model["leaves"]).mean() >= 0.99 > (lengths <= model["leaves"] - 1).mean()
-    assert f"model.leaves is {model['leaves']}: " in said
+    assert f"model.leaves is {model['leaves']}, enough for " in said
     assert f"{lengths.mean():.1f} nodes" in said
     assert (
         model["n_entities"]
@@ -155,7 +155,7 @@ def test_leaf_slots_follow_the_tails_and_the_cost_is_told(home: Path, capsys: Ca
 def test_long_tails_are_left_out_by_consent_alone(home: Path, capsys: Captured) -> None:
     line = ["train", *settings(home, model__leaves=1), "--output-dir"]
     said = refused(capsys, *line, str(home / "refused"))
-    assert "model.leaves 1 holds too few tokens for the tails of" in said
+    assert "model.leaves 1 has too few slots for the tails of" in said
     assert "training triples" in said
     assert "data.long_tails to drop" in said
     assert not (home / "refused" / "snapshots").exists()
@@ -248,7 +248,7 @@ def plain_vectors(task: Graph, corpus: GraphCorpus) -> torch.Tensor:
 
 
 def complex_tails(task: Graph, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
-    """ComplEx's product of heads (M, D) and relations (M,), normed, (M, D) fp64."""
+    """The normalized ComplEx product of heads (M, D) and relations (M,), (M, D) fp64."""
     table = task.model.entities
     assert table is not None
     turned = [torch.complex(*x.chunk(2, dim=1)) for x in (heads, table.relation.weight[relations].double())]
@@ -259,7 +259,7 @@ def complex_tails(task: Graph, heads: torch.Tensor, relations: torch.Tensor) -> 
 
 
 def mean_loss(logits: torch.Tensor, numbers: torch.Tensor) -> float:
-    """Of the entities 1, 2, ... that are right."""
+    """Mean cross-entropy; targets are entity ids 1, 2, ..."""
     return float(torch.nn.functional.cross_entropy(logits, numbers - 1))
 
 
@@ -338,7 +338,7 @@ def test_unknown_entities_are_known_by_their_names_and_equal_ones_share_a_score(
     placed = example.placed[0]
     question = Question(example.tokens, placed.place, placed.head_length, placed.relation, placed.entities[0])
     scores = candidates.scores(filler, [question])[0][candidates.column].numpy()
-    assert candidates.column.tolist() == [0, 1, 1, 0]  # an id that is not known is found by a name that one entity has
+    assert candidates.column.tolist() == [0, 1, 1, 0]  # an unknown id is found by its name if that is unique
     assert np.exp(scores[:2]).sum() == pytest.approx(1, abs=1e-5)
     tails = candidates.best(candidates.scores(filler, [question])[0].numpy(), 5, without=known.name)
     assert [tail.text for tail in tails] == ["unheard thing"]

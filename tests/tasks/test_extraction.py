@@ -1,4 +1,4 @@
-"""Texts -> triples: the search for tails, what is asked of a text, and how the answers are judged."""
+"""Extraction of triples: beam search, queries of a text, and evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVERY = float("-inf")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    torch.set_num_threads(1)  # of models this small more take longer; conftest puts it back
+    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,13 @@ QUESTIONS = [
 
 
 def step(filler: GapFiller, asked: Question, before: Sequence[int], length: int) -> np.ndarray:
-    """Log-probabilities of the next leaf's token, behind those that stand there."""
+    """Log-probabilities of the next leaf's token, given the previous ones."""
     leaves = np.array([[*before, *[TOKENIZER.mask_id] * (length - len(before))]])
     return filler.log_probabilities([asked], leaves)[0, len(before)].double().numpy()
 
 
 def searched(filler: GapFiller, asked: Question, width: int, count: int) -> list[tuple[str, float]]:
-    """A beam search of plain loops, which gives nothing up."""
+    """A beam search in plain loops that drops no beam early."""
     found: dict[str, float] = {}
     for length in range(1, LEAVES + 1):
         beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -168,7 +168,7 @@ def test_a_least_score_leaves_out_the_rest(filler: GapFiller) -> None:
     assert 0 < len(some.triples) < len(every.triples)
     [none] = read(filler, document, heads=heads, min_score=0)
     assert none.triples == []
-    assert none.given == every.given  # the best tail of what the document says itself, however low its score
+    assert none.given == every.given  # the best tail for the document's own triples, regardless of its score
 
 
 def test_each_window_of_a_long_text_is_read_and_what_is_found_twice_is_given_once(filler: GapFiller) -> None:
@@ -213,7 +213,7 @@ def test_agreement_by_hand() -> None:
     assert (summary["documents"], summary["triples"], summary["gold"]) == (2, 5, 4)
     assert (summary["precision"], summary["recall"], summary["f1"]) == (2 / 5, 2 / 4, 4 / 9)
     assert summary["given"] == {"accuracy": 1 / 4, "pairs": 4, "asked": 2}
-    assert (summary["best_f1"], summary["best_min_score"]) == (4 / 7, -0.3)  # 2 of 3 right, of 4 in all
+    assert (summary["best_f1"], summary["best_min_score"]) == (4 / 7, -0.3)  # 2 of 3 are correct, 4 are expected
     only = Agreement(TOKENIZER, ExtractionRules(RULES, RELATIONS, only=("eats",), min_score=-1))
     only.add(Extracted(text_of("fox", *gold), found[:1], {("Fox", "eats"): "owl"}))
     assert only.summary()["recall"] == 1
@@ -236,7 +236,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(home: Path) -> Path:
-    """Two triples of a head each, none of them of other words."""
+    """Texts with two triples per head and no other words."""
     lines = []
     for name, (city, work) in TEXTS.items():
         triples = [{"head": name, "relation": "lives in", "tail": city}, {"head": name, "relation": "is", "tail": work}]

@@ -1,4 +1,4 @@
-"""Whole runs of fine-tuning by the command line: exact, resumed, exported, talked to, and refused in one sentence."""
+"""Fine-tuning by the command line: runs are reproducible, resumed, exported and used; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
-    """A run in this process, made once for all tests."""
+    """A run in this process, shared by all tests."""
     run = home / name
     if not run.exists():
         assert cli(["train", *settings(home, task, **changes), "--output-dir", str(run)]) == 0
@@ -75,7 +75,7 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def sentence(capsys: Captured) -> str:
-    """The one line after what was being done."""
+    """The only line of stderr apart from progress."""
     captured = capsys.readouterr()
     doing = ("tokenizing", "warning: ")
     lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]
@@ -101,7 +101,7 @@ def assert_equal_outputs(exported: Any, run: Path, task: str = "sft") -> None:
 
 
 def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
-    """The last snapshot and final/ by digest, and every event but for times."""
+    """Digests of the last snapshot and final/, and all events without times."""
     kept = {k: v for k, v in digests(run).items() if k.startswith(("snapshots/step-000010", "final"))}
     assert len(kept) == 3
     return kept, record(run)
@@ -202,7 +202,7 @@ def test_a_new_head_leaves_with_its_adapter(home: Path, tmp_path: Path, capsys: 
 def test_activations_computed_again_change_no_loss(
     home: Path, changes: dict[str, object], recwarn: pytest.WarningsRecorder
 ) -> None:
-    """With dropout, which must be drawn again as it was; and what libraries have to say of it is none of the user's."""
+    """Dropout is reproduced on resume, and warnings of libraries do not reach the user."""
     chosen = {"model__name_or_path": model_folder("gpt2"), "training__max_steps": 3, **changes}
     runs = [
         made(home, f"again-{again}-{len(changes)}", model__gradient_checkpointing=again, **chosen)
@@ -304,7 +304,7 @@ def test_an_answer_stands_in_the_context(home: Path, capsys: Captured) -> None:
 
 
 def test_predict_tells_the_probability_and_start_of_the_answer_itself(home: Path, capsys: Captured) -> None:
-    """A threshold may choose another candidate than the best: the best span, or that there is no answer."""
+    """A threshold may select a candidate that is not the best: the best span or the null answer."""
     against_the_best = 0
     for threshold in (-1e6, 1e6):
         run = made(home, f"threshold{threshold}", "qa", data__null_score_diff_threshold=threshold)
@@ -348,7 +348,7 @@ def test_questions_are_evaluated_and_their_answers_written(home: Path, tmp_path:
     assert json.loads((run / "predictions.json").read_text()).keys() == {"q0", "q1", "q2"}
 
 
-# What goes wrong
+# Errors
 
 BAD_ROWS = {
     "sft": ['{"messages": [{"role": "user", "content": "hello"}]}', '{"messages": ['],

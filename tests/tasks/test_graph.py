@@ -1,4 +1,4 @@
-"""Texts and triples are learned, from real files to held-out accuracy."""
+"""A model learns texts and triples, from files to held-out accuracy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ PLAN = StepPlan(8, torch.device("cpu"), "fp32")
 
 @pytest.fixture(scope="module")
 def memorised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, object, object]:
-    """A model that has seen eight texts with their triples for long enough."""
+    """A model trained to convergence on eight texts with their triples."""
     folder = tmp_path_factory.mktemp("memorised")
     config, corpus = prepared(
         folder, "training.learning_rate=0.003", "data.leaf_mask_ratio=0.5", "model.position=learned"
@@ -71,7 +71,7 @@ def test_every_weight_is_trained(tmp_path: Path) -> None:
     named = dict(task.model.named_parameters())
     assert {w.name for w in optimizer.weights} == set(named)
     still = [w.name for w in optimizer.weights if w.gradient is None or not bool(w.gradient.abs().sum() > 0)]
-    assert [name for name in still if not name.endswith("attention.k.bias")] == []  # which softmax cannot see
+    assert [name for name in still if not name.endswith("attention.k.bias")] == []  # softmax ignores it
 
 
 def test_no_relation_stays_zero(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_no_relation_stays_zero(tmp_path: Path) -> None:
 
 
 def test_a_masked_tail_cannot_be_seen(tmp_path: Path) -> None:
-    """Whatever hides behind the mask, the logits stay: of leaves and of all roots."""
+    """The logits of leaves and roots do not depend on the masked tokens."""
     config, corpus = prepared(tmp_path)
     task = Graph(config, corpus, 8)
     task.model.eval()
@@ -94,7 +94,7 @@ def test_a_masked_tail_cannot_be_seen(tmp_path: Path) -> None:
     for tail in (placed.tail, (placed.tail + 7) % 300):
         changed = example._replace(placed=[placed._replace(tail=tail)])
         shown = masked(changed, rules, 0, 0, 0)
-        hidden = np.where(shown.targets == IGNORE, shown.tokens, rules.mask_id)  # always the mask, never what it was
+        hidden = np.where(shown.targets == IGNORE, shown.tokens, rules.mask_id)  # never the original token
         batch = GraphBatch.of([changed], [shown._replace(tokens=hidden)])
         found.append(task.states(batch))
     assert torch.equal(*found)
@@ -124,7 +124,7 @@ def test_losses_are_means_over_tokens_and_over_leaves(tmp_path: Path) -> None:
     assert loss == pytest.approx(said["mlm_loss"] + 0.7 * said["mnm_loss"], rel=1e-5)
     assert (said["mlm_count"], said["mnm_count"]) == batch.counts()
     vocabulary = config.model.vocab_size or 0
-    assert said["mlm_loss"] == pytest.approx(np.log(vocabulary), rel=0.05)  # before anything is learned
+    assert said["mlm_loss"] == pytest.approx(np.log(vocabulary), rel=0.05)  # before training
     pooled = task.loss(batch.weighed(1.0, 1.0, pooled=True)) / batch.target_count()
     roots, leaves = batch.counts()
     mean = (said["mlm_loss"] * roots + said["mnm_loss"] * leaves) / (roots + leaves)

@@ -1,4 +1,4 @@
-"""Whole runs of task graph by the command line: exact, evaluated, asked, exported, and refused in one sentence."""
+"""`task: graph` by the command line: runs are reproducible, evaluated, used and exported; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def settings(home: Path, **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, **changes: object) -> Path:
-    """A run in this process, made once for all tests."""
+    """A run in this process, shared by all tests."""
     run = home / name
     if not run.exists():
         assert cli(["train", *settings(home, **changes), "--output-dir", str(run)]) == 0
@@ -182,7 +182,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(home: Path, tmp_path: Path,
     assert "neither a run of task graph" in refused(capsys, "extract", str(tmp_path), "--text", "a")
     train = ["train", "--dry-run"]
     few = settings(home, model__n_relations=1)
-    assert "n_relations 1 is less than the 2 of the data" in refused(capsys, *train, *few)
+    assert "n_relations is 1, but the data has 2" in refused(capsys, *train, *few)
     assert "has no mask token" in refused(capsys, *train, *settings(home, data__tokenizer="char"))
     bad = write_rows(tmp_path / "bad.jsonl", [*rows(4), {"text": "a", "triples": [{"head": "a", "tail": "b"}]}])
     assert "line 5" in refused(capsys, *train, *settings(home, data__dataset_name=bad))
@@ -225,12 +225,12 @@ def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured
     said = refused(
         capsys, "train", "--dry-run", *settings(home, model__name_or_path=run / "final", data__max_length=64)
     )
-    assert "longer than the 32 tokens" in said
+    assert "exceeds the maximum of 32 tokens" in said
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
 def test_gaps_are_filled_as_transformers_fills_them(architecture: str, tmp_path: Path) -> None:
-    """Logits at gaps alone, of two texts of unequal length, against the whole model on each."""
+    """Logits at masked tokens of two texts of different lengths equal those of the whole model on each text."""
     folder = tmp_path / architecture
     plain: Any = AutoModelForMaskedLM.from_pretrained(model_folder(architecture)).eval()
     plain.save_pretrained(folder)

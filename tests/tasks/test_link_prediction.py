@@ -1,4 +1,4 @@
-"""Held-out triples -> ranks of their tails, held to plain loops and to counts by hand."""
+"""Ranks of held-out tails are checked against plain loops and hand-computed values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STILL = {"dropout": 0, "attention_dropout": 0, "relation_dropout": 0}
 
 
 def words_tokenizer(*texts: str) -> MaskTokenizer:
-    """Every word that occurs is a token."""
+    """A tokenizer with one token per word."""
     words = dict.fromkeys([*BERT, *(word for text in texts for word in text.split())])
     backend = Backend(models.WordLevel({word: number for number, word in enumerate(words)}, BERT.unknown))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -44,7 +44,7 @@ def words_tokenizer(*texts: str) -> MaskTokenizer:
 
 
 def untrained(tokenizer: MaskTokenizer, relations: int, **shape: object) -> GraphObjective:
-    """Weights are scaled up, or all tails would be nearly equal."""
+    """Weights are scaled up, because otherwise all scores would be nearly equal."""
     model = {**SHAPE, **STILL, "vocab_size": tokenizer.vocab_size, "n_relations": relations, **shape}
     objective = GraphObjective(Config.model_validate({"task": "graph", "model": model}))
     with torch.no_grad():
@@ -56,11 +56,11 @@ def untrained(tokenizer: MaskTokenizer, relations: int, **shape: object) -> Grap
 
 
 def quiet(*said: object) -> None:
-    """Nobody listens."""
+    """Ignores progress."""
 
 
 class World:
-    """Documents with entities of every kind there is: of equal names, without a text, with too long a name."""
+    """Documents with all kinds of entities: with equal names, without text, with a name that is too long."""
 
     def __init__(self) -> None:
         draws = np.random.default_rng(1)
@@ -98,7 +98,7 @@ class World:
         return LinkPrediction(filler, codec, leafy_rules(self.objective.config), self.known)
 
     def log_probabilities(self, question: Question, length: int) -> np.ndarray:
-        """Of one graph with so many masked leaves, in float64."""
+        """Log-probabilities on the masked leaves of one graph, in float64."""
         leaves = np.full(length, self.tokenizer.mask_id)
         placed = Placed(question.place, question.head_length, question.relation, leaves, Triple("", "", ""))
         graph = Leafy(question.tokens, np.zeros(0, bool), [placed])
@@ -109,7 +109,7 @@ class World:
         return torch.log_softmax(logits.double(), dim=-1).numpy()
 
     def ranks(self) -> list[tuple[str, float]]:
-        """The relation and the rank of every held-out triple, one candidate after the other."""
+        """The relation and rank of every held-out triple, computed one candidate at a time."""
         triples = [t for d in (*self.trained, *self.held) for t in d.triples]
         entities = sorted({(t.head_id, t.head) for t in triples} | {(t.tail_id, t.tail) for t in triples})
         true = {t.key for t in triples}
@@ -163,7 +163,7 @@ def test_what_cannot_be_asked_is_counted_as_a_guess(world: World) -> None:
     report = world.ranking.report(world.held, inverse=False, limit=None, progress=quiet)["tail"]
     queries = sum(len(d.triples) for d in world.held)
     assert report["queries"] == queries
-    assert report["covered"] == (queries - 3) / queries  # too long a tail, an unknown relation, a head without a text
+    assert report["covered"] == (queries - 3) / queries  # long tail, unknown relation, head without text
     entities = report["candidates"]
     assert report["relations"]["r9"]["mrr"] == 2 / (entities + 1)
     assert report["random_mrr"] == pytest.approx((math.log(entities) + 0.5772) / entities)
@@ -173,7 +173,7 @@ def test_no_cut_into_batches_changes_a_rank(world: World, monkeypatch: pytest.Mo
     whole = world.ranking.report(world.held, inverse=False, limit=None, progress=quiet)
 
     def pieces(name: str, value: int) -> list[tuple[int, int]]:
-        """How many questions were done after each, of how many."""
+        """Records (questions done, total) of each progress call."""
         monkeypatch.setattr(gaps, name, value)
         told: list[tuple[int, int]] = []
         assert world.ranking.report(world.held, False, None, lambda _, *done: told.append(done)) == whole
@@ -245,7 +245,7 @@ def test_an_untrained_model_ranks_at_random() -> None:
 
 
 def run_of(folder: Path, dataset: Path, steps: int, **changes: object) -> Path:
-    """A run on very little data, learned by heart."""
+    """A run that memorizes very little data."""
     chosen = {
         "task": "graph", "data.dataset_name": dataset, "data.validation_name": dataset, "data.vocab_size": 320,
         **{f"model.{key}": value for key, value in {**SHAPE, **STILL, "d_model": 48}.items()},
@@ -267,11 +267,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
-    torch.set_num_threads(1)  # of models this small more take longer; conftest puts it back
+    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
 def knowledge(folder: Path) -> Path:
-    """A folder of facts of animals."""
+    """A folder of facts about animals."""
     folder.mkdir()
     facts = [(a, "has_colour", COLOURS[n * 3 % 5]) for n, a in enumerate(ANIMALS)]
     facts += [(a, "lives_in", PLACES[n * 2 % 3]) for n, a in enumerate(ANIMALS)]

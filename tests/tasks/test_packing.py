@@ -1,4 +1,4 @@
-"""Examples read in one row, or beside each other, give what each gives by itself."""
+"""Packed and padded examples give the same results as single examples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sansgpu.models.unpadded import UnpaddedModel
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.test_architectures import settings, task_of
 
-TRAINED = 48  # tokens, beyond which rotary frequencies are scaled by the length
+TRAINED = 48  # tokens; beyond this, rotary frequencies depend on the length
 PHI3_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.5 + n for n in range(8)]}
 SCALED: dict[str, dict[str, Any]] = {
     "phi3": {
@@ -46,7 +46,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scaled_folder(folder: Path, architecture: str) -> Path:
-    """A model whose rotary frequencies depend on the length of what it reads."""
+    """A model whose rotary frequencies depend on the length of its input."""
     made = model_folder(architecture)
     config = {**json.loads((made / "config.json").read_text()), **SCALED[architecture], "initializer_range": 0.2}
     folder.mkdir()
@@ -58,7 +58,7 @@ def scaled_folder(folder: Path, architecture: str) -> Path:
 
 
 def by_itself(folder: Path, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-    """The summed loss of one example, from a model of transformers that has read nothing else."""
+    """The summed loss of one example in a fresh transformers model."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
@@ -99,7 +99,7 @@ def test_texts_of_any_length_are_evaluated_as_each_by_itself(
 
 
 def test_a_model_whose_positions_begin_elsewhere_is_padded(tmp_path: Path) -> None:
-    """MRA counts positions from 2, which a row of several examples would not."""
+    """MRA's positions start at 2, unlike those of packed rows."""
     folder = model_folder("bert")
     mra = tmp_path / "mra"
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -124,7 +124,7 @@ def test_a_model_whose_positions_begin_elsewhere_is_padded(tmp_path: Path) -> No
 def test_examples_are_tried_beyond_every_window_that_the_configuration_names(
     named: dict[str, Any], packs: bool
 ) -> None:
-    """This model mixes a token with the one 200 places before, whosoever it is."""
+    """This model mixes each token with the one 200 positions earlier, even of another example."""
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, use_cache=False, **shape, **named)).eval()

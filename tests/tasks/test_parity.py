@@ -1,4 +1,4 @@
-"""The losses of our steps are those of Hugging Face's Trainer with the same batches: masks, packing, weighting."""
+"""Losses equal those of Hugging Face's Trainer on the same batches: masks, packing, weighting."""
 
 from pathlib import Path
 
@@ -58,12 +58,12 @@ def test_conversations(tmp_path: Path, architecture: str, pack: bool) -> None:
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
 def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
-    """Their loss lets padding take part in the softmax, so they get windows one by one, without any."""
+    """Their loss includes padding in the softmax, so they get single windows without padding."""
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     asked = settings("qa", model_folder(architecture, **still), squad(tmp_path / "squad.json", paragraphs=60), pack)
     ours = our_losses(asked, micro_batch=ROWS)
     config, tokenizer, given = batches(asked, STEPS, tmp_path)
-    model = load_pretrained(config.model, "qa", config.training.seed)  # theirs, with the head as ours is drawn
+    model = load_pretrained(config.model, "qa", config.training.seed)  # their model, with the same random head as ours
     _, theirs = train(config, tokenizer, given, 1, ROWS, model)
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert ours[-1] < ours[0] - 0.5

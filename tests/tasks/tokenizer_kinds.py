@@ -1,4 +1,4 @@
-"""Tiny Hugging Face folders whose tokenizers enclose a text in different special tokens."""
+"""Tiny Hugging Face folders whose tokenizers add different special tokens around a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEXT = "The naïve café sells 3 crêpes, and Zoë's dog. " * 3 + "▁ Ünïcödé 世界 end."
-# What a text becomes, as the post-processor of tokenizer.json writes it; None: it has none.
+# The post-processor template of tokenizer.json; None: no post-processor.
 KINDS = {
     "llama": "<s> $A",
     "gemma": "<s> $A",
@@ -25,7 +25,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<t>", "<|endoftext|>"]
 
 
 def tokenizer_of(kind: str) -> Tokenizer:
-    """A tokenizer trained on TEXT but for its Chinese characters, with its post-processor."""
+    """A tokenizer with a post-processor, trained on TEXT without its Chinese characters."""
     texts, trainer = [TEXT.replace("世界", "")] * 3, trainers.BpeTrainer
     more: dict[str, Any] = {}
     if kind in ("gpt2", "qwen"):
@@ -45,7 +45,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
         made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     names = SPECIAL if "initial_alphabet" in more else [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     made.train_from_iterator(texts, trainer(vocab_size=420, special_tokens=names, show_progress=False, **more))
-    if "initial_alphabet" not in more:  # bytes are tokens of the vocabulary, no special ones
+    if "initial_alphabet" not in more:  # bytes are ordinary tokens, not special ones
         written = json.loads(made.to_str())
         written["added_tokens"] = [token for token in written["added_tokens"] if token["content"] in SPECIAL]
         made = Tokenizer.from_str(json.dumps(written))

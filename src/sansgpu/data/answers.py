@@ -1,6 +1,6 @@
-"""Logits -> answers with their rivals -> exact match and F1.
+"""Turns start and end logits into answers and n-best lists, and computes exact match and F1.
 
-Answers are chosen as postprocess_qa_predictions of transformers' examples/pytorch/question-answering/utils_qa.py does.
+The selection follows postprocess_qa_predictions in transformers' examples/pytorch/question-answering/utils_qa.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from sansgpu.config import ConfigError
 from sansgpu.data.questions import Question, QuestionWindow
 
-NO_SPAN = "empty"  # what utils_qa answers where no span can be one, and neither can null
+NO_SPAN = "empty"  # the answer of utils_qa if no span is valid and the null answer is not allowed
 SPAN = np.dtype([("begin", "i4"), ("stop", "i4"), ("start_logit", "f8"), ("end_logit", "f8")])  # characters, logits
 
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """Which spans may be answers; `max_answer_length` is in tokens, the threshold in logits."""
+    """Limits on answer spans. `max_answer_length` is in tokens, the threshold in logits."""
 
     n_best_size: int = 20
     max_answer_length: int = 30
@@ -34,16 +34,16 @@ class _Scored(TypedDict):
 
 
 class Candidate(_Scored, total=False):
-    """A possible answer; `start`, its first character in the context, where it is a span."""
+    """A candidate answer. `start` is its first character in the context; the null answer has none."""
 
     start: int
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The chosen candidate; all candidates, best first; how much better null is than the best span, in logits.
+    """The selected candidate, all candidates from best to worst, and the null score minus the best span score (logits).
 
-    The chosen one need not be the best: a threshold decides between null and the best span that has some text.
+    The selected candidate need not be the first: a threshold decides between null and the best non-empty span.
     """
 
     chosen: Candidate
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The chosen text, "" for no answer."""
+        """Returns the selected text, "" for no answer."""
         return self.chosen["text"]
 
 
@@ -63,13 +63,13 @@ def best_answers(
     rules: AnswerRules,
     may_be_null: bool,
 ) -> Answer:
-    """The answer to `question` from its windows and the start and end logits of each, (T,) or padded behind.
+    """Selects the answer to `question` from the start and end logits (T,) of its windows; right padding is ignored.
 
-    Of equal scores the earlier window's comes first, then the larger start logit, then the earlier token; null last.
+    Ties are broken by the earlier window, then the larger start logit, then the earlier token; null comes last.
     """
     pairs = list(zip(windows, logits, strict=True))
     spans = np.concatenate([_spans(window, start, end, rules) for window, (start, end) in pairs])
-    best = spans[np.argsort(-_scores(spans), kind="stable")[: rules.n_best_size]]
+    best = spans[np.argsort(-_span_scores(spans), kind="stable")[: rules.n_best_size]]
     candidates = [_candidate(question, span) for span in best]
     chosen = next((candidate for candidate in candidates if candidate["text"]), None)
     if not may_be_null:
@@ -77,8 +77,8 @@ def best_answers(
             chosen = Candidate(start_logit=0.0, end_logit=0.0, text=NO_SPAN, probability=0.0)
             candidates.insert(0, chosen)
         return _answer(chosen, candidates, None)
-    null = min((_null(window, start, end) for window, (start, end) in pairs), key=_score)
-    place = int(np.count_nonzero(_scores(best) >= _score(null)))
+    null = min((_null_candidate(window, start, end) for window, (start, end) in pairs), key=_score)
+    place = int(np.count_nonzero(_span_scores(best) >= _score(null)))
     candidates.insert(place, null)
     if place < rules.n_best_size:
         del candidates[rules.n_best_size :]
@@ -88,7 +88,7 @@ def best_answers(
 
 
 def _spans(window: QuestionWindow, start: np.ndarray, end: np.ndarray, rules: AnswerRules) -> np.ndarray:
-    """Spans of the context between the window's best start and end tokens, best start first."""
+    """Returns the valid context spans between the best start and end tokens, ordered by start logit."""
     start, end = (np.asarray(side[: len(window.ids)], np.float64) for side in (start, end))
     firsts, lasts = (np.argsort(-side, kind="stable")[: rules.n_best_size] for side in (start, end))
     first, last = np.repeat(firsts, len(lasts)), np.tile(lasts, len(firsts))
@@ -101,7 +101,7 @@ def _spans(window: QuestionWindow, start: np.ndarray, end: np.ndarray, rules: An
     return spans
 
 
-def _scores(spans: np.ndarray) -> np.ndarray:
+def _span_scores(spans: np.ndarray) -> np.ndarray:
     scores: np.ndarray = spans["start_logit"] + spans["end_logit"]
     return scores
 
@@ -116,13 +116,13 @@ def _candidate(question: Question, span: np.void) -> Candidate:
     return Candidate(start_logit=start_logit, end_logit=end_logit, text=text, probability=0.0, start=begin)
 
 
-def _null(window: QuestionWindow, start: np.ndarray, end: np.ndarray) -> Candidate:
+def _null_candidate(window: QuestionWindow, start: np.ndarray, end: np.ndarray) -> Candidate:
     start_logit, end_logit = float(start[window.cls]), float(end[window.cls])
     return Candidate(start_logit=start_logit, end_logit=end_logit, text="", probability=0.0)
 
 
 def _answer(chosen: Candidate, nbest: list[Candidate], null_score_diff: float | None) -> Answer:
-    """Sets the candidates' probabilities, a softmax over their scores; null may have cut the chosen one off `nbest`."""
+    """Sets each probability, a softmax over scores that includes `chosen` even if null pushed it out of `nbest`."""
     candidates = nbest if any(candidate is chosen for candidate in nbest) else [*nbest, chosen]
     scores = np.array([_score(candidate) for candidate in candidates])
     weights = np.exp(scores - scores.max())
@@ -132,13 +132,13 @@ def _answer(chosen: Candidate, nbest: list[Candidate], null_score_diff: float | 
 
 
 def exact_match_f1(questions: list[Question], predictions: dict[str, str]) -> dict[str, float]:
-    """Exact match and F1 in percent, by SQuAD's normalisation; a question without a prediction counts as "".
+    """Computes exact match and F1 in percent with SQuAD's normalization; a missing prediction counts as "".
 
-    An impossible question is right where the prediction is "". Where there are any, the scores of both kinds stand
-    beside those of all. `answerable` and `unanswerable` are counts. Raises ConfigError where there are no questions.
+    An impossible question is correct if its prediction is "". If there are any, the result also has separate scores for
+    both kinds. `answerable` and `unanswerable` are counts. Raises ConfigError if there are no questions.
     """
     if not questions:
-        raise ConfigError("there is no question to score answers of; give data that has some.")
+        raise ConfigError("the dataset has no question to score; use a dataset that contains questions.")
     answerable = [question for question in questions if not question.impossible]
     impossible = [question for question in questions if question.impossible]
     exact, f1 = _squad_scores(answerable, predictions) if answerable else (0.0, 0.0)
@@ -155,8 +155,8 @@ def exact_match_f1(questions: list[Question], predictions: dict[str, str]) -> di
 
 
 def _squad_scores(questions: list[Question], predictions: dict[str, str]) -> tuple[float, float]:
-    """Exact match and F1 in percent of questions that have answers."""
-    from torchmetrics.functional.text.squad import squad  # seconds of imports that training never needs
+    """Computes exact match and F1 in percent for questions that have answers."""
+    from torchmetrics.functional.text.squad import squad  # a slow import that training never needs
 
     targets: list[Any] = [
         {"id": q.id, "answers": {"text": [t for _, t in q.answers], "answer_start": [s for s, _ in q.answers]}}
@@ -169,7 +169,7 @@ def _squad_scores(questions: list[Question], predictions: dict[str, str]) -> tup
 def predictions_json(
     answers: dict[str, Answer],
 ) -> tuple[dict[str, str], dict[str, list[dict[str, Any]]], dict[str, float]]:
-    """What run_qa writes to predictions.json, nbest_predictions.json and null_odds.json, by question id."""
+    """Returns the contents of run_qa's predictions.json, nbest_predictions.json and null_odds.json, by question id."""
     predictions = {name: answer.text for name, answer in answers.items()}
     nbest = {
         name: [{key: value for key, value in candidate.items() if key != "start"} for candidate in answer.nbest]

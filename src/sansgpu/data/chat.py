@@ -1,7 +1,7 @@
-"""Rows of conversations -> tokens and which of them are learned: the assistant's words, never what it is asked.
+"""Tokenizes conversations and builds their loss masks: only assistant turns have a loss.
 
-What is learned of a turn is what the model writes itself: all behind the header that the generation prompt gives it,
-up to and with the token that ends the turn.
+The loss of an assistant turn covers what the model generates itself: everything after the header in the generation
+prompt, up to and including the token that ends the turn.
 """
 
 from __future__ import annotations
@@ -35,21 +35,19 @@ __all__ = [
     "show_masked",
 ]
 
-Span = tuple[int, int]  # characters start..stop of a rendered conversation
+Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_END = "</think>"
-# Some templates write today's date, and a run that is resumed tomorrow must see the same tokens: this is the date
-# that Llama 3's templates write by themselves.
+# Some templates insert today's date, but a run resumed tomorrow must see the same tokens. This is the default date of
+# Llama 3's templates.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
-RENDERED_AT_ONCE = 1 << 22  # characters of all prefixes of a conversation, at most
+MAX_PREFIX_CHARACTERS = 1 << 22  # of all prefixes of a conversation that are rendered in one call
 
 
 @dataclass(frozen=True)
 class Masked:
-    """Token ids, whether each is learned (as a target, so that the first one never is), and how many UTF-8 bytes of the
-    text each covers.
-    """
+    """Token ids, the loss mask (a token is a target, so the first never has a loss), and UTF-8 bytes per token."""
 
     ids: list[int]
     learned: list[bool]
@@ -58,27 +56,27 @@ class Masked:
 
 @dataclass(frozen=True)
 class Examples:
-    """N examples, one behind the other, with counts of the rows that are not among them as they were."""
+    """N concatenated examples, with counts of the rows that were truncated, dropped or skipped."""
 
     tokens: np.ndarray  # (T,) int32
     learned: np.ndarray  # (T,) bool
     offsets: np.ndarray  # (N + 1,) int64
-    learned_bytes: np.ndarray  # (N,) int64: UTF-8 bytes of text that is learned, special tokens not counted
-    truncated: int  # rows of which the beginning was cut off
-    dropped: int  # rows that were too long, or of which nothing was left to learn
-    skipped: int  # bad rows
-    first_skipped: str | None  # what is wrong with the first of them
+    learned_bytes: np.ndarray  # (N,) int64: UTF-8 bytes of text with a loss, without special tokens
+    truncated: int  # rows cut at their start
+    dropped: int  # rows that are too long, or have no token with a loss after truncation
+    skipped: int  # invalid rows
+    first_skipped: str | None  # error message of the first invalid row
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (L,) int32 and their mask (L,) bool of one example."""
+        """Returns the token ids (L,) int32 and the loss mask (L,) bool of one example."""
         start, stop = self.offsets[index], self.offsets[index + 1]
         return self.tokens[start:stop], self.learned[start:stop]
 
     def lengths(self) -> np.ndarray:
-        """Tokens of each example, (N,) int64."""
+        """Returns the number of tokens of each example, (N,) int64."""
         return np.diff(self.offsets)
 
 
@@ -90,14 +88,15 @@ def build_examples(
     on_bad_row: Literal["fail", "skip"],
     progress: Callable[[int], None] | None = None,
 ) -> Examples:
-    """Tokenize `rows` in their order; `progress` hears the number of rows read so far.
+    """Tokenizes `rows` in order; `progress` is called with the number of rows read so far.
 
-    Raises BadRowError for the first bad row unless it is to be skipped, and ConfigError where the tokenizer cannot do.
+    Raises BadRowError for the first invalid row unless `on_bad_row` is "skip", and ConfigError if the tokenizer is
+    unsuitable.
     """
     tokens, learned, offsets, sizes = array("i"), array("b"), array("q", [0]), array("q")
-    of_text = token_bytes(tokenizer.backend_tokenizer) > 0
+    is_text_token = token_bytes(tokenizer.backend_tokenizer) > 0
     if tokenizer.unk_token_id is not None:
-        of_text[tokenizer.unk_token_id] = True
+        is_text_token[tokenizer.unk_token_id] = True
     truncated = dropped = 0
     bad: list[str] = []
     for count, row in enumerate(rows, 1):
@@ -117,7 +116,7 @@ def build_examples(
                 tokens.extend(fitted.ids)
                 learned.extend(fitted.learned)
                 offsets.append(len(tokens))
-                counted = of_text[fitted.ids[1:]] & np.array(fitted.learned[1:])
+                counted = is_text_token[fitted.ids[1:]] & np.array(fitted.learned[1:])
                 sizes.append(int(np.array(fitted.sizes[1:])[counted].sum()))
         if progress is not None:
             progress(count)
@@ -126,7 +125,7 @@ def build_examples(
 
 
 def fit(masked: Masked, max_length: int, long_rows: Literal["truncate", "drop"]) -> Masked | None:
-    """`masked` in at most `max_length` tokens, of which the end is kept; None where that leaves nothing to learn."""
+    """Truncates `masked` to its last `max_length` tokens; returns None if no token with a loss remains."""
     if len(masked.ids) > max_length:
         if long_rows == "drop":
             return None
@@ -135,21 +134,21 @@ def fit(masked: Masked, max_length: int, long_rows: Literal["truncate", "drop"])
 
 
 def show_masked(ids: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray, tokenizer: Any) -> str:
-    """The text of an example, special tokens and all, with what is learned between ⟦ and ⟧."""
-    shown = []
+    """Returns the text of an example with special tokens; ⟦ and ⟧ enclose the parts with a loss."""
+    parts = []
     for is_learned, run in groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1])):
         text = tokenizer.decode(
             [int(token) for token, _ in run], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        shown.append(f"⟦{text}⟧" if is_learned else text)
-    return "".join(shown)
+        parts.append(f"⟦{text}⟧" if is_learned else text)
+    return "".join(parts)
 
 
 def mask_conversation(conversation: Conversation, tokenizer: Any) -> Masked:
-    """Tokens of a conversation and which are learned. `tokenizer` is a fast one of transformers.
+    """Tokenizes a conversation and builds its loss mask. `tokenizer` is a fast tokenizer of transformers.
 
-    Raises BadRowError where the chat template refuses the conversation or there is none for it, and ConfigError
-    where the tokenizer cannot do.
+    Raises BadRowError if the chat template rejects the conversation or a required template is missing, and ConfigError
+    if the tokenizer is unsuitable.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("the model's tokenizer has no tokenizer.json; convert it to a fast one with transformers.")
@@ -159,21 +158,21 @@ def mask_conversation(conversation: Conversation, tokenizer: Any) -> Masked:
         return _mask_chat(conversation, tokenizer)
     if conversation.plain is None:
         raise BadRowError(
-            f"{conversation.where}: the model's tokenizer has no chat template; set data.chat_template to simple, or "
-            "to a jinja file."
+            f"{conversation.where}: the model's tokenizer has no chat template; set data.chat_template to simple or "
+            "to a Jinja file."
         )
     return _mask_plain(*conversation.plain, tokenizer)
 
 
 def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> Masked:
-    """[beginning] prompt, answer, end. The prompt is tokenized by itself, as it is when the model is asked."""
+    """Returns [BOS] prompt, answer, EOS. The prompt is tokenized separately, as in generation."""
     end = tokenizer.eos_token_id
     if end is None:
         raise ConfigError("the model's tokenizer has no end token (eos_token); set one in its tokenizer_config.json.")
     before = _encode(prompt, tokenizer)[0] if prompt else []
-    after, sizes = _encode_behind(answer, tokenizer) if prompt else _encode(answer, tokenizer)
+    after, sizes = _encode_continuation(answer, tokenizer) if prompt else _encode(answer, tokenizer)
     begin = list(special_tokens_around(tokenizer.backend_tokenizer)[0])
-    if (before or after)[: len(begin)] != begin:  # a text may have it written out
+    if (before or after)[: len(begin)] != begin:  # the text itself may start with it
         before = begin + before
     if after[-1:] != [end]:
         after, sizes = [*after, end], [*sizes, 0]
@@ -182,14 +181,14 @@ def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> Masked:
 
 
 def _encode(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids of a text without special tokens around it, and how many of its bytes each covers."""
+    """Returns the token ids of a text without special tokens, and the UTF-8 bytes that each covers."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     sizes = bytes_between(text, [stop for _, stop in encoded["offset_mapping"]])
     return list(encoded["input_ids"]), sizes.tolist()
 
 
-def _encode_behind(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The same for a text that follows another, without the space that SentencePiece puts before a first word."""
+def _encode_continuation(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Encodes a text that continues another one: without the space that SentencePiece adds before a first word."""
     (newline, _), (ids, sizes) = _encode("\n", tokenizer), _encode("\n" + text, tokenizer)
     if newline and ids[: len(newline)] == newline:
         return ids[len(newline) :], sizes[len(newline) :]
@@ -197,95 +196,95 @@ def _encode_behind(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _mask_chat(conversation: Conversation, tokenizer: Any) -> Masked:
-    rendered = _Rendered(conversation, tokenizer)
+    rendered = _RenderedConversation(conversation, tokenizer)
     encoded = tokenizer(rendered.full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
     starts, stops = offsets[:, 0], offsets[:, 1]
     learned = np.zeros(len(starts), np.bool_)
     for start, stop in rendered.spans(stops):
-        # A token may begin in the header: the space of `Answer: ` is one with the word behind it, which is learned.
+        # A token may begin in the header: the space of `Answer: ` is part of the next token, which has a loss.
         visible = stop - len(rendered.full[start:stop].lstrip())
         learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
     sizes = bytes_between(rendered.full, stops.tolist())
     return Masked(list(encoded["input_ids"]), learned.tolist(), sizes.tolist())
 
 
-class _Rendered:
-    """A conversation as its chat template writes it."""
+class _RenderedConversation:
+    """A conversation rendered by its chat template."""
 
     def __init__(self, conversation: Conversation, tokenizer: Any) -> None:
         self._where, self._turns, self._first = conversation.where, conversation.turns, conversation.first
         try:
             template = str(tokenizer.get_chat_template())
-        except ValueError as error:  # several templates, none of them the default
-            raise ConfigError(f"{first_line(error)}; set data.chat_template to a jinja file.") from None
+        except ValueError as error:  # several templates without a default
+            raise ConfigError(f"{first_line(error)}; set data.chat_template to a Jinja file.") from None
         self._template = FIXED_DATE + template if "strftime_now" in template else template
         self._names = tokenizer.special_tokens_map
         self._prefixes: dict[tuple[int, bool], Rendered] = {}
         self._render_needed_prefixes()
         self.full = self._prefix(len(self._turns))
         known = self.full + "".join(turn["content"] for turn in self._turns)
-        unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in known)  # of private use
+        unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in known)  # private use area
         self._start_mark, self._end_mark = next(unused), next(unused)
 
     def spans(self, stops: np.ndarray) -> list[Span]:
-        """What is learned of the text; `stops` are where its tokens end. Raises BadRowError where it does not show."""
+        """Returns the spans with a loss; `stops` are the ends of the tokens. Raises BadRowError if they are unclear."""
         if GENERATION.search(self._template):
-            return self._generated()
-        return [self._span(number, stops) for number in self._learned()]
+            return self._generation_spans()
+        return [self._span(number, stops) for number in self._learned_turns()]
 
-    def _learned(self) -> list[int]:
+    def _learned_turns(self) -> list[int]:
         return [n for n, turn in enumerate(self._turns) if n >= self._first and turn["role"] == "assistant"]
 
     def _render_needed_prefixes(self) -> None:
-        """Asks once for all that `_span` compares: each request costs a tenth of a millisecond."""
+        """Renders everything that `_span` compares in one call: each call costs a tenth of a millisecond."""
         count = len(self._turns)
         characters = sum(len(turn["content"]) for turn in self._turns)
         wanted = [(count, False)]
-        if not GENERATION.search(self._template) and count * characters < RENDERED_AT_ONCE:
-            wanted += [which for n in self._learned() for which in ((n, True), (n, False), (n + 1, False))]
+        if not GENERATION.search(self._template) and count * characters < MAX_PREFIX_CHARACTERS:
+            wanted += [which for n in self._learned_turns() for which in ((n, True), (n, False), (n + 1, False))]
         wanted = list(dict.fromkeys(wanted))
-        self._prefixes.update(zip(wanted, self._asked(self._turns, wanted), strict=True))
+        self._prefixes.update(zip(wanted, self._render_all(self._turns, wanted), strict=True))
 
     def _prefix(self, count: int, prompt: bool = False) -> str:
-        """The text of the first turns, with the header of the answer to come if a `prompt` is wanted."""
+        """Returns the text of the first `count` turns, with the header of the next answer if `prompt`."""
         if (count, prompt) not in self._prefixes:
-            return self._accepted(self._asked(self._turns[:count], [(count, prompt)])[0])
-        return self._accepted(self._prefixes[count, prompt])
+            return self._require_text(self._render_all(self._turns[:count], [(count, prompt)])[0])
+        return self._require_text(self._prefixes[count, prompt])
 
     def _render(self, turns: Sequence[Turn]) -> str:
-        return self._accepted(self._asked(turns, [(len(turns), False)])[0])
+        return self._require_text(self._render_all(turns, [(len(turns), False)])[0])
 
-    def _asked(self, turns: Sequence[Turn], wanted: Sequence[tuple[int, bool]]) -> list[Rendered]:
+    def _render_all(self, turns: Sequence[Turn], wanted: Sequence[tuple[int, bool]]) -> list[Rendered]:
         try:
             return render_prefixes(self._template, self._names, turns, wanted)
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
 
     def _unusable(self, error: UnusableTemplateError) -> ConfigError:
-        return ConfigError(f"{self._where}: {error}; mend it or set data.chat_template to another.")
+        return ConfigError(f"{self._where}: {error}; fix the template or set data.chat_template to another one.")
 
-    def _accepted(self, rendered: Rendered) -> str:
+    def _require_text(self, rendered: Rendered) -> str:
         if rendered.refusal is not None:
-            raise bad_row(self._where, f"is refused by the chat template ({rendered.refusal})")
+            raise bad_row(self._where, f"is rejected by the chat template ({rendered.refusal})")
         return rendered.text
 
-    def _generated(self) -> list[Span]:
-        """What the template itself marks as the model's own.
+    def _generation_spans(self) -> list[Span]:
+        """Returns the spans inside the template's {% generation %} blocks.
 
-        Not by `return_assistant_tokens_mask`, which takes the same marks to tokens by itself: where a marked stretch
-        ends in white space that has no token of its own, it learns all that follows.
+        `return_assistant_tokens_mask` of transformers uses the same blocks, but if one ends in white space that has no
+        token of its own, it includes everything that follows.
         """
         try:
             marked = render_spans(self._template, self._names, self._turns)
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
-        self._accepted(marked)
-        asked = _common(self._prefix(self._first), self.full) if self._first else 0
-        return [(start, stop) for start, stop in marked.spans if start >= asked]
+        self._require_text(marked)
+        prompt_length = _common_length(self._prefix(self._first), self.full) if self._first else 0
+        return [(start, stop) for start, stop in marked.spans if start >= prompt_length]
 
     def _span(self, number: int, stops: np.ndarray) -> Span:
-        """Of an assistant's turn, by what the template writes without it, and where that fails by its content."""
+        """Returns the span of an assistant turn by comparing prefixes, or by its content if the prefixes differ."""
         header = self._header(number)
         start = len(header) if header is not None and self.full.startswith(header) else None
         alone = self._prefix(number + 1).rstrip()
@@ -293,61 +292,61 @@ class _Rendered:
             return start, len(alone)
         found = self._find_content(number, start, stops)
         if found is None or found[0] >= found[1]:
-            raise bad_row(self._where, f"becomes a text that does not show where turn {number + 1} begins or ends")
+            raise bad_row(self._where, f"renders to text in which the bounds of turn {number + 1} cannot be found")
         return found
 
     def _header(self, number: int) -> str | None:
-        """All that stands before what the model writes in this turn; None where the template does not show it."""
+        """Returns the text before the generated part of this turn; None if it cannot be determined."""
         header, plain = self._prefix(number, prompt=True), self._prefix(number)
         if header != plain:
             return header
-        # The template knows no generation prompt; a mark in place of the turn shows whether there is a header.
+        # The template ignores add_generation_prompt; a marker in place of the content shows whether there is a header.
         probe = self._render([*self._turns[:number], {"role": "assistant", "content": self._start_mark}])
         written, mark, _ = probe.partition(self._start_mark)
-        return written.rstrip(" ") if mark else None  # a space belongs to the token of the word behind it
+        return written.rstrip(" ") if mark else None  # a space belongs to the token of the next word
 
     def _find_content(self, number: int, start: int | None, stops: np.ndarray) -> Span | None:
-        """Templates may write a turn otherwise when more turns follow (Qwen3 leaves out its thoughts then).
+        """Returns the span of a turn by rendering its content between markers; None if they change anything else.
 
-        So the content is rendered between marks, which must change nothing else, and what the template writes behind
-        it when it is last (the end token) is looked for in the whole text.
+        Templates may render a turn differently if more turns follow: Qwen3's drops the thoughts. What follows the
+        content when the turn is the last one, such as the end token, is searched for in the whole text.
         """
         start_mark = self._start_mark if start is None else ""
         marked = _marked(self._turns[number], start_mark, self._end_mark)
         if marked is None:
             return None
-        shown = self._render([*self._turns[:number], marked, *self._turns[number + 1 :]])
-        content, _, rest = shown.partition(self._end_mark)
+        with_marks = self._render([*self._turns[:number], marked, *self._turns[number + 1 :]])
+        content, _, rest = with_marks.partition(self._end_mark)
         if content.replace(self._start_mark, "") + rest != self.full:
             return None
         if start is None:
             start = content.find(self._start_mark)
         stop = len(content.replace(self._start_mark, ""))
-        _, mark, behind = self._render([*self._turns[:number], marked]).partition(self._end_mark)
+        _, mark, suffix = self._render([*self._turns[:number], marked]).partition(self._end_mark)
         if start < 0 or not mark:
             return None
-        return start, self._written(stop, behind, stops)
+        return start, self._suffix_end(stop, suffix, stops)
 
-    def _written(self, stop: int, behind: str, stops: np.ndarray) -> int:
-        """Where what is written `behind` a content that ends at `stop` ends in the whole text."""
-        if self.full.startswith(behind.rstrip(), stop):
-            return stop + len(behind.rstrip())
-        # Phi-3 ends the last turn with one more token: what both have in common, in whole tokens.
-        common = stop + _common(behind, self.full[stop:])
+    def _suffix_end(self, stop: int, suffix: str, stops: np.ndarray) -> int:
+        """Returns the end, in the whole text, of the `suffix` of a content that ends at `stop`."""
+        if self.full.startswith(suffix.rstrip(), stop):
+            return stop + len(suffix.rstrip())
+        # Phi-3 ends the last turn with an extra token: use the common prefix, in whole tokens.
+        common = stop + _common_length(suffix, self.full[stop:])
         whole = int(stops[stops <= common].max(initial=stop))
         return max(stop, len(self.full[:whole].rstrip()))
 
 
-def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+def _common_length(one: str, other: str) -> int:
+    """Returns the length of the common prefix."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _marked(turn: Turn, start_mark: str, end_mark: str) -> Turn | None:
-    """The turn with marks around its content, and inside white space, which templates strip.
+    """Returns the turn with markers around its content, inside surrounding white space, which templates strip.
 
-    `start_mark` stands behind the thoughts too, for the templates that leave them out. A turn without content has
-    `end_mark` in the name of the last tool it calls; None where there is no such name.
+    `start_mark` is repeated after the thoughts, for templates that drop them. Without content, `end_mark` goes to the
+    end of the name of the last tool call; returns None if there is no such name.
     """
     content = turn["content"]
     body = content.strip()

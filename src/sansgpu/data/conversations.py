@@ -1,4 +1,4 @@
-"""Rows -> conversations: four forms of row, checked, with a sentence for each that cannot be learned from."""
+"""Parses and validates conversations in four row formats."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from sansgpu.config import ConfigError
 from sansgpu.data.files import Row, column_names, is_text, short
 
-Turn = dict[str, Any]  # role, content, and whatever else the chat template may read
+Turn = dict[str, Any]  # role, content, and further keys for the chat template
 
 FORMS = "messages, prompt and completion, instruction and output, or text"
-# What may stand before a turn of each role; None: nothing.
+# Roles that may precede each role; None: the turn may be the first.
 FOLLOWS: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
     "developer": (None,),
@@ -21,33 +21,33 @@ FOLLOWS: dict[str, tuple[str | None, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-# As Stanford's Alpaca writes them, for a model that has no chat template.
+# Stanford Alpaca's prompts, for models without a chat template.
 INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 
 
 class BadRowError(ConfigError):
-    """A row that cannot be learned from. The sentence begins with where it stands."""
+    """An invalid row. The message begins with the row's location."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one row says: `turns`, or `text` that is learned whole."""
+    """The content of one row: `turns`, or a `text` in which every token has a loss."""
 
     where: str
     turns: tuple[Turn, ...] = ()
-    first: int = 0  # turns before this one are never learned
+    first: int = 0  # turns before this one have no loss
     plain: tuple[str, str] | None = None  # prompt and answer, for a tokenizer without a chat template
     text: str | None = None
 
 
 def bad_row(where: str, problem: str) -> BadRowError:
-    """The error for a row that must be changed."""
-    return BadRowError(f"{where} {short(problem)}; mend or drop the row.")
+    """Returns the error for an invalid row."""
+    return BadRowError(f"{where} {short(problem)}; fix or remove the row.")
 
 
 def read_conversation(row: Row) -> Conversation:
-    """The conversation of a row. Raises BadRowError where it has none that can be learned from."""
+    """Parses a row. Raises BadRowError if it is not a valid conversation."""
     where = row.where
     if row.problem is not None:
         problem = row.problem.removeprefix(where).strip().removesuffix(".")
@@ -55,9 +55,9 @@ def read_conversation(row: Row) -> Conversation:
     if not isinstance(row.value, dict):
         raise bad_row(where, f"is a {type(row.value).__name__}, not an object with {FORMS}")
     conversation = _read(where, {name: value for name, value in row.value.items() if value is not None})
-    said = json.dumps([conversation.turns, conversation.text], ensure_ascii=False, default=str)
-    if not is_text(said):
-        raise bad_row(where, "holds half a surrogate pair, which is no text")
+    content = json.dumps([conversation.turns, conversation.text], ensure_ascii=False, default=str)
+    if not is_text(content):
+        raise bad_row(where, "contains an unpaired surrogate, which is not valid text")
     return conversation
 
 
@@ -70,19 +70,19 @@ def _read(where: str, row: dict[str, Any]) -> Conversation:
     if "instruction" in row and "output" in row:
         return _instruction(where, row)
     if "text" in row:
-        return Conversation(where, text=_said(where, row, "text"))
+        return Conversation(where, text=_nonempty(where, row, "text"))
     columns = column_names(row) or "no columns"
-    raise bad_row(where, f"has {columns}, which is none of the four forms: {FORMS}")
+    raise bad_row(where, f"has {columns}, which matches none of the four formats: {FORMS}")
 
 
 def _completion(where: str, prompt: Any, completion: Any) -> Conversation:
     plain = None
     if isinstance(prompt, str) and isinstance(completion, str):
-        plain = (prompt, _said(where, {"completion": completion}, "completion"))
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    before = tuple(_turns(where, asked, "prompt"))
-    turns = (*before, *_turns(where, answered, "completion", len(before)))
+        plain = (prompt, _nonempty(where, {"completion": completion}, "completion"))
+    prompt_turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    completion_turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    before = tuple(_turns(where, prompt_turns, "prompt"))
+    turns = (*before, *_turns(where, completion_turns, "completion", len(before)))
     return Conversation(where, _checked(where, turns, len(before)), len(before), plain)
 
 
@@ -90,24 +90,23 @@ def _instruction(where: str, row: dict[str, Any]) -> Conversation:
     instruction, given, output = (
         _string(where, row, "instruction"),
         _string(where, {"input": "", **row}, "input"),
-        _said(where, row, "output"),
+        _nonempty(where, row, "output"),
     )
-    asked, template = instruction, INSTRUCTION
+    user_text, template = instruction, INSTRUCTION
     if given.strip():
-        asked, template = f"{instruction}\n\n{given}", INSTRUCTION_WITH_INPUT
-    turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": output})
+        user_text, template = f"{instruction}\n\n{given}", INSTRUCTION_WITH_INPUT
+    turns = ({"role": "user", "content": user_text}, {"role": "assistant", "content": output})
     return Conversation(where, turns, 1, (template.format(instruction=instruction, input=given), output))
 
 
 def _string(where: str, row: dict[str, Any], column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        raise bad_row(where, f"holds a {type(value).__name__} in {column}, not text")
+        raise bad_row(where, f"has a {type(value).__name__} in {column}, not text")
     return value
 
 
-def _said(where: str, row: dict[str, Any], column: str) -> str:
-    """What is to be learned, so not empty."""
+def _nonempty(where: str, row: dict[str, Any], column: str) -> str:
     text = _string(where, row, column)
     if not text.strip():
         raise bad_row(where, f"has an empty {column}")
@@ -116,7 +115,7 @@ def _said(where: str, row: dict[str, Any], column: str) -> str:
 
 def _turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Turn]:
     if not isinstance(values, (list, tuple)):
-        raise bad_row(where, f"holds a {type(values).__name__} in {column}, not a list of role and content")
+        raise bad_row(where, f"has a {type(values).__name__} in {column}, not a list of objects with role and content")
     for number, value in enumerate(values, before + 1):
         yield _turn(where, number, value)
 
@@ -127,19 +126,19 @@ def _turn(where: str, number: int, value: Any) -> Turn:
     turn = {name: part for name, part in value.items() if part is not None}
     role, content = turn.get("role"), _joined(turn.get("content"))
     if role not in tuple(FOLLOWS):
-        raise bad_row(where, f"has the role {role!r} in turn {number}; known are {', '.join(FOLLOWS)}")
+        raise bad_row(where, f"has the unknown role {role!r} in turn {number}; known roles are {', '.join(FOLLOWS)}")
     calls = role == "assistant" and bool(turn.get("tool_calls"))
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise bad_row(where, f"holds a {type(content).__name__} as the content of turn {number}, not text")
+        raise bad_row(where, f"has a {type(content).__name__} as the content of turn {number}, not text")
     if role == "assistant" and not calls and not content.strip():
         raise bad_row(where, f"has an empty answer in turn {number}")
     return {**turn, "content": content}
 
 
 def _joined(content: Any) -> Any:
-    """One text, where the content is a list of texts."""
+    """Joins a list of text parts into one text; returns any other content unchanged."""
     if isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     ):
@@ -148,7 +147,7 @@ def _joined(content: Any) -> Any:
 
 
 def _checked(where: str, turns: Sequence[Turn], first: int) -> tuple[Turn, ...]:
-    """`turns`, in an order that can be learned from turn `first` on."""
+    """Returns `turns` after checking their order and that an assistant turn comes at or after `first`."""
     before: str | None = None
     for number, turn in enumerate(turns, 1):
         role = turn["role"]
@@ -157,5 +156,5 @@ def _checked(where: str, turns: Sequence[Turn], first: int) -> tuple[Turn, ...]:
             raise bad_row(where, f"has its turns in the wrong order: turn {number} ({role}) {place}")
         before = role
     if not any(turn["role"] == "assistant" for turn in turns[first:]):
-        raise bad_row(where, "has no assistant's turn to learn")
+        raise bad_row(where, "has no assistant turn to learn from")
     return tuple(turns)

@@ -1,4 +1,4 @@
-"""Files -> documents, in pieces small enough that no document is ever whole in memory."""
+"""Reads documents from files in small pieces, so that no document is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sansgpu.config.plain import cut, first_line
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
 PIECE_CHARS = 1 << 20
-# Bounds that keep a row within about a gigabyte of memory, whatever a file holds.
-MOST_LINE = 64 << 20  # bytes or characters of a line, and characters of a field in a CSV file
-MOST_JSON = 256 << 20  # characters of a .json file, which is parsed whole
-MOST_VALUES = 8_000_000  # in one JSON text; Python takes up to 100 bytes for each
-MOST_DEPTH = 100  # levels of nesting in one row
-MOST_PROBLEM = 400  # characters of a message about a row
-MOST_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes below which the ratio does not matter
+# Limits that keep a row within about one gigabyte of memory, whatever the file contains.
+MAX_LINE = 64 << 20  # bytes or characters of a line, and characters of a CSV field
+MAX_JSON = 256 << 20  # characters of a .json file, which is parsed as a whole
+MAX_VALUES = 8_000_000  # in one JSON text; Python needs up to 100 bytes for each
+MAX_DEPTH = 100  # levels of nesting in one row
+MAX_PROBLEM = 400  # characters of a message about a row
+MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes that are allowed at any ratio
 
 
-UNREADABLE = (OSError, EOFError, zlib.error)  # raised when a file is damaged
+UNREADABLE = (OSError, EOFError, zlib.error)  # raised for damaged files
 
 
 class Row(NamedTuple):
-    """One row of a file or dataset; `problem` says why its value cannot be read."""
+    """One row of a file or dataset. `problem` is the error message if the value cannot be read."""
 
     where: str
     value: Any
@@ -41,25 +41,25 @@ class Row(NamedTuple):
 
 
 def short(problem: str) -> str:
-    """What is wrong with a row, without the rest of a long value that it quotes."""
-    return problem if len(problem) <= MOST_PROBLEM else problem[:MOST_PROBLEM] + "..."
+    """Truncates a message that quotes a long value."""
+    return problem if len(problem) <= MAX_PROBLEM else problem[:MAX_PROBLEM] + "..."
 
 
 class Piece(NamedTuple):
-    """A stretch of a document. Joined, a document's pieces are its text to the character."""
+    """A part of a document. Its pieces, concatenated, are exactly its text."""
 
     text: str
     ends_document: bool
 
 
 def file_form(path: Path) -> str | None:
-    """The suffix that says how `path` is read, without .gz; None where it is not known."""
+    """Returns the file name's suffix without .gz, or None if the format is not supported."""
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     return suffix if suffix in SUFFIXES else None
 
 
 def pieces(text: str) -> Iterator[Piece]:
-    """A document cut into pieces at line ends, so that a cut changes no word."""
+    """Cuts a document at line ends, so that no word is split."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         cut = text.rfind("\n", start, start + PIECE_CHARS) + 1
@@ -71,10 +71,9 @@ def pieces(text: str) -> Iterator[Piece]:
 
 
 def read_documents(path: Path, column: str | None, skip_undecodable: bool = False) -> Iterator[Piece]:
-    """The documents of one file: of .txt, .md and .py the whole file, of the others each row.
+    """Yields the documents of one file: .txt, .md and .py files are one document, other formats have one per row.
 
-    Raises ConfigError where the file is not what its name says. With `skip_undecodable` a file that is not UTF-8
-    is passed over.
+    Raises ConfigError if the content does not match the suffix. `skip_undecodable` skips files that are not UTF-8.
     """
     try:
         if file_form(path) in TEXT_SUFFIXES:
@@ -89,12 +88,12 @@ def read_documents(path: Path, column: str | None, skip_undecodable: bool = Fals
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of one file; a line of a .jsonl that cannot be read is one with a problem.
+    """Yields the rows of one file; an unreadable line of a .jsonl file is a row with a `problem`.
 
-    Raises ConfigError where the file has no rows, or is not what its name says.
+    Raises ConfigError if the file is plain text or its content does not match the suffix.
     """
     if file_form(path) in TEXT_SUFFIXES:
-        raise ConfigError(f"{path} is plain text, which has no rows; give a .jsonl, .json, .csv or .parquet file.")
+        raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv or .parquet file.")
     try:
         yield from _rows(path)
     except UnicodeDecodeError as error:
@@ -104,14 +103,14 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def read_lines(path: Path) -> Iterator[Row]:
-    """The lines of a file that are not empty, ended by "\\n" alone; a line that is not UTF-8 has a problem.
+    """Yields the non-empty lines of a file, split at "\\n" only; a line that is not UTF-8 has a `problem`.
 
-    Raises ConfigError if a line is longer than `MOST_LINE` bytes or the file cannot be read.
+    Raises ConfigError if a line is longer than `MAX_LINE` bytes or the file cannot be read.
     """
     try:
         with _open_bytes(path) as file:
             number = 0
-            while line := file.readline(MOST_LINE + 1):
+            while line := file.readline(MAX_LINE + 1):
                 number += 1
                 where = f"{path}, line {number}"
                 _require_length(len(line), where)
@@ -129,15 +128,15 @@ def read_lines(path: Path) -> Iterator[Row]:
 
 
 def _require_length(length: int, where: str) -> None:
-    if length > MOST_LINE:
-        raise ConfigError(f"{where} is longer than {MOST_LINE >> 20} MB; split it into several rows.")
+    if length > MAX_LINE:
+        raise ConfigError(f"{where} is longer than {MAX_LINE >> 20} MB; split it into several rows.")
 
 
 def _undecodable(path: Path, error: UnicodeDecodeError) -> ConfigError:
-    """The error for a text file that is not UTF-8; a second reading finds the line."""
+    """Returns the error for a text file that is not UTF-8. Reads the file again to find the line."""
     where = next((row.where for row in read_lines(path) if row.problem), path)
     return ConfigError(
-        f"{where} is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert the file or leave it out."
+        f"{where} is not UTF-8 text (byte 0x{error.object[error.start]:02x}); convert or remove the file."
     )
 
 
@@ -158,17 +157,19 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def column_names(row: dict[str, Any]) -> str:
-    """The names of a row's columns for a message."""
+    """Returns the names of a row's columns for a message."""
     return cut(", ".join(map(str, row)))
 
 
 def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
-    """The text of one row: of `column`, else of `text`, `content` or the only column of strings."""
+    """Returns the text of one row: from `column` if given, else from `text`, `content` or the only string column."""
     if column is None:
         named = [name for name in ("text", "content") if name in row]
         strings = [name for name, value in row.items() if isinstance(value, str)]
         if not named and len(strings) != 1:
-            raise ConfigError(f"{where} has the columns {column_names(row)}; set data.text_column to the text's.")
+            raise ConfigError(
+                f"{where} has the columns {column_names(row)}; set data.text_column to the one with the text."
+            )
         column = (named or strings)[0]
     if column not in row:
         raise ConfigError(f"{where} has no column {cut(column)}, only {column_names(row)}; set data.text_column.")
@@ -176,16 +177,16 @@ def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: column {column} holds a {type(text).__name__}, not text; set data.text_column.")
+        raise ConfigError(f"{where}: column {column} contains a {type(text).__name__}, not text; set data.text_column.")
     return text
 
 
-class _Unpacked(io.RawIOBase):
-    """The content of a .gz file, which may not be `MOST_EXPANSION` times as large as the file."""
+class _BoundedGzip(io.RawIOBase):
+    """The content of a .gz file, limited to `MAX_EXPANSION` times the size of the file."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, gzip.open(path)  # noqa: SIM115  closed by `close`
-        self._left = max(FREE_EXPANSION, MOST_EXPANSION * path.stat().st_size)
+        self._path, self._file = path, gzip.open(path)  # noqa: SIM115  `close` closes it
+        self._left = max(FREE_EXPANSION, MAX_EXPANSION * path.stat().st_size)
 
     def readable(self) -> bool:
         return True
@@ -195,8 +196,8 @@ class _Unpacked(io.RawIOBase):
         self._left -= count
         if self._left < 0:
             raise ConfigError(
-                f"{self._path} unpacks to more than {MOST_EXPANSION} times its size, as a decompression bomb does; "
-                "unpack it yourself if its content is what you want."
+                f"{self._path} unpacks to more than {MAX_EXPANSION} times its size, like a decompression bomb; "
+                "unpack it yourself if you trust its content."
             )
         return count
 
@@ -206,21 +207,21 @@ class _Unpacked(io.RawIOBase):
 
 
 def _open_bytes(path: Path) -> IO[bytes]:
-    return io.BufferedReader(_Unpacked(path), PIECE_CHARS) if path.suffix == ".gz" else path.open("rb")
+    return io.BufferedReader(_BoundedGzip(path), PIECE_CHARS) if path.suffix == ".gz" else path.open("rb")
 
 
 def _open(path: Path) -> IO[str]:
-    """Text to the character: no newline is translated."""
+    """Opens a UTF-8 text file without newline translation."""
     return io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="")
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
-    """One document; a piece is given out once the text behind it shows whether it was the last."""
+    """Yields one document; each piece is held back until it is known whether it is the last."""
     rest = ""
     with _open(path) as file:
         while block := file.read(PIECE_CHARS):
             if "\0" in block:
-                raise ConfigError(f"{path} is a binary file (it holds NUL bytes); leave it out.")
+                raise ConfigError(f"{path} is a binary file (it contains NUL bytes); remove it from the dataset.")
             *whole, last = pieces(rest + block)
             yield from whole
             rest = last.text
@@ -233,15 +234,15 @@ def _row_documents(rows: Iterator[Row], column: str | None) -> Iterator[Piece]:
         if problem:
             raise ConfigError(problem)
         if not isinstance(row, (str, dict)):
-            raise ConfigError(f"{where} is a {type(row).__name__}, not an object with a text.")
+            raise ConfigError(f"{where} is a {type(row).__name__}, not an object with a text column.")
         text = row if isinstance(row, str) else row_text(row, column, where)
         if not is_text(text):
-            raise ConfigError(f"{where} holds half a surrogate pair, which is no text; mend or drop the row.")
+            raise ConfigError(f"{where} contains an unpaired surrogate, which is not valid text; fix or remove it.")
         yield from pieces(text)
 
 
 def is_text(text: str) -> bool:
-    """Whether UTF-8 can hold it: JSON can write half a surrogate pair."""
+    """Returns whether UTF-8 can encode the text. JSON escapes can produce unpaired surrogates, which it cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -262,9 +263,9 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 def _json_rows(path: Path) -> Iterator[Row]:
     with _open(path) as file:
-        text = file.read(MOST_JSON + 1)
-    if len(text) > MOST_JSON:
-        raise ConfigError(f"{path} is too large to parse whole; convert it to .jsonl, one object a line.")
+        text = file.read(MAX_JSON + 1)
+    if len(text) > MAX_JSON:
+        raise ConfigError(f"{path} is too large to parse as a whole; convert it to .jsonl with one object per line.")
     value = _parse_json(text, str(path))
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
@@ -278,23 +279,23 @@ def _numbered(path: Path, values: Iterable[Any]) -> Iterator[Row]:
 
 def _parse_json(text: str, where: str) -> Any:
     nested = text.count("[") + text.count("{")
-    if len(text) > MOST_VALUES and nested + text.count(",") > MOST_VALUES:
-        raise ConfigError(f"{where} may hold more than {MOST_VALUES:,} values; split it into several rows or files.")
+    if len(text) > MAX_VALUES and nested + text.count(",") > MAX_VALUES:
+        raise ConfigError(f"{where} may have more than {MAX_VALUES:,} values; split it into several rows or files.")
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no JSON: {error.msg} at character {error.pos}.") from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond what Python reads
+        raise ConfigError(f"{where} is not valid JSON: {error.msg} at character {error.pos}.") from None
+    except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
         raise ConfigError(f"{where} cannot be read as JSON: {error}.") from None
-    if nested > MOST_DEPTH and _is_deep(value):
-        raise ConfigError(f"{where} cannot be read as JSON: its values are nested more than {MOST_DEPTH} levels deep.")
+    if nested > MAX_DEPTH and _is_deep(value):
+        raise ConfigError(f"{where} cannot be read as JSON: its values are nested more than {MAX_DEPTH} levels deep.")
     return value
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether a JSON value has more than `MOST_DEPTH` levels, at which printing or copying it could fail."""
+    """Returns whether a JSON value has more than `MAX_DEPTH` levels: printing or copying it could fail."""
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         parts = (outer.values() if isinstance(outer, dict) else outer for outer in level)
         level = [inner for part in parts for inner in part if isinstance(inner, (dict, list))]
         if not level:
@@ -303,18 +304,18 @@ def _is_deep(value: Any) -> bool:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(MOST_LINE)
+    csv.field_size_limit(MAX_LINE)
     with _open(path) as file:
         reader = csv.DictReader(_bounded_lines(file, path), strict=True)
         try:
             yield from _numbered(path, reader)
         except csv.Error as error:
-            raise ConfigError(f"{path}, line {reader.reader.line_num} is no CSV: {error}.") from None
+            raise ConfigError(f"{path}, line {reader.reader.line_num} is not valid CSV: {error}.") from None
 
 
 def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
     number = 0
-    while line := file.readline(MOST_LINE + 1):
+    while line := file.readline(MAX_LINE + 1):
         number += 1
         _require_length(len(line), f"{path}, line {number}")
         yield line
@@ -326,13 +327,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
     try:
         with _open_bytes(path) as file, tempfile.TemporaryFile() as unpacked:
-            if (
-                path.suffix == ".gz"
-            ):  # the reader goes back and forth in the file, which gzip can only do from its start
+            if path.suffix == ".gz":  # the reader needs random access, which gzip does not have
                 shutil.copyfileobj(file, unpacked)
                 unpacked.seek(0)
             content = unpacked if path.suffix == ".gz" else file
             batches = pyarrow.parquet.ParquetFile(content).iter_batches(batch_size=256)
             yield from _numbered(path, (row for batch in batches for row in batch.to_pylist()))
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a text or a date that Python cannot hold
-        raise ConfigError(f"{path} is no Parquet file: {first_line(error)}.") from None
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text or dates that Python cannot represent
+        raise ConfigError(f"{path} is not a valid Parquet file: {first_line(error)}.") from None

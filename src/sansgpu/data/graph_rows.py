@@ -1,4 +1,4 @@
-"""Rows of files and datasets -> texts with triples, triples alone, texts of entities."""
+"""Parses rows into documents with triples, facts without text, and descriptions of entities."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sansgpu.data.files import Row, is_text, row_text, short
 from sansgpu.data.graph import GraphDocument, Triple
 
 _T = TypeVar("_T")
-_Span: TypeAlias = tuple[int, int]  # characters of the text, end exclusive
-_NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # more digits are an entity's, as in GO:0008150
+_Span: TypeAlias = tuple[int, int]  # characters [start, end) of the text
+_NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # more digits are part of an entity id, as in GO:0008150
 FACT_KEYS = ("head", "relation", "tail")
 
 
 class Fact(NamedTuple):
-    """A triple of entities, by their ids, and under what circumstances it holds."""
+    """A triple of entity ids with optional qualifiers."""
 
     head: str
     relation: str
@@ -26,21 +26,21 @@ class Fact(NamedTuple):
 
 
 class EntityText(NamedTuple):
-    """What is said of an entity in a source that has facts; in others a document like any other."""
+    """The description of an entity. In a source without facts it is an ordinary document."""
 
     name: str
     document: GraphDocument
 
 
 class BadRows:
-    """What becomes of rows that cannot be read: the first is an error, or all are passed over and counted."""
+    """Handles invalid rows: raises an error at the first one, or skips and counts them."""
 
     def __init__(self, source: str, on_bad_row: Literal["fail", "skip"], note: Callable[[str], None]) -> None:
         self._source, self._fail, self._note = source, on_bad_row == "fail", note
         self._count, self._first = 0, ""
 
     def leave_out(self, rows: Iterable[Row], read: Callable[[Row], _T]) -> Iterator[_T]:
-        """What `read` makes of each row that it raises no ConfigError at."""
+        """Yields `read(row)` for each row, except those for which it raises ConfigError."""
         for row in rows:
             try:
                 if row.problem:
@@ -55,37 +55,37 @@ class BadRows:
                 yield made
 
     def report(self) -> None:
-        """Say how many there were, once all are read."""
+        """Reports the number of skipped rows, if any."""
         if self._count:
             self._note(f"{self._source}: bad rows skipped: {self._count}; the first: {self._first}")
 
 
 def bad_row(row: Row, problem: str) -> ConfigError:
-    """The error of a row with a problem."""
-    return ConfigError(f"{row.where}: {short(problem)}; mend or drop the row.")
+    """Returns the error for an invalid row."""
+    return ConfigError(f"{row.where}: {short(problem)}; fix or remove the row.")
 
 
 def read_graph_row(row: Row, column: str | None) -> GraphDocument | EntityText | Fact:
-    """What one row holds; its text, of `column`, may be empty. Raises ConfigError where it is none of these.
+    """Parses one row; its text, from `column`, may be empty. Raises ConfigError if the row is invalid.
 
-    A document of DocRED's form has `vertexSet`, `sents` and `labels`; a fact has `head`, `relation` and `tail` and no
-    text; an entity's text has an `id` and no triples. All else is a text with `triples`, or with a triple of its own.
+    A DocRED document has `vertexSet`, `sents` and `labels`. A fact has `head`, `relation` and `tail` but no text. The
+    description of an entity has an `id` but no triples. Any other row is a text with `triples` or with a single triple.
     """
     value = row.value
     if not isinstance(value, dict):
         raise bad_row(row, f"it is a {type(value).__name__}, not an object with a text or a triple")
     if value.get("vertexSet") is not None:
         return _docred_document(row)
-    says_a_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
-    if says_a_triple and not any(_is_given(value.get(key)) for key in ([column] if column else ("text", "content"))):
+    has_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
+    if has_triple and not any(_is_given(value.get(key)) for key in ([column] if column else ("text", "content"))):
         head, relation, tail = (_string(row, value, key) for key in FACT_KEYS)
         return Fact(head, relation, tail, _qualifiers(row))
     text = _checked(row, row_text(value, column, row.where), "text")
-    given = [value] if says_a_triple else value.get("triples")
+    given = [value] if has_triple else value.get("triples")
     name = _id(row, value, "id")
     entities = tuple(_checked(row, entity, "entities") for entity in _list(row, "entities"))
     triples = _triples(row, given, text) if text.strip() else ()
-    document = text_document(name or _place(row), text, triples, entities)
+    document = text_document(name or _location(row), text, triples, entities)
     if name is not None and not _is_given(given):
         return EntityText(_string(row, value, "name") if _is_given(value.get("name")) else name, document)
     return document
@@ -94,32 +94,32 @@ def read_graph_row(row: Row, column: str | None) -> GraphDocument | EntityText |
 def text_document(
     name: str, text: str, triples: tuple[Triple, ...] = (), entities: tuple[str, ...] = ()
 ) -> GraphDocument:
-    """A document of this id; those whose ids differ in the number behind a last colon are a group."""
+    """Builds a document with id `name`; ids that differ only in the number after the last colon share a group."""
     numbered = _NUMBERED.fullmatch(name)
     return GraphDocument(name, numbered[1] if numbered else name, text, triples, entities)
 
 
 def _is_given(value: Any) -> bool:
-    return value is not None and value != ""  # CSV and Parquet have all columns in every row
+    return value is not None and value != ""  # in CSV and Parquet every row has all columns
 
 
-def _place(row: Row) -> str:
-    return row.where.rpartition("/")[2]  # the same in whatever folder the file lies
+def _location(row: Row) -> str:
+    return row.where.rpartition("/")[2]  # independent of the folder
 
 
 def _string(row: Row, value: dict[str, Any], key: str, where: str = "") -> str:
-    """A text that must be there and not empty."""
+    """Returns a required, non-empty text."""
     text = value.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise bad_row(row, f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is no text")
+        raise bad_row(row, f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is not text")
     return _checked(row, text, key)
 
 
 def _checked(row: Row, text: Any, key: str) -> str:
     if not isinstance(text, str):
-        raise bad_row(row, f"its {key} holds {text!r}, which is no text")
+        raise bad_row(row, f"its {key} contains {text!r}, which is not text")
     if not is_text(text):
-        raise bad_row(row, f"its {key} holds half a surrogate pair, which is no text")
+        raise bad_row(row, f"its {key} contains an unpaired surrogate, which is not valid text")
     return text
 
 
@@ -128,7 +128,7 @@ def _id(row: Row, value: dict[str, Any], key: str) -> str | None:
     if not _is_given(given):
         return None
     if not isinstance(given, str | int) or isinstance(given, bool):
-        raise bad_row(row, f"its {key} is {given!r}, not a text or a whole number")
+        raise bad_row(row, f"its {key} is {given!r}, not text or an integer")
     return _checked(row, str(given), key)
 
 
@@ -162,10 +162,10 @@ def _span(row: Row, where: str, given: Any, text: str) -> _Span | None:
     if given is None:
         return None
     if not isinstance(given, list) or len(given) != 2 or not all(type(place) is int for place in given):
-        raise bad_row(row, f"{where}its head_span is {given!r}, not two whole numbers")
+        raise bad_row(row, f"{where}its head_span is {given!r}, not two integers")
     start, end = given
     if not 0 <= start < end <= len(text):
-        raise bad_row(row, f"{where}its head_span {given} is empty or not within the text's {len(text)} characters")
+        raise bad_row(row, f"{where}its head_span {given} is empty or exceeds the text of {len(text)} characters")
     return start, end
 
 
@@ -174,7 +174,7 @@ def _qualifiers(row: Row) -> tuple[tuple[str, str], ...]:
     found = []
     for group in [given] if isinstance(given, dict) else _list(row, "qualifiers"):
         if not isinstance(group, dict):
-            raise bad_row(row, f"its qualifiers hold a {type(group).__name__}, not an object of keys and values")
+            raise bad_row(row, f"its qualifiers contain a {type(group).__name__}, not an object of keys and values")
         for key, value in group.items():
             if _is_given(value):
                 text = str(value) if type(value) in (int, float) else value
@@ -188,50 +188,50 @@ class _Mention(NamedTuple):
 
 
 def _docred_document(row: Row) -> GraphDocument:
-    """One of DocRED's (arXiv 1906.06127): the first mention of an entity in the text stands for it."""
+    """Parses a DocRED document (arXiv 1906.06127). An entity gets the name and span of its first mention."""
     title = _string(row, row.value, "title")
-    text, places = _joined_tokens(row)
-    mentions = [_first_mention(row, number, vertex, places) for number, vertex in enumerate(_list(row, "vertexSet"))]
+    text, spans = _joined_tokens(row)
+    mentions = [_first_mention(row, number, vertex, spans) for number, vertex in enumerate(_list(row, "vertexSet"))]
     triples = [_label_triple(row, title, label, mentions) for label in _list(row, "labels")]
     names = dict.fromkeys(mention.name for mention in mentions)
     return GraphDocument(title, title, text, tuple(dict.fromkeys(triples)), tuple(names))
 
 
 def _joined_tokens(row: Row) -> tuple[str, list[list[_Span]]]:
-    """The text, with one space between two tokens, and where each sentence's tokens stand in it."""
+    """Returns the tokens joined by spaces, and the span of each token in that text, by sentence."""
     tokens: list[str] = []
-    places: list[list[_Span]] = []
+    spans: list[list[_Span]] = []
     start = 0
     for number, sentence in enumerate(_list(row, "sents")):
         if not isinstance(sentence, list):
             raise bad_row(row, f"sentence {number} is a {type(sentence).__name__}, not a list of tokens")
-        places.append([])
+        spans.append([])
         for token in sentence:
             tokens.append(_checked(row, token, "sents"))
-            places[-1].append((start, start + len(token)))
+            spans[-1].append((start, start + len(token)))
             start += len(token) + 1
-    return " ".join(tokens), places
+    return " ".join(tokens), spans
 
 
-def _first_mention(row: Row, number: int, vertex: Any, places: list[list[_Span]]) -> _Mention:
+def _first_mention(row: Row, number: int, vertex: Any, spans: list[list[_Span]]) -> _Mention:
     if not isinstance(vertex, list) or not vertex:
-        raise bad_row(row, f"entity {number} of its vertexSet is no list of mentions")
-    return min((_mention(row, number, mention, places) for mention in vertex), key=lambda mention: mention.span)
+        raise bad_row(row, f"entity {number} of its vertexSet is not a list of mentions")
+    return min((_mention(row, number, mention, spans) for mention in vertex), key=lambda mention: mention.span)
 
 
-def _mention(row: Row, number: int, mention: Any, places: list[list[_Span]]) -> _Mention:
+def _mention(row: Row, number: int, mention: Any, spans: list[list[_Span]]) -> _Mention:
     where = f"entity {number} of its vertexSet: "
     if not isinstance(mention, dict):
         raise bad_row(row, f"{where}a mention is a {type(mention).__name__}, not an object")
     sentence, tokens = mention.get("sent_id"), mention.get("pos")
-    if type(sentence) is not int or not 0 <= sentence < len(places):
-        raise bad_row(row, f"{where}sent_id {sentence!r} is none of the {len(places)} sentences")
+    if type(sentence) is not int or not 0 <= sentence < len(spans):
+        raise bad_row(row, f"{where}sent_id {sentence!r} is not one of the {len(spans)} sentences")
     if not isinstance(tokens, list) or len(tokens) != 2 or not all(type(place) is int for place in tokens):
-        raise bad_row(row, f"{where}pos {tokens!r} is not two whole numbers")
+        raise bad_row(row, f"{where}pos {tokens!r} is not two integers")
     first, end = tokens
-    if not 0 <= first < end <= len(places[sentence]):
-        raise bad_row(row, f"{where}pos {tokens} is not within the {len(places[sentence])} tokens of its sentence")
-    span = places[sentence][first][0], places[sentence][end - 1][1]
+    if not 0 <= first < end <= len(spans[sentence]):
+        raise bad_row(row, f"{where}pos {tokens} is not within the {len(spans[sentence])} tokens of its sentence")
+    span = spans[sentence][first][0], spans[sentence][end - 1][1]
     return _Mention(span, _string(row, mention, "name", where))
 
 
@@ -240,7 +240,7 @@ def _label_triple(row: Row, title: str, label: Any, mentions: list[_Mention]) ->
         raise bad_row(row, f"a label is a {type(label).__name__}, not an object")
     for end in ("h", "t"):
         if type(label.get(end)) is not int or not 0 <= label[end] < len(mentions):
-            raise bad_row(row, f"a label's {end} {label.get(end)!r} is none of the {len(mentions)} entities")
+            raise bad_row(row, f"a label's {end} {label.get(end)!r} is not one of the {len(mentions)} entities")
     head, tail = label["h"], label["t"]
     return Triple(
         mentions[head].name,

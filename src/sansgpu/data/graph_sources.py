@@ -1,4 +1,4 @@
-"""Where texts with triples come from: rows, folders of .tsv, plain texts, Python's own standard library."""
+"""Opens graph datasets: rows, folders of .tsv files, plain text, Python's standard library."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sansgpu.data.knowledge import fact_documents, knowledge_documents, knowledg
 from sansgpu.data.sources import Source, files_fingerprint, open_parts
 from sansgpu.data.stdlib_graph import stdlib_documents
 
-READER = 1  # to be raised where the same files give other documents
+READER = 1  # increment if the same files produce different documents
 
 
 @dataclass(frozen=True)
 class GraphSource:
-    """Texts with triples, whose content and way of reading `fingerprint` names.
+    """A corpus of documents with triples. `fingerprint` identifies its content and the way it is read.
 
-    `documents` reads them in a fixed order, and raises ConfigError at a bad row unless these are skipped.
+    `documents` yields them in a fixed order and raises ConfigError at an invalid row unless these are skipped.
     """
 
     name: str
@@ -32,7 +32,7 @@ class GraphSource:
 
 @dataclass(frozen=True)
 class GraphSources:
-    """The training part and, where the data brings them, the validation and test parts."""
+    """The training split and, if the data has them, the validation and test splits."""
 
     train: GraphSource
     validation: GraphSource | None
@@ -40,10 +40,10 @@ class GraphSources:
 
 
 def open_graphs(data: DataConfig, note: Callable[[str], None], inverse: bool = False) -> GraphSources:
-    """The sources a configuration names. Raises ConfigError where there is no such data.
+    """Opens the configured sources. Raises ConfigError if the data does not exist.
 
-    With `inverse` facts of entities are also said of their tails, turned round. `note` is told how many bad rows were
-    skipped, at the end of each reading.
+    With `inverse`, each fact is added to its tail's document as an inverse relation. `note` receives the number of
+    skipped rows after each pass over the data.
     """
     graphs = _open(data.dataset_name, data, note, inverse)
     if data.validation_name:
@@ -53,7 +53,7 @@ def open_graphs(data: DataConfig, note: Callable[[str], None], inverse: bool = F
 
 
 def open_graph_part(name: str, data: DataConfig, note: Callable[[str], None], inverse: bool = False) -> GraphSource:
-    """One source to evaluate on: its test part where it has one, else its validation part, else all of it."""
+    """Opens one source to evaluate on: its test split if it has one, else its validation split, else all of it."""
     graphs = _open(name, data, note, inverse)
     return graphs.test or graphs.validation or graphs.train
 
@@ -93,7 +93,7 @@ def _knowledge_documents(
 def _source_documents(
     source: Source, data: DataConfig, note: Callable[[str], None], inverse: bool
 ) -> Iterator[GraphDocument]:
-    """Texts in their order, then those of entities that have facts; only all rows tell whether there are facts."""
+    """Yields the texts in order, then the documents of entities with facts, which need all rows to be read first."""
     bad_rows = BadRows(source.name, data.on_bad_row, note)
     made = list(_source_items(source, data, bad_rows))
     bad_rows.report()

@@ -1,4 +1,4 @@
-"""Triples of entities -> documents: what is said of an entity, with all triples whose head it is."""
+"""Builds documents from facts: the description of an entity with all triples that have it as their head."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ TRAIN_FILE, ENTITY_FILE, RELATION_FILE = "train.tsv", "entity2text.txt", "relati
 
 
 class NamedText(NamedTuple):
-    """A name and a text that begins with it."""
+    """An entity's name and a text that begins with it."""
 
     name: str
     text: str
 
 
 def named_entity(name: str, text: str) -> NamedText:
-    """The name is put before a text that does not begin with it, in capitals or not; it is all where there is none."""
+    """Prefixes `text` with the name unless it begins with it (ignoring case); an empty text becomes the name."""
     if re.match(rf"{re.escape(name)}(?!\w)", text, re.IGNORECASE):
         return NamedText(name, text)
     return NamedText(name, f"{name}: {text}" if text.strip() else name)
 
 
 def fact_documents(facts: Iterable[Fact], entities: Mapping[str, NamedText], inverse: bool) -> Iterator[GraphDocument]:
-    """A document for each head, and for each fact with qualifiers, in the order in which they first appear.
+    """Yields a document for each head and for each fact with qualifiers, in order of first appearance.
 
-    Of an id that is no key of `entities` it is itself the name and the text. With `inverse` each fact stands in its
-    tail's document too, turned round.
+    An id that is not in `entities` is its own name and text. With `inverse`, each fact is added to its tail's document
+    as an inverse relation.
     """
-    together: dict[str | Fact, list[Fact]] = {}
-    for fact in _both_ways(facts) if inverse else facts:
-        together.setdefault(fact if fact.qualifiers else fact.head, []).append(fact)
+    groups: dict[str | Fact, list[Fact]] = {}
+    for fact in _with_inverses(facts) if inverse else facts:
+        groups.setdefault(fact if fact.qualifiers else fact.head, []).append(fact)
     numbers: Counter[str] = Counter()
-    for said in together.values():
-        name = head = said[0].head
-        if said[0].qualifiers:
+    for group in groups.values():
+        name = head = group[0].head
+        if group[0].qualifiers:
             name = f"{head}:{numbers[head]}"
             numbers[head] += 1
-        yield _document(said, entities, name)
+        yield _document(group, entities, name)
 
 
-def _both_ways(facts: Iterable[Fact]) -> Iterator[Fact]:
+def _with_inverses(facts: Iterable[Fact]) -> Iterator[Fact]:
     for fact in facts:
         yield fact
         yield fact._replace(head=fact.tail, relation=INVERSE + fact.relation, tail=fact.head)
 
 
 def _document(facts: list[Fact], entities: Mapping[str, NamedText], name: str) -> GraphDocument:
-    """Of facts with one head and the same qualifiers."""
+    """Builds the document of facts that share the head and the qualifiers."""
 
     def entity(key: str) -> NamedText:
         return entities.get(key, NamedText(key, key))
@@ -69,7 +69,7 @@ def _document(facts: list[Fact], entities: Mapping[str, NamedText], name: str) -
 
 
 def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
-    """Files of each part of a folder of .tsv, by the parts' names in GraphSources; none where it is no such folder."""
+    """Returns the .tsv files of each split, by its name in GraphSources; empty if `folder` has no train.tsv."""
     parts = {
         "train": [TRAIN_FILE],
         "validation": [f"{name}.tsv" for name in VALIDATION_NAMES],
@@ -85,9 +85,9 @@ def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
 
 
 def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: bool) -> Iterator[GraphDocument]:
-    """Documents of one part: its file of triples, the texts of entities and the names of relations.
+    """Yields the documents of one split from its triples, the descriptions of entities and the names of relations.
 
-    An entity's name is its text up to the first comma and space. Raises ConfigError where a file cannot be read.
+    An entity's name is its description up to the first ", ". Raises ConfigError if a file cannot be read.
     """
     triples, *_ = files.values()
     entities = {key: _described_entity(text) for key, text in _texts(files.get(ENTITY_FILE), bad_rows) if text}
@@ -95,7 +95,7 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
 
     def fact(row: Row) -> Fact:
         if len(row.value) != 3 or not all(row.value):
-            raise bad_row(row, "it has not three columns: head, relation and tail")
+            raise bad_row(row, "it does not have three columns: head, relation and tail")
         head, relation, tail = row.value
         return Fact(head, relations.get(relation, relation.removeprefix("_").replace("_", " ")), tail)
 
@@ -109,7 +109,7 @@ def _described_entity(text: str) -> NamedText:
 def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
     def pair(row: Row) -> tuple[str, str]:
         if len(row.value) != 2 or not row.value[0]:
-            raise bad_row(row, "it has not two columns: an id and its text")
+            raise bad_row(row, "it does not have two columns: an id and its text")
         return row.value[0], row.value[1]
 
     if path:
@@ -117,7 +117,7 @@ def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    """Lines that are not empty, each a list of its columns without white space at their ends."""
+    """Yields the non-empty lines as lists of stripped columns."""
     for line in read_lines(path):
         if line.problem is None:
             line = line._replace(value=[column.strip() for column in line.value.split("\t")])

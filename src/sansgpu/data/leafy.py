@@ -1,7 +1,7 @@
-"""Texts with triples -> leafy chain graphs (GraphMERT, arXiv 2510.09580).
+"""Builds leafy chain graphs (GraphMERT, arXiv 2510.09580) from texts with triples.
 
-A text's tokens are roots, one behind the other. A triple hangs on the first token of its head: the tokens of its tail
-are leaves of that root, which has room for one triple. Leaf slots that stay empty are never made.
+The tokens of a text are the roots, in a chain. A triple is attached to the first token of its head: the tokens of its
+tail are leaves of that root. A root has room for one triple. Empty leaf slots are never materialized.
 """
 
 from __future__ import annotations
@@ -20,92 +20,93 @@ from tokenizers import Encoding
 from sansgpu.data.graph import Entity, GraphDocument, Triple
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 
-ENCODED_AT_ONCE = 4096  # documents
+ENCODE_BATCH = 4096  # documents
 
-# Why a triple is not learned, as it is told.
-LONG_TAIL, NO_HEAD, TAKEN = "the tail is too long", "the head is not in the text", "the head has another triple"
-NO_RELATION, KNOWN = "the relation is not trained on", "it is trained on"
+# Reasons for skipping a triple, as reported to the user.
+LONG_TAIL, NO_HEAD, TAKEN = "the tail is too long", "the head is not in the text", "the head already has a triple"
+NO_RELATION, KNOWN = "the relation is not in the training data", "it is in the training data"
 
 
 @dataclass(frozen=True)
 class LeafyRules:
-    """How windows are cut, and what hangs on them."""
+    """Limits for cutting texts into windows and attaching triples."""
 
-    roots: int  # tokens of a window, with the one that begins and the one that ends it
-    leaves: int  # tokens that a tail may have
-    stride: int = 0  # tokens that two windows of a text share
+    roots: int  # tokens of a window, including its first and last special token
+    leaves: int  # maximum tokens of a tail
+    stride: int = 0  # overlap of two windows in tokens
     triples: Literal["all", "first"] = "all"
 
     @property
     def step(self) -> int:
-        """Tokens from one window's beginning to the next one's."""
+        """Returns the distance between the starts of two windows in tokens."""
         return max(1, self.roots - 2 - self.stride)
 
 
 class Placed(NamedTuple):
-    """A triple in its window. The tail's leaves are slots 0, 1, ... of the root at `place`."""
+    """A triple attached to a window. The tail's tokens fill leaf slots 0, 1, ... of the root at `place`."""
 
     place: int
     head_length: int  # in tokens
     relation: int  # 1, 2, ...
     tail: np.ndarray  # token ids
     triple: Triple
-    entities: tuple[int, int] = (0, 0)  # numbers 1, 2, ... of the head and the tail; 0: not in the entity table
-    asked: bool = False  # an entity query: one masked leaf stands in place of the tail
+    entities: tuple[int, int] = (0, 0)  # rows 1, 2, ... of head and tail in the entity table; 0: not in the table
+    asked: bool = False  # an entity query: one masked leaf replaces the tail
 
 
 class Leafy(NamedTuple):
-    """One example: a window, and the triples it holds at a time, in the order of their places."""
+    """One example: a window with its triples, ordered by position."""
 
-    tokens: np.ndarray  # int64, with those that begin and end it
+    tokens: np.ndarray  # int64, including the first and last special token
     word_starts: np.ndarray  # bool
     placed: list[Placed]
 
     @property
     def nodes(self) -> int:
-        """Roots and leaves."""
+        """Returns the number of roots and leaves."""
         return len(self.tokens) + sum(len(p.tail) for p in self.placed)
 
 
 @dataclass
 class LeafyGraphs:
-    """Examples, and what was left out."""
+    """Examples, and counts of skipped triples."""
 
     windows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # tokens, word starts
-    examples: list[tuple[int, list[Placed]]] = field(default_factory=list)  # window, its triples
-    dropped: Counter[str] = field(default_factory=Counter)  # triples, by why
-    asked: int = 0  # triples that the documents have
+    examples: list[tuple[int, list[Placed]]] = field(default_factory=list)  # index of the window, its triples
+    dropped: Counter[str] = field(default_factory=Counter)  # skipped triples by reason
+    asked: int = 0  # triples in the documents
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def example(self, number: int) -> Leafy:
-        """Number 0, 1, ..."""
+        """Returns example 0, 1, ..."""
         window, placed = self.examples[number]
         tokens, word_starts = self.windows[window]
         return Leafy(tokens.astype(np.int64), word_starts, placed)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Nodes of each example, once all are there; (E,) int64."""
+        """Returns the number of nodes of each example, (E,) int64. Cached: read it only after the last example."""
         sizes = (len(self.windows[w][0]) + sum(len(p.tail) for p in placed) for w, placed in self.examples)
         return np.fromiter(sizes, np.int64, len(self.examples))
 
     @property
     def triples(self) -> list[Triple]:
-        """Those that are placed."""
+        """Returns the attached triples."""
         return [p.triple for _, placed in self.examples for p in placed]
 
     def note(self) -> str | None:
-        """How many triples were left out, and why; None where none was."""
+        """Returns a message with the number of skipped triples by reason, or None if none was skipped."""
         if not self.dropped:
             return None
-        said = ", ".join(f"{count:,} because {why}" for why, count in sorted(self.dropped.items()))
-        return f"{len(self.triples):,} of {self.asked:,} triples hang on {len(self.windows):,} windows; left out {said}"
+        reasons = ", ".join(f"{count:,} because {reason}" for reason, count in sorted(self.dropped.items()))
+        used = f"{len(self.triples):,} of {self.asked:,} triples are attached to {len(self.windows):,} windows"
+        return f"{used}; skipped {reasons}"
 
 
-class _Numbers:
-    """Numbers 1, 2, ... of relations and entities."""
+class _Ids:
+    """Ids 1, 2, ... of relations and entities."""
 
     def __init__(self, relations: Sequence[str], entities: Sequence[Entity]) -> None:
         self.relations = {name: number for number, name in enumerate(relations, 1)}
@@ -117,7 +118,7 @@ class _Numbers:
 
 
 def relations_of(documents: Iterable[GraphDocument]) -> list[str]:
-    """Names of the relations, in alphabetical order: number 1 is the first."""
+    """Returns the names of all relations in alphabetical order; ids start at 1."""
     return sorted({triple.relation for document in documents for triple in document.triples})
 
 
@@ -129,27 +130,27 @@ def build_leafy(
     known: frozenset[tuple[str, str, str]] = frozenset(),
     entities: Sequence[Entity] = (),
 ) -> LeafyGraphs:
-    """Cut documents into windows and hang their triples on them, but for those whose facts are `known`."""
-    graphs, numbers = LeafyGraphs(), _Numbers(relations, entities)
+    """Cuts documents into windows and attaches their triples, except those whose facts are `known`."""
+    graphs, numbers = LeafyGraphs(), _Ids(relations, entities)
     stream = iter(documents)
-    while batch := list(islice(stream, ENCODED_AT_ONCE)):
+    while batch := list(islice(stream, ENCODE_BATCH)):
         triples = [_usable(document, numbers.relations, known, graphs) for document in batch]
-        names = list(dict.fromkeys(t.tail for kept in triples for t in kept))
+        names = list(dict.fromkeys(t.tail for usable in triples for t in usable))
         tails = dict(zip(names, tokenizer.encode_names(names), strict=True))
-        for document, kept, encoding in zip(
+        for document, usable, encoding in zip(
             batch, triples, tokenizer.encode_batch([d.text for d in batch]), strict=True
         ):
             if encoding.ids:
-                _add(graphs, document, kept, encoding, tails, numbers, tokenizer, rules)
+                _add(graphs, document, usable, encoding, tails, numbers, tokenizer, rules)
             else:
-                graphs.dropped[NO_HEAD] += len(kept)
+                graphs.dropped[NO_HEAD] += len(usable)
     return graphs
 
 
 def _usable(
     document: GraphDocument, numbers: dict[str, int], known: frozenset[tuple[str, str, str]], graphs: LeafyGraphs
 ) -> list[Triple]:
-    kept = []
+    usable = []
     for triple in document.triples:
         graphs.asked += 1
         if triple.relation not in numbers:
@@ -157,8 +158,8 @@ def _usable(
         elif triple.fact in known:
             graphs.dropped[KNOWN] += 1
         else:
-            kept.append(triple)
-    return kept
+            usable.append(triple)
+    return usable
 
 
 def _add(
@@ -167,13 +168,14 @@ def _add(
     triples: list[Triple],
     encoding: Encoding,
     tails: dict[str, list[int]],
-    numbers: _Numbers,
+    numbers: _Ids,
     tokenizer: MaskTokenizer,
     rules: LeafyRules,
 ) -> None:
-    """The windows of one document, each as often as its heads have triples."""
+    """Adds the examples of one document: a window is repeated if a head has several triples."""
     spans = list(window_spans(len(encoding.ids), rules))
-    rounds: list[list[dict[int, tuple[str, Placed]]]] = [[] for _ in spans]  # by window: by place, head and triple
+    # For each window a list of examples, each a dict from position to head and triple.
+    by_window: list[list[dict[int, tuple[str, Placed]]]] = [[] for _ in spans]
     text = TokenText(document.text, encoding)
     for triple in triples:
         tail = tails[triple.tail]
@@ -185,53 +187,53 @@ def _add(
             graphs.dropped[NO_HEAD] += 1
             continue
         window, place, length = found
-        put = Placed(place, length, *numbers.of(triple, np.array(tail, np.int64)))
-        if not _put(rounds[window], triple.head, put, rules.triples == "first"):
+        placed = Placed(place, length, *numbers.of(triple, np.array(tail, np.int64)))
+        if not _put(by_window[window], triple.head, placed, rules.triples == "first"):
             graphs.dropped[TAKEN] += 1
     words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
     begins = np.concatenate([[True], words[1:] != words[:-1]])
     ids = np.array(encoding.ids, np.int32)
-    for (start, stop), turns in zip(spans, rounds, strict=True):
+    for (start, stop), examples in zip(spans, by_window, strict=True):
         tokens = tokenizer.enclosed(ids[start:stop]).astype(np.int32)
         word_starts = np.concatenate([[False], begins[start:stop], [False]])
-        word_starts[1] = True  # the rest of a word that is cut counts as one
+        word_starts[1] = True  # the rest of a cut word counts as a word
         number = len(graphs.windows)
         graphs.windows.append((tokens, word_starts))
-        for turn in turns or [{}]:
-            graphs.examples.append((number, [turn[place][1] for place in sorted(turn)]))
+        for example in examples or [{}]:
+            graphs.examples.append((number, [example[place][1] for place in sorted(example)]))
 
 
 def window_spans(tokens: int, rules: LeafyRules) -> Iterator[tuple[int, int]]:
-    """[start, stop) of each window of a text of so many tokens."""
+    """Yields [start, stop) of each window of a text with this number of tokens."""
     room = rules.roots - 2
     for start in range(0, max(1, tokens - room + rules.step), rules.step):
         yield start, min(tokens, start + room)
 
 
-def _put(turns: list[dict[int, tuple[str, Placed]]], head: str, put: Placed, first_only: bool) -> bool:
-    """Put a triple into the first turn in which its root and its head are free."""
-    for turn in turns:
-        if put.place not in turn and all(name != head for name, _ in turn.values()):
-            turn[put.place] = (head, put)
+def _put(examples: list[dict[int, tuple[str, Placed]]], head: str, placed: Placed, first_only: bool) -> bool:
+    """Adds a triple to the first example in which its root and its head have none. Returns False if it is skipped."""
+    for example in examples:
+        if placed.place not in example and all(name != head for name, _ in example.values()):
+            example[placed.place] = (head, placed)
             return True
-    if turns and first_only:
+    if examples and first_only:
         return False
-    turns.append({put.place: (head, put)})
+    examples.append({placed.place: (head, placed)})
     return True
 
 
 def places_of(
     mentions: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]], rules: LeafyRules
 ) -> Iterator[tuple[int, int, int]]:
-    """(window, root, tokens) of each mention in each of the windows that holds it whole."""
+    """Yields (window, root, tokens) for each mention and each window that contains all of it."""
     for first, last in mentions:
-        ends_behind = max(0, -((rules.roots - 2 - last) // rules.step))
-        for window in range(ends_behind, min(len(spans), first // rules.step + 1)):
+        first_window = max(0, -((rules.roots - 2 - last) // rules.step))
+        for window in range(first_window, min(len(spans), first // rules.step + 1)):
             yield window, first - spans[window][0] + 1, last - first
 
 
 class TokenText:
-    """Where in the tokens something stands."""
+    """Maps characters of a text to its tokens."""
 
     def __init__(self, text: str, encoding: Encoding) -> None:
         self._text = text
@@ -239,7 +241,7 @@ class TokenText:
         self._ends = [end for _, end in encoding.offsets]
 
     def mentions(self, triple: Triple) -> Iterator[tuple[int, int]]:
-        """[first, last) tokens of the head: at its span, or wherever whole tokens spell it."""
+        """Yields the token ranges [first, last) of the head: its span, or all exact matches of whole tokens."""
         if triple.head_span is not None:
             yield from self._tokens(*triple.head_span)
             return
@@ -250,14 +252,12 @@ class TokenText:
                     yield first, last
 
     def _tokens(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The tokens that share a character with [start, end)."""
+        """Yields the range of tokens that overlap characters [start, end), if any."""
         first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
         if first < last:
             yield first, last
 
     def _is_whole(self, first: int, last: int, start: int, end: int) -> bool:
-        """Whether tokens begin and end where the mention does, but for the one character a word's token may begin
-        with: the space or the sign before it.
-        """
+        """Returns whether the tokens cover exactly the mention, apart from one leading space or sign."""
         before = self._text[self._starts[first] : start]
         return len(before) <= 1 and not before.isalnum() and self._ends[last - 1] == end

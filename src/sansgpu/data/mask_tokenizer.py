@@ -1,4 +1,4 @@
-"""Tokenizers with a mask: text -> ids with the place and the word of each, for models that fill gaps."""
+"""Tokenizers with a mask token, for masked language models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 
 class Specials(NamedTuple):
-    """Names of the tokens that stand for no text: padding, unknown, what begins and ends a text, a gap."""
+    """Names of the special tokens."""
 
     pad: str
     unknown: str
@@ -40,7 +40,7 @@ RELATIONS_FILE, ENTITIES_FILE = "relations.json", "entities.json"
 
 
 class MaskTokenizer:
-    """A `tokenizers` model with a mask token. Raises ConfigError where it has none."""
+    """A `tokenizers` model with a mask token. The constructor raises ConfigError if it has none."""
 
     def __init__(self, backend: Backend, name: str, specials: Specials | None = None) -> None:
         given = [specials] if specials else [BERT, ROBERTA]
@@ -48,10 +48,10 @@ class MaskTokenizer:
             (s for s in given if all(backend.token_to_id(t) is not None for t in (s.begin, s.end, s.mask))), None
         )
         if found is None:
-            raise ConfigError(f"the tokenizer {name} has no mask token; take one of an encoder, or bpe.")
+            raise ConfigError(f"the tokenizer {name} has no mask token; use an encoder's tokenizer or bpe.")
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # `[MASK]` written in a text is text
+        backend.encode_special_tokens = True  # `[MASK]` in a text is ordinary text
         self.backend, self.specials = backend, found
         self.begin_id, self.end_id, self.mask_id = (self._id(t) for t in (found.begin, found.end, found.mask))
 
@@ -60,37 +60,37 @@ class MaskTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Rows an embedding needs: the largest id and one."""
+        """Returns the number of embedding rows: the largest id + 1."""
         return rows_needed(self.backend)
 
     def ordinary_ids(self) -> np.ndarray:
-        """Ids that stand for text, int64."""
+        """Returns all ids except those of special tokens, int64."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
         return np.array(sorted(index for token, index in vocabulary.items() if token not in special), np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """Tokens of each text with their offsets and words, no special one among them; in parallel."""
+        """Encodes texts in parallel, without special tokens; encodings have offsets and word ids."""
         with tokenizer_errors():
             return list(self.backend.encode_batch(list(texts), add_special_tokens=False))
 
     def encode_names(self, names: Iterable[str]) -> list[list[int]]:
-        """Ids of names as they would stand within a text, behind a space."""
+        """Encodes names as they would be within a text, after a space."""
         texts = [f" {name.strip()}" for name in names]
         with tokenizer_errors():
             return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def enclosed(self, ids: np.ndarray) -> np.ndarray:
-        """A text's ids with those that begin and end it, int64."""
+        """Adds the first and the last special token to a text's ids; returns int64."""
         return np.concatenate([[self.begin_id], ids, [self.end_id]]).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special tokens are left out."""
+        """Returns the text without special tokens."""
         text: str = self.backend.decode(list(ids))
         return text
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them."""
+        """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
         named = zip(_ROLES, self.specials, strict=True)
         known = {role: token for role, token in named if self.backend.token_to_id(token) is not None}
@@ -102,9 +102,11 @@ class MaskTokenizer:
 def build_mask_tokenizer(
     data: DataConfig, fingerprint: str, texts: Callable[[], Iterator[str]], cache: Path, progress: Progress
 ) -> MaskTokenizer:
-    """The tokenizer the configuration names; bpe is made from `texts`, which `fingerprint` names, once."""
+    """Loads the configured tokenizer, or trains bpe on `texts`; `fingerprint` identifies them in the cache."""
     if data.tokenizer == "char":
-        raise ConfigError("data.tokenizer char has no mask token; take bpe, a tokenizer.json or an encoder's.")
+        raise ConfigError(
+            "data.tokenizer char has no mask token; use bpe, a tokenizer.json or the tokenizer of an encoder."
+        )
     if data.tokenizer != "bpe":
         return of_tokenizer(load_tokenizer(data.tokenizer), data.tokenizer)
     limit = data.tokenizer_sample_mb * 1_000_000
@@ -126,15 +128,17 @@ def build_mask_tokenizer(
 
 
 def of_tokenizer(tokenizer: Tokenizer, name: str) -> MaskTokenizer:
-    """Of any tokenizer that has a mask token in BERT's or RoBERTa's spelling."""
+    """Converts a tokenizer whose special tokens are named as in BERT or RoBERTa."""
     return MaskTokenizer(tokenizer.backend, name)
 
 
 def of_pretrained(tokenizer: Any) -> MaskTokenizer:
-    """Of a tokenizer of transformers. Raises ConfigError where it has no mask token."""
+    """Converts a tokenizer of transformers. Raises ConfigError if it has no mask token."""
     named = [getattr(tokenizer, role, None) for role in _ROLES]
     if named[4] is None:
-        raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no mask token: the model fills no gaps.")
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path} has no mask token; use a masked language model such as BERT."
+        )
     begin, end = named[2] or tokenizer.bos_token, named[3] or tokenizer.eos_token
     specials = Specials(str(named[0]), str(named[1]), str(begin), str(end), str(named[4]))
     return MaskTokenizer(Backend.from_str(tokenizer.backend_tokenizer.to_str()), str(tokenizer.name_or_path), specials)
@@ -142,19 +146,19 @@ def of_pretrained(tokenizer: Any) -> MaskTokenizer:
 
 @dataclass(frozen=True)
 class GraphCodec:
-    """What turns texts and triples into inputs: a tokenizer, and the relations that are numbered 1, 2, ..."""
+    """A tokenizer with the names of relations (ids 1, 2, ...) and entities."""
 
     tokenizer: MaskTokenizer
     relations: tuple[str, ...]
-    entities: tuple[Entity, ...] = ()  # in the order of the model's entity table, from row 1 on
+    entities: tuple[Entity, ...] = ()  # in the order of the model's entity table, starting at row 1
 
     @property
     def pad_id(self) -> int:
-        """What stands for nothing; 0 where no token does."""
+        """Returns the id of the padding token, or 0 if there is none."""
         return int(self.tokenizer.backend.token_to_id(self.tokenizer.specials.pad) or 0)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer, with relations.json and entities.json beside it."""
+        """Writes the tokenizer, relations.json and entities.json."""
         self.tokenizer.save(folder)
         for name, values in ((RELATIONS_FILE, self.relations), (ENTITIES_FILE, self.entities)):
             if values:
@@ -163,22 +167,25 @@ class GraphCodec:
 
     @classmethod
     def load(cls, folder: Path) -> GraphCodec:
-        """What `save` wrote. Raises ConfigError where it cannot be read."""
+        """Loads what `save` wrote. Raises ConfigError if it cannot be read."""
         relations = _strings(folder / RELATIONS_FILE, 0)
         entities = tuple(Entity(*pair) for pair in _strings(folder / ENTITIES_FILE, len(Entity._fields)))
         return cls(of_tokenizer(load_tokenizer(folder), str(folder)), tuple(relations), entities)
 
 
 def _strings(file: Path, columns: int) -> list[Any]:
-    """A list of strings, or of lists of so many strings; empty without a file. Raises ConfigError for anything else."""
+    """Reads a list of strings, or of lists of `columns` strings if not 0; a missing file is empty.
+
+    Raises ConfigError for anything else.
+    """
     found = read_json(file) if file.exists() else []
 
-    def right(value: Any) -> bool:
+    def is_valid(value: Any) -> bool:
         if not columns:
             return isinstance(value, str)
         return isinstance(value, list) and len(value) == columns and all(isinstance(part, str) for part in value)
 
-    if not isinstance(found, list) or not all(map(right, found)):
+    if not isinstance(found, list) or not all(map(is_valid, found)):
         what = f"lists of {columns} strings" if columns else "strings"
         raise ConfigError(f"{file} holds {shown(found)}, not a list of {what}; train or export the model again.")
     return found

@@ -1,4 +1,4 @@
-"""What is masked of an example, and with what. Every draw is a function of (seed, epoch, example)."""
+"""Masks tokens of the text and tails of triples. Every draw is a function of (seed, epoch, example)."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from sansgpu.config import fold_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.leafy import Leafy
 
-SPAN_STOPS = 0.2  # chance of a span to end at each token: the lengths of SpanBERT (arXiv 1907.10529)
-MOST_DRAWS = 100  # of span lengths for which there is no place any more
-MASKED, RANDOM = 0.8, 0.1  # shares of what is chosen that become the mask, or any token; the rest stays (BERT)
+SPAN_END_PROBABILITY = 0.2  # geometric span lengths of SpanBERT (arXiv 1907.10529)
+MAX_DRAWS = 100  # draws of a span length per example
+MASKED, RANDOM = 0.8, 0.1  # shares of chosen tokens replaced by the mask or a random token; the rest stays (BERT)
 
 
 @dataclass(frozen=True)
 class MaskRules:
-    """How much is masked, and in what pieces."""
+    """Masking settings."""
 
     ratio: float
     max_span: int
     leaf_ratio: float
     min_leaf_groups: int
     mask_id: int
-    ordinary: np.ndarray  # ids that may stand in for another
-    query_ratio: float = 0.0  # share of the triples whose tail is asked for as an entity
+    ordinary: np.ndarray  # ids that may be used as random replacements
+    query_ratio: float = 0.0  # share of triples that become entity queries
 
 
 class Masked(NamedTuple):
-    """An example after masking. R roots, then L leaves."""
+    """An example after masking: R roots, then L leaves."""
 
     tokens: np.ndarray  # (R + L,)
-    targets: np.ndarray  # (R + L,), IGNORE where nothing is predicted
-    bounds: np.ndarray  # (R + L, 2): the roots before and behind the span of a masked root
+    targets: np.ndarray  # (R + L,), IGNORE for nodes without a loss
+    bounds: np.ndarray  # (R + L, 2): the roots before and after the span of a masked root
 
 
 def with_queries(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int) -> Leafy:
-    """The example with one masked leaf in place of the tails that are asked for as entities in this epoch."""
+    """Turns some triples into entity queries for this epoch: one masked leaf replaces the tail."""
     if not rules.query_ratio:
         return example
     draws = np.random.Generator(np.random.PCG64(fold_seed(seed, "entity queries", epoch, number)))
@@ -52,7 +52,7 @@ def with_queries(example: Leafy, rules: MaskRules, seed: int, epoch: int, number
 
 
 def masked(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int) -> Masked:
-    """Example `number` as an epoch shows it."""
+    """Masks example `number` for an epoch."""
     draws = np.random.Generator(np.random.PCG64(fold_seed(seed, "masking", epoch, number)))
     spans = _root_spans(example, rules, draws)
     groups = _leaf_groups(len(example.placed), rules, draws)
@@ -71,19 +71,18 @@ def masked(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int)
 
 
 def _root_spans(example: Leafy, rules: MaskRules, draws: np.random.Generator) -> list[tuple[int, int]]:
-    """[start, stop) of what is masked of the text: whole words in spans, or single tokens."""
+    """Draws the masked spans [start, stop) of the text: whole words, or single tokens if max_span is 1."""
     roots = len(example.tokens)
     budget = int(rules.ratio * (roots - 2))
     if rules.max_span == 1:
         return [(int(p), int(p) + 1) for p in np.sort(draws.permutation(roots - 2)[:budget] + 1)]
     starts = np.flatnonzero(example.word_starts)
-    taken = np.zeros(roots + 1, np.int64)  # how many masked tokens there are before each
+    taken = np.zeros(roots + 1, np.int64)  # number of masked tokens before each token
     masked, spans = np.zeros(roots, np.int64), []
-    # From each token: where its word ends.
-    ends = np.append(starts[1:], roots - 1)
+    ends = np.append(starts[1:], roots - 1)  # of words
     word_end = np.repeat(ends, np.diff(np.append(starts, roots - 1)))
-    chances = (1 - SPAN_STOPS) ** np.arange(rules.max_span)
-    for _ in range(MOST_DRAWS):
+    chances = (1 - SPAN_END_PROBABILITY) ** np.arange(rules.max_span)
+    for _ in range(MAX_DRAWS):
         left = budget - int(taken[-1])
         if left <= 0:
             break
@@ -100,7 +99,7 @@ def _root_spans(example: Leafy, rules: MaskRules, draws: np.random.Generator) ->
 
 
 def _leaf_groups(groups: int, rules: MaskRules, draws: np.random.Generator) -> np.ndarray:
-    """Triples whose whole tails are masked."""
+    """Draws the triples whose tails are masked, each as a whole."""
     chosen = np.flatnonzero(draws.random(groups) < rules.leaf_ratio)
     if len(chosen) < rules.min_leaf_groups and groups:
         return draws.integers(groups, size=1)
@@ -109,5 +108,5 @@ def _leaf_groups(groups: int, rules: MaskRules, draws: np.random.Generator) -> n
 
 def _replaced(original: np.ndarray, chosen: np.ndarray, rules: MaskRules, draws: np.random.Generator) -> np.ndarray:
     fate, others = draws.random(len(original)), draws.choice(rules.ordinary, len(original))
-    shown = np.where(fate < MASKED, rules.mask_id, np.where(fate < MASKED + RANDOM, others, original))
-    return np.where(chosen, shown, original)
+    replaced = np.where(fate < MASKED, rules.mask_id, np.where(fate < MASKED + RANDOM, others, original))
+    return np.where(chosen, replaced, original)

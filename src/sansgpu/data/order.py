@@ -1,4 +1,4 @@
-"""Which examples make which step's batch."""
+"""Shuffles examples: maps a step to the indices of its batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from sansgpu.config import fold_seed
 
 
 def steps_per_epoch(examples: int, batch_size: int) -> int:
-    """Steps that show every example once; the last may be short."""
+    """Returns the number of steps per epoch, including a last batch that may be smaller."""
     return -(-examples // batch_size)
 
 
 def batch_indices(seed: int, step: int, examples: int, batch_size: int) -> np.ndarray:
-    """The examples of step 0, 1, 2, ...: each epoch is a permutation of its own, its last batch may be short."""
+    """Returns the examples of step 0, 1, 2, ...: each epoch has its own permutation; its last batch may be smaller."""
     epoch, place = divmod(step, steps_per_epoch(examples, batch_size))
     return _permutation(seed, epoch, examples)[place * batch_size : (place + 1) * batch_size]
 
 
-@lru_cache(maxsize=2)  # the epoch at hand, and the next one while batches are prepared ahead
+@lru_cache(maxsize=2)  # the current epoch, and the next one while batches are prefetched
 def _permutation(seed: int, epoch: int, examples: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(fold_seed(seed, "shuffle", epoch))).permutation(examples)

@@ -1,6 +1,6 @@
-"""Documents -> windows of T tokens. Every token is predicted exactly once an epoch, but for a text's very first.
+"""Cuts documents into windows of T tokens. An epoch predicts every token exactly once, except the very first one.
 
-Each document is [end-of-text, its tokens]; the next end-of-text is what its last token predicts.
+Each document is [end-of-text, its tokens]; its last token predicts the end-of-text token of the next document.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ SHORTEST_PIECE = 32
 
 
 class Windows(Protocol):
-    """Numbered examples of one length."""
+    """Indexed windows for language modeling."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """The examples of these numbers, one a row."""
+        """Returns the windows with these indices, one per row."""
 
     def target_bytes(self, indices: np.ndarray) -> np.ndarray:
-        """UTF-8 bytes of the text that the targets of each of these examples cover, (B,) int64."""
+        """Returns the UTF-8 bytes of text covered by the targets of each of these windows, (B,) int64."""
 
 
 def make_windows(part: TokenRanges, window: int, end_id: int, pack: bool) -> PackedWindows | PaddedWindows:
-    """Windows as `data.pack_sequences` asks."""
+    """Builds packed windows if `pack`, else padded ones."""
     return PackedWindows(part, window, end_id) if pack else PaddedWindows(part, window, end_id)
 
 
 def piece_length(training: TrainingConfig, window: int, step: int, total_steps: int) -> int:
-    """Tokens of the pieces that windows are cut into at step 0 .. total_steps - 1; the window's own when it is whole.
+    """Returns the length of the pieces that windows are cut into at a step; `window` if they are not cut.
 
-    Stages of equally many steps, each with pieces twice as long as the one before. arXiv 2108.06084 grows the window
-    itself; here its shape stays, and with it the compiled graph.
+    The warm-up has stages of equal duration, each doubling the length. arXiv 2108.06084 grows the window itself; here
+    its shape is constant, so the compiled graph is reused.
     """
     stages = max(0, math.ceil(math.log2(window / SHORTEST_PIECE)))
     steps = training.window_warmup_ratio * total_steps
@@ -48,7 +48,7 @@ def piece_length(training: TrainingConfig, window: int, step: int, total_steps: 
 
 
 class PackedWindows:
-    """The documents in one stream, cut every T tokens; only the last window has padding."""
+    """Concatenates the documents and cuts the stream every T tokens; only the last window has padding."""
 
     def __init__(self, part: TokenRanges, window: int, end_id: int) -> None:
         self._part, self._window, self._end_id = part, window, end_id
@@ -58,7 +58,7 @@ class PackedWindows:
         return -(-int(self._offsets[-1]) // self._window)
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """Windows of T tokens with positions and document ids counted within the window."""
+        """Returns windows of T tokens with positions and document ids relative to the window."""
         shape = (len(indices), self._window)
         inputs, targets = np.full(shape, self._end_id, np.int64), np.full(shape, IGNORE, np.int64)
         documents = np.zeros(shape, np.int64)
@@ -68,7 +68,7 @@ class PackedWindows:
             filled = len(tokens) - 1
             inputs[row, :filled], targets[row, :filled] = tokens[:-1], tokens[1:]
             first, last = np.searchsorted(self._offsets, [start + 1, start + filled])
-            begins = self._offsets[first:last] - start  # documents that begin inside, behind the window's first token
+            begins = self._offsets[first:last] - start  # documents that begin after the window's first token
             documents[row, begins] = 1
             if filled < self._window:
                 documents[row, filled] = 1  # padding is a document of its own
@@ -78,20 +78,19 @@ class PackedWindows:
         return Batch(*map(torch.from_numpy, (inputs, targets, _positions(documents), documents)))
 
     def target_bytes(self, indices: np.ndarray) -> np.ndarray:
-        """UTF-8 bytes of the text that the targets of each window cover, (B,) int64."""
         starts = [int(index) * self._window + 1 for index in indices]
         ranges = [self._ranges(start, start + self._window) for start in starts]
         return np.array([sum(self._part.bytes_between(*r) for r in found) for found in ranges], np.int64)
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start..stop of the stream, which ends with an end-of-text token."""
+        """Reads tokens [start, stop) of the stream, which ends with an end-of-text token."""
         pieces = [self._part.tokens[first:last].astype(np.int64) for first, last in self._ranges(start, stop)]
         if stop > self._offsets[-1]:
             pieces.append(np.array([self._end_id], np.int64))
         return np.concatenate(pieces)
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where in the store tokens start..stop of the stream are, document by document."""
+        """Yields the ranges in the store of tokens [start, stop) of the stream, document by document."""
         document = int(np.searchsorted(self._offsets, start, side="right")) - 1
         while start < stop and document < len(self._part.starts):
             first = int(self._part.starts[document]) + start - int(self._offsets[document])
@@ -102,7 +101,7 @@ class PackedWindows:
 
 
 class PaddedWindows:
-    """Every document in windows of its own, the last one padded at its end, where causal attention never looks."""
+    """Cuts each document separately. Its last window is right-padded, which causal attention ignores."""
 
     def __init__(self, part: TokenRanges, window: int, end_id: int) -> None:
         self._part, self._window, self._end_id = part, window, end_id
@@ -113,7 +112,6 @@ class PaddedWindows:
         return int(self._offsets[-1])
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """Windows of T tokens, each of one document."""
         shape = (len(indices), self._window)
         inputs, targets = np.full(shape, self._end_id, np.int64), np.full(shape, IGNORE, np.int64)
         for row, index in enumerate(indices):
@@ -125,12 +123,11 @@ class PaddedWindows:
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
 
     def target_bytes(self, indices: np.ndarray) -> np.ndarray:
-        """UTF-8 bytes of the text that the targets of each window cover, (B,) int64."""
         ranges = [self._range(int(index)) for index in indices]
         return np.array([self._part.bytes_between(a + 1, b + (not ends)) for a, b, ends in ranges], np.int64)
 
     def _range(self, index: int) -> tuple[int, int, bool]:
-        """Where in the store a window's inputs are, and whether they are the last of their document."""
+        """Returns the range of a window's inputs in the store, and whether it is the last one of its document."""
         document = int(np.searchsorted(self._offsets, index, side="right")) - 1
         start = int(self._part.starts[document]) + (index - int(self._offsets[document])) * self._window
         stop = min(start + self._window, int(self._part.stops[document]))
@@ -138,18 +135,20 @@ class PaddedWindows:
 
 
 class TextWindows:
-    """Documents as `tokenizer(text)` of transformers writes them, for models that read one document a row.
+    """Documents tokenized as by `tokenizer(text)` of transformers, for models that read one document per row.
 
-    A document's last token predicts nothing. A longer document than T tokens is cut, and every piece begins with the
-    `before` tokens that the tokenizer puts before a text, as models with a beginning-of-text token need; the next token
-    is the last one of the piece before. Rows are in the order of their lengths, so that batches have little padding.
+    A document's last token predicts nothing. A document of more than T tokens is cut. Every piece begins with the
+    first `before` tokens of the document, because some models need a BOS token; the next token is the last one of the
+    previous piece. Rows are sorted by length to reduce padding.
     """
 
     def __init__(self, part: TokenRanges, window: int, before: int, end_id: int) -> None:
         if before >= window:
-            raise ConfigError(f"a window of {window} tokens has no room beside the {before} that begin a text.")
+            raise ConfigError(
+                f"a window of {window} tokens has no room after the {before} special tokens at its start."
+            )
         self._part, self._before, self._end_id = part, before, end_id
-        rows: list[tuple[int, int, int, int]] = []  # document's start; its head's length, then a stretch of it
+        rows: list[tuple[int, int, int, int]] = []  # document start, prefix length, range
         for start, stop in zip(part.starts.tolist(), part.stops.tolist(), strict=True):
             head, first = 0, start
             while first + 1 < stop:
@@ -163,7 +162,7 @@ class TextWindows:
         return len(self._rows)
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """Rows of these numbers, as long as the longest of them."""
+        """Returns the rows with these indices, padded to the longest."""
         rows = [self._rows[index] for index in indices]
         shape = (len(rows), max(head + last - first for _, head, first, last in rows))
         inputs, targets = np.full(shape, self._end_id, np.int64), np.full(shape, IGNORE, np.int64)
@@ -175,13 +174,12 @@ class TextWindows:
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
 
     def target_bytes(self, indices: np.ndarray) -> np.ndarray:
-        """UTF-8 bytes of the text that the targets of each row cover, (B,) int64."""
         rows = [self._rows[index] for index in indices]
         return np.array([self._part.bytes_between(first + 1, last + 1) for _, _, first, last in rows], np.int64)
 
 
 def _positions(documents: np.ndarray) -> np.ndarray:
-    """Distance to the first token of the same document in the row. (B, T) -> (B, T)."""
+    """Returns the distance of each token to the first token of its document in the row. (B, T) -> (B, T)."""
     places = np.arange(documents.shape[1])
     begins = np.diff(documents, axis=1, prepend=-1) != 0
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Batches prepared ahead of the step that needs them."""
+"""Prepares batches ahead of the step that needs them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sansgpu.data.batch import Examples
 
 
 class Prefetcher:
-    """Calls `make(step)` ahead of time in `workers` threads, for up to `depth` steps to come.
+    """Calls `make(step)` in `workers` threads for up to `depth` future steps.
 
-    As a batch depends on its step alone, neither number changes any result. Threads and not processes: making a
-    batch is copying from mapped files, which holds no lock, and processes would take cores from the step.
+    A batch depends only on its step, so neither number changes a result. Threads suffice: building a batch mostly
+    copies from memory-mapped files, which releases the GIL, and processes would take cores from the training step.
     """
 
     def __init__(self, make: Callable[[int], Examples], workers: int, depth: int) -> None:
@@ -22,7 +22,7 @@ class Prefetcher:
         self._ready: dict[int, Future[Examples]] = {}
 
     def __call__(self, step: int, last: int) -> Examples:
-        """The batch of `step`; steps below `last` are prepared behind it."""
+        """Returns the batch of `step` and starts preparing the next ones below `last`."""
         if self._pool is None:
             return self._make(step)
         for ahead in range(step, min(step + self._depth + 1, max(last, step + 1))):
@@ -31,10 +31,10 @@ class Prefetcher:
         return self._ready.pop(step).result()
 
     def forget(self) -> None:
-        """What was prepared is no longer what is wanted."""
+        """Discards all prepared batches."""
         self._ready.clear()
 
     def close(self) -> None:
-        """Stop preparing."""
+        """Stops the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)

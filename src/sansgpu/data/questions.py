@@ -1,6 +1,6 @@
-"""Rows -> questions about a context -> windows of tokens: the context in overlapping pieces, the question in each.
+"""Parses SQuAD questions and tokenizes them into windows: the question with overlapping parts of its context.
 
-Windows and labels are those of transformers' examples/pytorch/question-answering/run_qa.py.
+Windows and labels follow transformers' examples/pytorch/question-answering/run_qa.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sansgpu.config import ConfigError
 from sansgpu.data.files import Row, is_text, short
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
-BATCH = 1000  # questions tokenised in one call, in parallel
+BATCH = 1000  # questions tokenized in one call, in parallel
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about `context`; each answer is the character it starts at and its text, none where `impossible`."""
+    """A question about `context`. Answers are (first character, text) pairs; an `impossible` question has none."""
 
     id: str
     question: str
@@ -31,28 +31,28 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class QuestionWindow:
-    """A question and T tokens at most of it and its context.
+    """A window of T tokens with a question and part of its context.
 
-    `question` counts in the list the windows were made of; `start` and `end` are the answer's first and last token,
-    both `cls` where the window does not hold it whole; `offsets` are first and last + 1 character in the context.
+    `question` is the index of the question. `start` and `end` are the answer's first and last token, or both `cls` if
+    the window does not contain all of it. `offsets` are [start, stop) characters in the context.
     """
 
     question: int
     ids: np.ndarray  # (T,) int32
-    type_ids: np.ndarray | None  # (T,) int8, where the tokenizer has them
+    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer has them
     start: int
     end: int
     cls: int
-    offsets: np.ndarray  # (T, 2) int32; -1, -1 for tokens that are not the context's
+    offsets: np.ndarray  # (T, 2) int32; -1, -1 for tokens outside the context
 
 
 def read_questions(
     rows: Iterable[Row], on_bad_row: Literal["fail", "skip"], warn: Callable[[str], None]
 ) -> list[Question]:
-    """Questions of SQuAD's nested articles (v1.1, v2) or of Hugging Face's flat columns, in order.
+    """Reads SQuAD's nested articles (v1.1, v2) or Hugging Face's flat columns, in order.
 
-    A question with no answers is impossible; one without an id is named by its place. Raises ConfigError at the first
-    bad row; with "skip" it is left out, and one warning tells how many were.
+    A question without answers is impossible; one without an id is identified by its location. Raises ConfigError for
+    the first invalid row; with "skip", leaves invalid rows out and reports their number in one warning.
     """
     questions: list[Question] = []
     seen: set[str] = set()
@@ -61,7 +61,7 @@ def read_questions(
         try:
             question = _question(row)
             if question.id in seen:
-                raise _bad(row, f"the id {question.id} was given before")
+                raise _bad_row(row, f"the id {question.id} is used by an earlier question")
         except ConfigError as error:
             if on_bad_row == "fail":
                 raise ConfigError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
@@ -74,12 +74,12 @@ def read_questions(
     return questions
 
 
-def _bad(row: Row, problem: str) -> ConfigError:
-    return ConfigError(f"{row.where}: {short(problem)}; mend or drop the row.")
+def _bad_row(row: Row, problem: str) -> ConfigError:
+    return ConfigError(f"{row.where}: {short(problem)}; fix or remove the row.")
 
 
 def _single_questions(rows: Iterable[Row]) -> Iterator[Row]:
-    """Nested articles as flat rows, one a question; flat rows as they are."""
+    """Flattens nested articles to one row per question; yields flat rows unchanged."""
     for row in rows:
         if row.problem is None and isinstance(row.value, dict) and "paragraphs" in row.value:
             yield from _article_questions(row)
@@ -90,18 +90,18 @@ def _single_questions(rows: Iterable[Row]) -> Iterator[Row]:
 def _article_questions(article: Row) -> Iterator[Row]:
     paragraphs = article.value["paragraphs"]
     if not isinstance(paragraphs, list):
-        yield article._replace(problem=str(_bad(article, "its paragraphs are no list")))
+        yield article._replace(problem=str(_bad_row(article, "its paragraphs are not a list")))
         return
     for number, paragraph in enumerate(paragraphs, 1):
         place = Row(f"{article.where}, paragraph {number}", paragraph)
         if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
-            yield place._replace(problem=str(_bad(place, "it is no object with a list `qas` of questions")))
+            yield place._replace(problem=str(_bad_row(place, "it is not an object with a list `qas` of questions")))
             continue
-        for count, asked in enumerate(paragraph["qas"], 1):
-            sound = isinstance(asked, dict)
-            named = sound and _is_id(asked.get("id"))
-            where = f"{article.where}, question {asked['id']}" if named else f"{place.where}, question {count}"
-            yield Row(where, {**asked, "context": paragraph.get("context")} if sound else asked)
+        for count, qa in enumerate(paragraph["qas"], 1):
+            is_object = isinstance(qa, dict)
+            named = is_object and _is_id(qa.get("id"))
+            where = f"{article.where}, question {qa['id']}" if named else f"{place.where}, question {count}"
+            yield Row(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
 
 
 def _is_id(given: Any) -> bool:
@@ -109,29 +109,29 @@ def _is_id(given: Any) -> bool:
 
 
 def _question(row: Row) -> Question:
-    """Raises ConfigError where the row holds no sound question."""
+    """Parses a flat row. Raises ConfigError if it is not a valid question."""
     if row.problem:
         raise ConfigError(row.problem)
     if not isinstance(row.value, dict):
-        raise _bad(row, f"it is a {type(row.value).__name__}, not an object with a question and its context")
+        raise _bad_row(row, f"it is a {type(row.value).__name__}, not an object with a question and its context")
     question, context = _text(row, "question"), _text(row, "context")
     impossible = row.value.get("is_impossible")
     if impossible not in (None, True, False):
-        raise _bad(row, f"is_impossible is {impossible!r}, not true or false")
+        raise _bad_row(row, f"is_impossible is {impossible!r}, not true or false")
     if "answers" not in row.value and not impossible:
-        raise _bad(row, "no answers, where a question that has none needs an empty list")
+        raise _bad_row(row, "no answers; a question without an answer needs an empty list")
     answers = tuple(_answer(row, context, text, start) for text, start in _given_answers(row))
     if impossible and answers:
-        raise _bad(row, "is_impossible is true, and yet there are answers")
+        raise _bad_row(row, "is_impossible is true, but there are answers")
     return Question(_id(row), question, context, answers, not answers)
 
 
 def _text(row: Row, key: str) -> str:
     text = row.value.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise _bad(row, f"no {key}")
+        raise _bad_row(row, f"no {key}")
     if not is_text(text):
-        raise _bad(row, f"its {key} holds half a surrogate pair, which is no text")
+        raise _bad_row(row, f"its {key} contains an unpaired surrogate, which is not valid text")
     return text
 
 
@@ -140,50 +140,50 @@ def _id(row: Row) -> str:
     if given is None:
         return row.where
     if not _is_id(given):
-        raise _bad(row, f"its id is {given!r}, not a text or a whole number")
+        raise _bad_row(row, f"its id is {given!r}, not text or an integer")
     return str(given)
 
 
 def _given_answers(row: Row) -> list[tuple[Any, Any]]:
-    """(text, start) of each answer, of whatever type they are."""
+    """Returns (text, start) of each answer, with unchecked types."""
     answers = row.value.get("answers")
     if answers is None:
         return []
     if isinstance(answers, dict):
         texts, starts = answers.get("text"), answers.get("answer_start")
         if not isinstance(texts, list) or not isinstance(starts, list):
-            raise _bad(row, "its answers are no lists `text` and `answer_start`")
+            raise _bad_row(row, "its answers do not have the lists `text` and `answer_start`")
         if len(texts) != len(starts):
-            raise _bad(row, f"its answers have {len(texts)} texts, but {len(starts)} starts")
+            raise _bad_row(row, f"its answers have {len(texts)} texts, but {len(starts)} starts")
         return list(zip(texts, starts, strict=True))
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
-        raise _bad(row, "its answers are no list of objects with `text` and `answer_start`")
+        raise _bad_row(row, "its answers are not a list of objects with `text` and `answer_start`")
     return [(answer.get("text"), answer.get("answer_start")) for answer in answers]
 
 
 def _answer(row: Row, context: str, text: Any, start: Any) -> tuple[int, str]:
-    """Where the answer starts and its text; white space at its ends may have moved."""
+    """Returns the answer's start and text after checking it, allowing for stripped white space."""
     if not isinstance(text, str) or not text.strip():
-        raise _bad(row, "an answer without text")
+        raise _bad_row(row, "an answer has no text")
     if not is_text(text):
-        raise _bad(row, "an answer holds half a surrogate pair, which is no text")
+        raise _bad_row(row, "an answer contains an unpaired surrogate, which is not valid text")
     if not isinstance(start, int) or isinstance(start, bool):
-        raise _bad(row, f"the answer {text!r} starts at {start!r}, which is no whole number")
+        raise _bad_row(row, f"the answer {text!r} starts at {start!r}, which is not an integer")
     if start >= 0:
         if context.startswith(text, start):
             return start, text
-        beside = len(context) - len(context[start:].lstrip())
-        if context.startswith(text.strip(), beside):
-            return beside, text.strip()
-    raise _bad(row, f"the answer {text!r} does not stand at character {start} of the context")
+        stripped_start = len(context) - len(context[start:].lstrip())
+        if context.startswith(text.strip(), stripped_start):
+            return stripped_start, text.strip()
+    raise _bad_row(row, f"the answer {text!r} is not at character {start} of the context")
 
 
 @tokenizer_errors()
 def make_windows(questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int) -> list[QuestionWindow]:
-    """Windows of at most `max_length` tokens for all questions, in order; those of one overlap by `doc_stride` tokens.
+    """Tokenizes questions, in order, into windows of at most `max_length` tokens that overlap by `doc_stride` tokens.
 
-    `tokenizer` is a fast one of transformers'; one that pads on the left puts the context before the question. Raises
-    ConfigError where a question and the overlap leave no room for more context.
+    `tokenizer` is a fast tokenizer of transformers; if it pads on the left, the context comes before the question.
+    Raises ConfigError if a question and the overlap leave no room for more context.
     """
     room = max_length - int(tokenizer.num_special_tokens_to_add(pair=True))
     if doc_stride >= room:
@@ -205,12 +205,12 @@ def _lengths(texts: list[str], tokenizer: Any) -> list[int]:
 
 
 def _check_room(questions: list[Question], tokenizer: Any, room: int, max_length: int, doc_stride: int) -> None:
-    """Foresee what `tokenizers` cannot cut into `room` tokens: it would name no question, or panic."""
+    """Raises ConfigError for a question that does not fit: `tokenizers` would not name it, or would panic."""
     lengths = _lengths([question.question.lstrip() for question in questions], tokenizer)
     for question, length in zip(questions, lengths, strict=True):
         left = room - length
         if left > doc_stride or _lengths([question.context], tokenizer)[0] <= left:
-            continue  # the context fits, or can be cut
+            continue  # the context fits or can be cut
         if left < 1:
             raise ConfigError(
                 f"question {question.id} has {length} tokens, which leaves no room for its context in a window of "
@@ -225,11 +225,11 @@ def _check_room(questions: list[Question], tokenizer: Any, room: int, max_length
 def _batch_windows(
     questions: list[Question], first: int, tokenizer: Any, max_length: int, doc_stride: int
 ) -> list[QuestionWindow]:
-    """Windows of questions whose first is number `first`."""
+    """Tokenizes a batch of questions; `first` is the index of its first question."""
     context_second = tokenizer.padding_side == "right"
-    asked, contexts = [q.question.lstrip() for q in questions], [q.context for q in questions]
+    question_texts, contexts = [q.question.lstrip() for q in questions], [q.context for q in questions]
     encoded = tokenizer(
-        *((asked, contexts) if context_second else (contexts, asked)),
+        *((question_texts, contexts) if context_second else (contexts, question_texts)),
         truncation="only_second" if context_second else "only_first",
         max_length=max_length,
         stride=doc_stride,
@@ -258,7 +258,7 @@ def _batch_windows(
 
 
 def _cls_index(ids: list[int], tokenizer: Any) -> int:
-    """Where a window says that it holds no answer."""
+    """Returns the token that is the target of windows without the answer."""
     for token in (tokenizer.cls_token_id, tokenizer.bos_token_id):
         if token is not None and token in ids:
             return ids.index(token)
@@ -266,19 +266,19 @@ def _cls_index(ids: list[int], tokenizer: Any) -> int:
 
 
 def _label(question: Question, offsets: np.ndarray, cls: int) -> tuple[int, int]:
-    """First and last token of the first answer, or `cls` twice where it is not wholly in the window.
+    """Returns the first and last token of the first answer, or `cls` twice if the window does not contain all of it.
 
-    run_qa walks past the context from an answer in its last token, and within a character of several tokens it ends
-    before it starts; here an answer has all tokens that share a character with it.
+    An answer consists of all tokens that share a character with it. run_qa differs in two cases: it leaves the context
+    if the answer is in the last token, and its end precedes its start within a character of several tokens.
     """
     places = np.flatnonzero(offsets[:, 0] >= 0)
     if question.impossible or not len(places):
         return cls, cls
-    begin, text = question.answers[0]
-    stop = begin + len(text)
+    answer_start, text = question.answers[0]
+    answer_stop = answer_start + len(text)
     begins, ends = offsets[places].T
-    if begins[0] > begin or ends[-1] < stop:
+    if begins[0] > answer_start or ends[-1] < answer_stop:
         return cls, cls
-    start = int(np.searchsorted(ends, begin, side="right"))
-    end = int(np.searchsorted(begins, stop, side="left")) - 1
+    start = int(np.searchsorted(ends, answer_start, side="right"))
+    end = int(np.searchsorted(begins, answer_stop, side="left")) - 1
     return (int(places[start]), int(places[end])) if start <= end else (cls, cls)

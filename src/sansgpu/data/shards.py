@@ -1,9 +1,9 @@
-"""Tokens on disk: streamed there once, mapped from there ever after.
+"""Tokenizes a source once into memory-mapped files on disk.
 
-A store is a folder of the cache: `tokens.bin` (each document's tokens, enclosed in the tokenizer's special tokens),
-`documents.bin` (one record a document) and `sizes.bin` (the bytes of text that each token covers), which is there only
-if the token's id does not determine them. The folder is named by a hash of all it was made from, built under a lock in
-a temporary folder beside it and renamed, so that it is whole or not there.
+A store is a folder in the cache: `tokens.bin` (each document's tokens, between the tokenizer's special tokens),
+`documents.bin` (one record per document) and, only if a token's id does not determine it, `sizes.bin` (UTF-8 bytes of
+text covered by each token). The folder's name is a hash of all inputs. It is built under a lock in a temporary folder
+and then renamed, so that it is complete or missing.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.watch.files import sync_to_disk
 
-FORMAT = 1  # of the store; part of every key
-ENCODE_CHARS = 4 << 20  # text encoded at once: enough to keep every thread busy, little memory
-CHECKED_AT_ONCE = 1 << 24  # tokens, a small share of the memory a run has
-BYTES_PER_TOKEN = 2  # at least, of ordinary text; characters and rare scripts have less
+FORMAT = 1  # version of the store format, part of every cache key
+ENCODE_CHARS = 4 << 20  # characters encoded in one call: keeps all threads busy, needs little memory
+CHECK_BLOCK = 1 << 24  # tokens checked at a time, a small share of the memory of a run
+BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and rare scripts have less
 SIZE = np.dtype("<u4")
-DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset behind its last token
+DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset after its last token
 
-Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # name of the activity, bytes done, bytes in total
 
 
 @dataclass(frozen=True)
 class TokenSizes:
-    """How many UTF-8 bytes of the text each token of a store covers."""
+    """UTF-8 bytes of text covered by each token of a store."""
 
-    tokens: np.ndarray  # (N,), mapped
+    tokens: np.ndarray  # (N,), memory-mapped
     by_id: np.ndarray  # (V,) int64
-    counted: np.ndarray | None  # (N,) uint32, mapped; None where `by_id` holds for every token
+    counted: np.ndarray | None  # (N,) uint32, memory-mapped; None if `by_id` is right for every token
 
     def between(self, start: int, stop: int) -> int:
-        """Bytes of tokens start..stop."""
+        """Returns the bytes covered by tokens [start, stop)."""
         sizes = self.by_id[self.tokens[start:stop]] if self.counted is None else self.counted[start:stop]
         return int(sizes.sum(dtype=np.int64))
 
@@ -54,13 +54,13 @@ class TokenStore:
     """The tokens of one source."""
 
     name: str
-    tokens: np.ndarray  # (N,) uint16 or uint32, mapped
+    tokens: np.ndarray  # (N,) uint16 or uint32, memory-mapped
     documents: np.ndarray  # (D,) DOCUMENT
     sizes: TokenSizes | None = None
 
 
 def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Progress) -> Tokenizer:
-    """The tokenizer the configuration names; bpe and char are made from `source`, once."""
+    """Loads the configured tokenizer; bpe and char are trained on `source` and cached."""
     if data.tokenizer not in ("bpe", "char"):
         return load_tokenizer(data.tokenizer)
     settings = (data.vocab_size, data.tokenizer_sample_mb) if data.tokenizer == "bpe" else ()
@@ -68,7 +68,7 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Pro
 
     def build(folder: Path) -> None:
         if data.tokenizer == "char":
-            texts = (piece.text for piece in _watched(source, "reading characters", progress))
+            texts = (piece.text for piece in _with_progress(source, "reading characters", progress))
             tokenizer: Tokenizer = CharTokenizer.train(texts)
         else:
             limit = data.tokenizer_sample_mb * 1_000_000
@@ -79,7 +79,7 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Pro
 
 
 def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Progress) -> TokenStore:
-    """Tokenize `source`, unless the cache has it. Raises ConfigError where the source holds no text."""
+    """Tokenizes `source` unless it is in the cache. Raises ConfigError if the source has no text."""
     tokenizer_key = hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
     key = cache_key("tokens", source.fingerprint, tokenizer_key, tokenizer.before, tokenizer.after, ENCODE_CHARS)
@@ -93,7 +93,7 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Pro
     folder = cached(cache / "tokens" / key, build)
     documents = np.fromfile(folder / "documents.bin", dtype=DOCUMENT)
     if not len(documents):
-        raise ConfigError(f"{source.name} holds no text; give data.dataset_name a corpus that is not empty.")
+        raise ConfigError(f"{source.name} contains no text; set data.dataset_name to a dataset that is not empty.")
     tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
     file = folder / "sizes.bin"
     counted = np.memmap(file, dtype=SIZE, mode="r") if file.is_file() else None
@@ -104,19 +104,19 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Pro
 def _require_whole(
     folder: Path, tokens: np.ndarray, documents: np.ndarray, counted: np.ndarray | None, vocab_size: int
 ) -> None:
-    """Every id must have a row in the embedding: one beyond it would read another's memory."""
-    blocks = (tokens[start : start + CHECKED_AT_ONCE] for start in range(0, len(tokens), CHECKED_AT_ONCE))
+    """Raises ConfigError if a file is truncated or an id is outside the embedding, which would read out of bounds."""
+    blocks = (tokens[start : start + CHECK_BLOCK] for start in range(0, len(tokens), CHECK_BLOCK))
     lengths = {len(tokens), int(documents["end"][-1]), len(tokens if counted is None else counted)}
     if len(lengths) > 1 or any(int(block.max()) >= vocab_size for block in blocks):
-        raise ConfigError(f"the cached tokens in {folder} are damaged; delete that folder, and they are made anew.")
+        raise ConfigError(f"the cached tokens in {folder} are damaged; delete that folder to create them again.")
 
 
 def _require_space(source: Source, cache: Path, dtype: np.dtype) -> None:
     needed, free = source.size_bytes * dtype.itemsize // BYTES_PER_TOKEN, free_disk_bytes(cache.absolute())
     if needed > free:
         raise ConfigError(
-            f"the tokens of {source.name} need about {needed / 1e9:.1f} GB and {cache} has {free / 1e9:.1f} GB free; "
-            "free some space or set data.cache_dir to another place."
+            f"the tokens of {source.name} need about {needed / 1e9:.1f} GB, but {cache} has {free / 1e9:.1f} GB free; "
+            "free some space or set data.cache_dir to another folder."
         )
 
 
@@ -138,7 +138,7 @@ class _Writer:
                 file.close()
 
     def add(self, ids: Sequence[int], sizes: np.ndarray | None = None) -> None:
-        """Tokens, with the bytes that each covers where their ids do not tell."""
+        """Appends tokens; `sizes` are the bytes that each covers, if their ids do not determine them."""
         if sizes is not None and self._sizes is None:
             self._begin_sizes()
         tokens = np.asarray(ids, dtype=self._dtype)
@@ -148,26 +148,26 @@ class _Writer:
             self._sizes.write((self._by_id[tokens] if sizes is None else sizes).astype(SIZE).tobytes())
 
     def end_document(self, content_hash: int) -> None:
-        """What comes next is of another document."""
+        """Ends the current document."""
         self._documents.write(np.array([(self._end, content_hash)], dtype=DOCUMENT).tobytes())
 
     def _begin_sizes(self) -> None:
-        """Have sizes of all tokens so far, whose ids tell them."""
+        """Creates sizes.bin and writes the sizes of all earlier tokens, which follow from their ids."""
         self._tokens.flush()
         self._sizes = (self._folder / "sizes.bin").open("wb")
         if self._end:
             tokens = np.memmap(self._folder / "tokens.bin", dtype=self._dtype, mode="r")
-            for start in range(0, self._end, CHECKED_AT_ONCE):
-                self._sizes.write(self._by_id[tokens[start : start + CHECKED_AT_ONCE]].astype(SIZE).tobytes())
+            for start in range(0, self._end, CHECK_BLOCK):
+                self._sizes.write(self._by_id[tokens[start : start + CHECK_BLOCK]].astype(SIZE).tobytes())
 
 
 def _tokenize(source: Source, tokenizer: Tokenizer, writer: _Writer, progress: Progress) -> None:
     by_id, starts, content = tokenizer.token_bytes(), True, hashlib.blake2b(digest_size=8)
-    for batch in _batches(_watched(source, "tokenizing", progress)):
+    for batch in _batches(_with_progress(source, "tokenizing", progress)):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         raw = [piece.text.encode() for piece in batch]
-        odd = [n for n, ids in enumerate(encoded) if int(by_id[ids].sum()) != len(raw[n])]
-        sizes = dict(zip(odd, tokenizer.covered_bytes([batch[n].text for n in odd]), strict=True))
+        mismatched = [n for n, ids in enumerate(encoded) if int(by_id[ids].sum()) != len(raw[n])]
+        sizes = dict(zip(mismatched, tokenizer.covered_bytes([batch[n].text for n in mismatched]), strict=True))
         for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
             if starts:
                 writer.add(tokenizer.before)
@@ -193,19 +193,19 @@ def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _watched(source: Source, doing: str, progress: Progress) -> Iterator[Piece]:
+def _with_progress(source: Source, activity: str, progress: Progress) -> Iterator[Piece]:
     done = 0
     for piece in source.read():
         done += len(piece.text)
-        progress(doing, done, max(done, source.size_bytes))
+        progress(activity, done, max(done, source.size_bytes))
         yield piece
 
 
 def _sample(source: Source, limit: int, progress: Progress) -> Iterator[str]:
-    """Texts of about `limit` bytes, spread evenly over the source where it is larger."""
+    """Yields about `limit` bytes of text, evenly sampled from the source."""
     keep = min(1.0, limit / source.size_bytes) if source.size_bytes else 1.0
     seen = taken = 0
-    for piece in _watched(source, "training the tokenizer", progress):
+    for piece in _with_progress(source, "training the tokenizer", progress):
         seen += len(piece.text)
         if taken <= seen * keep:
             taken += len(piece.text)
@@ -215,12 +215,12 @@ def _sample(source: Source, limit: int, progress: Progress) -> Iterator[str]:
 
 
 def cache_key(*parts: object) -> str:
-    """The name of what was made from `parts`."""
+    """Returns the cache key of an artifact made from `parts`."""
     return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:32]
 
 
 def cached(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder` of the cache, made by `build` if it is not there yet; of several processes one does, the others wait."""
+    """Returns the cache `folder`, calling `build` if it is missing. One process builds it while the others wait."""
     if folder.is_dir():
         return folder
     partial = folder.with_name(folder.name + ".partial")
@@ -229,7 +229,7 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
         with FileLock(folder.with_name(folder.name + ".lock")):
             if folder.is_dir():
                 return folder
-            shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             partial.mkdir()
             try:
                 build(partial)
@@ -241,6 +241,6 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise ConfigError(
             f"the cache {folder.parent} cannot be written: {error.strerror or error}; "
-            "free some space or set data.cache_dir to another place."
+            "free some space or set data.cache_dir to another folder."
         ) from None
     return folder

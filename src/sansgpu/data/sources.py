@@ -1,4 +1,4 @@
-"""Where text comes from: local files and folders, Hugging Face datasets, Python's own standard library."""
+"""Opens datasets: local files and folders, Hugging Face datasets, Python's standard library."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ TEST_NAMES = ("test", "testing")
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus: documents or rows in a fixed order, whose content `fingerprint` names."""
+    """A corpus of documents or rows in a fixed order. `fingerprint` identifies its content."""
 
     name: str
     fingerprint: str
-    size_bytes: int  # of the files as they lie; 0 where it is not known
+    size_bytes: int  # of the files on disk; 0 if unknown
     read: Callable[[], Iterator[Piece]]
     rows: Callable[[], Iterator[Row]]
-    files: Mapping[str, Path] = field(default_factory=dict)  # by their names in the folder; none of a dataset
+    files: Mapping[str, Path] = field(default_factory=dict)  # by name relative to the folder; empty for a Hub dataset
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The training part and, where the data brings them, the validation and test parts."""
+    """The training split and, if the data has them, the validation and test splits."""
 
     train: Source
     validation: Source | None
@@ -44,7 +44,7 @@ class Sources:
 
 
 def open_sources(data: DataConfig) -> Sources:
-    """The sources a configuration names. Raises ConfigError where there is no such data."""
+    """Opens the configured sources. Raises ConfigError if the data does not exist."""
     sources = open_parts(data.dataset_name, data)
     if data.validation_name:
         return replace(sources, validation=open_single(data.validation_name, data))
@@ -52,13 +52,13 @@ def open_sources(data: DataConfig) -> Sources:
 
 
 def open_single(name: str, data: DataConfig) -> Source:
-    """One source to evaluate on: its validation part where it has one, else all of it."""
+    """Opens one source to evaluate on: its validation split if it has one, else all of it."""
     sources = open_parts(name, data)
     return sources.validation or sources.train
 
 
 def open_parts(name: str, data: DataConfig) -> Sources:
-    """All parts of one source. Raises ConfigError where there is no such data."""
+    """Opens all splits of one source. Raises ConfigError if the data does not exist."""
     if name == PYTHON_STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return Sources(_files_source(name, root, _stdlib_files(root), data), None)
@@ -67,7 +67,7 @@ def open_parts(name: str, data: DataConfig) -> Sources:
     path = Path(name).expanduser()
     if path.is_file():
         if file_form(path) is None:
-            raise ConfigError(f"{path} has no known form; known are {' '.join(SUFFIXES)}, each also with .gz.")
+            raise ConfigError(f"{path} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
         return Sources(_files_source(name, path.parent, [path], data), None)
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
@@ -75,29 +75,29 @@ def open_parts(name: str, data: DataConfig) -> Sources:
         return _folder_sources(path, data)
     require_ordinary(path)
     if path.is_absolute() or name.startswith((".", "~")) or file_form(path) is not None:
-        raise ConfigError(f"{name} does not exist; data.dataset_name wants a file, a folder or a dataset's name.")
+        raise ConfigError(f"{name} does not exist; set data.dataset_name to a file, a folder or a dataset on the Hub.")
     return _hub_sources(name, data, local=False)
 
 
 def _stdlib_chat(library: Source) -> Source:
-    """Questions and answers about the standard library; as text, its modules."""
+    """Builds the source of questions and answers about the standard library; as text, it yields the modules."""
     fingerprint = files_fingerprint(library.files, (PYTHON_STDLIB_CHAT,))
-    rows = partial(stdlib_conversations, library.files)  # far smaller than the files
+    rows = partial(stdlib_conversations, library.files)  # their size is unknown and far smaller than the files
     return replace(library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, size_bytes=0, rows=rows)
 
 
 def _stdlib_files(root: Path) -> list[Path]:
-    """The standard library's modules, without its tests and whatever is installed beside it."""
+    """Returns the modules of the standard library without its tests and installed packages."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
     return [p for p in sorted(root.rglob("*.py")) if not skipped.intersection(p.relative_to(root).parts)]
 
 
 def _folder_sources(root: Path, data: DataConfig) -> Sources:
-    """All files below `root`; where some are named train*, names decide which part a file belongs to."""
+    """Opens all files below `root`; if any is named train*, the names assign files to splits."""
     hidden = (p for p in sorted(root.rglob("*")) if p.is_file() and file_form(p))
     files = [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(root).parts)]
     if not files:
-        raise ConfigError(f"{root} holds no file of a known form ({' '.join(SUFFIXES)}, each also with .gz).")
+        raise ConfigError(f"{root} has no file with a supported suffix ({' '.join(SUFFIXES)}, each also with .gz).")
     train = [p for p in files if _part_of(p) in TRAIN_NAMES]
     validation = [p for p in files if _part_of(p) in VALIDATION_NAMES]
     test = [p for p in files if _part_of(p) in TEST_NAMES]
@@ -131,9 +131,9 @@ def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) ->
 
 
 def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> str:
-    """SHA-256 over the files' names and contents and over the settings they are read with.
+    """Returns the SHA-256 of the files' names and contents and of the settings that affect how they are read.
 
-    Raises ConfigError where one cannot be read.
+    Raises ConfigError if a file cannot be read.
     """
     digest = hashlib.sha256(repr(settings).encode())
     for name, path in files.items():
@@ -145,24 +145,24 @@ def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> s
 
 
 def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
-    import datasets  # a second of imports that local files never need
+    import datasets  # a slow import that local files never need
 
     datasets.disable_progress_bars()
     try:
         loaded: Any = datasets.load_from_disk(name) if local else _from_hub(name, data)
     except Exception as error:
         reason = first_line(error)
-        if not local and isinstance(error, OSError):  # connections, and datasets that are not in the cache
+        if not local and isinstance(error, OSError):  # no connection, and the dataset is not in the cache
             raise UnreachableError(
                 f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason})'
             ) from None
         raise ConfigError(
-            f"{name} is no local path, and as a Hugging Face dataset it cannot be loaded: {reason}."
+            f"{name} is not a local path, and loading it as a Hugging Face dataset failed: {reason}."
         ) from None
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     train = next((splits[part] for part in TRAIN_NAMES if part in splits), None)
     if train is None:
-        raise ConfigError(f"{name} has no training part; its parts are {', '.join(splits)}.")
+        raise ConfigError(f"{name} has no training split; its splits are {', '.join(splits)}.")
     validation = next((splits[part] for part in VALIDATION_NAMES if part in splits), None)
     test = next((splits[part] for part in TEST_NAMES if part in splits), None)
     return Sources(

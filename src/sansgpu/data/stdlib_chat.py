@@ -1,4 +1,4 @@
-"""Conversations about Python's own standard library, made of its docstrings: rows that every machine has."""
+"""Builds conversations from the docstrings of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path, PurePath
 
 from sansgpu.data.files import Row
 
-_SHORTEST = 20  # characters of an answer that says something
+_MIN_ANSWER = 20  # characters; shorter answers say too little
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
 
 
 def stdlib_conversations(files: Mapping[str, Path]) -> Iterator[Row]:
-    """A question and an answer for each public module, class and function with a docstring, in the order of `files`.
+    """Yields a question and an answer for each public module, class and function with a docstring.
 
-    The answer is the docstring's first sentence. Files that this Python does not parse are passed over.
+    The answer is the docstring's first sentence. Files that this Python version cannot parse are skipped.
     """
     for file, path in files.items():
         if any(part.startswith("_") and part != "__init__.py" for part in PurePath(file).parts):
             continue
         try:
-            with tokenize.open(path) as source:  # in the encoding that the file says of itself
+            with tokenize.open(path) as source:  # uses the file's declared encoding
                 tree = ast.parse(source.read())
         except (SyntaxError, ValueError):
             continue
@@ -33,12 +33,12 @@ def stdlib_conversations(files: Mapping[str, Path]) -> Iterator[Row]:
         for name, question, docstring in _documented(tree, module):
             found = _SENTENCE.match(inspect.cleandoc(docstring).strip())
             answer = " ".join(found[1].split()) if found else ""
-            if len(answer) >= _SHORTEST:
+            if len(answer) >= _MIN_ANSWER:
                 yield Row(name, {"prompt": question, "completion": answer})
 
 
 def _documented(node: ast.Module | ast.ClassDef, name: str) -> Iterator[tuple[str, str, str]]:
-    """(name, question, docstring) of a module or class, and of what is defined in it."""
+    """Yields (name, question, docstring) for a module or class and its public definitions."""
     if docstring := ast.get_docstring(node, clean=False):
         yield name, f"What is {name}?", docstring
     for inner in node.body:

@@ -1,7 +1,7 @@
-"""Triples of Python's own standard library, read from its source: a graph that every machine has.
+"""Extracts a knowledge graph from the source of Python's standard library, which every machine has.
 
-A document is a module, a class or a function. Its triples say what stands in it, but not what stands in another
-definition inside it, which is a document of its own.
+A document is a module, a class or a function. Its triples describe its own code, without nested definitions, which have
+their own documents.
 """
 
 from __future__ import annotations
@@ -18,35 +18,34 @@ from sansgpu.data.graph import GraphDocument, Triple
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-_UNOPENED = (*_DEFINITIONS, ast.Name, ast.Constant, ast.expr_context)  # nothing to be found in them, or not here
+_NOT_ENTERED = (*_DEFINITIONS, ast.Name, ast.Constant, ast.expr_context)  # nested definitions and leaf nodes
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition: TypeAlias = _Function | ast.ClassDef
-_Fact: TypeAlias = tuple[str, str | None]  # relation and tail, None where what is related to has no name
+_Fact: TypeAlias = tuple[str, str | None]  # relation and tail; None if the tail has no name
 _KEYWORDS = re.compile(r"(async[ \t]+)?(def|class)[ \t]+")
 
 
 def stdlib_documents(files: Mapping[str, Path]) -> Iterator[GraphDocument]:
-    """A document for each module, class and function of these files, by their names in the standard library's folder.
+    """Yields a document for each module, class and function of `files`, whose keys are paths in the library's folder.
 
-    Every head stands in the text at its span; the group is the file. Files that this Python does not parse are passed
-    over.
+    Every head has a span in the text; the group is the file. Files that this Python version cannot parse are skipped.
     """
     classes = {name for name, value in vars(builtins).items() if isinstance(value, type)}
     documents: list[GraphDocument] = []
     for name, path in files.items():
         try:
-            with tokenize.open(path) as file:  # in the encoding that the file says of itself
+            with tokenize.open(path) as file:  # uses the file's declared encoding
                 module = _Module(name, file.read())
         except (SyntaxError, ValueError):
             continue
         documents += module.documents()
         classes.update(module.classes)
     for document in documents:
-        yield document._replace(triples=tuple(_told_apart(document.triples, classes)))
+        yield document._replace(triples=tuple(_with_instantiations(document.triples, classes)))
 
 
-def _told_apart(triples: Iterable[Triple], classes: set[str]) -> Iterator[Triple]:
-    """To call a class is to instantiate it; which names are classes is known once every file is read."""
+def _with_instantiations(triples: Iterable[Triple], classes: set[str]) -> Iterator[Triple]:
+    """Replaces `calls` by `instantiates` if the tail is a class, which is known only after reading all files."""
     for triple in triples:
         instantiates = triple.relation == "calls" and triple.tail in classes
         yield triple._replace(relation="instantiates") if instantiates else triple
@@ -66,7 +65,7 @@ class _Module:
         self.classes: list[str] = []
 
     def documents(self) -> Iterator[GraphDocument]:
-        """The module's own, then those of its definitions in the order of the source."""
+        """Yields the module's document, then those of its definitions in source order."""
         text = self._module_text()
         span = (len("module "), len("module ") + len(self._name))
         triples = [Triple(self._name, relation, tail, span) for relation, tail in self._module_facts() if tail]
@@ -83,7 +82,7 @@ class _Module:
                 yield from self._inner_documents(node, f"{name}.")
 
     def _document(self, name: str, node: _Definition) -> GraphDocument | None:
-        """None where the name cannot be found: a line may be continued between `def` and it."""
+        """Builds a definition's document; None if its name is not found: a line may be continued after `def`."""
         if isinstance(node, ast.ClassDef):
             self.classes.append(node.name)
             facts, text = self._class_facts(node), _Excerpt(self._lines, _class_lines(node), node.col_offset)
@@ -99,14 +98,14 @@ class _Module:
         return GraphDocument(f"{self._name}:{name}", self._file, text.text, tuple(dict.fromkeys(triples)))
 
     def _scope(self, outer: ast.AST) -> list[ast.AST]:
-        """The nodes of a definition's body in the order of the source, without those inside inner definitions."""
+        """Returns the nodes of a definition's body in source order, without those of nested definitions."""
         if outer not in self._scopes:
             nodes: list[ast.AST] = []
             stack: list[ast.AST] = list(reversed(getattr(outer, "body", [])))
             while stack:
                 node = stack.pop()
                 nodes.append(node)
-                if not isinstance(node, _UNOPENED):
+                if not isinstance(node, _NOT_ENTERED):
                     stack.extend(reversed(list(ast.iter_child_nodes(node))))
             self._scopes[outer] = nodes
         return self._scopes[outer]
@@ -161,7 +160,7 @@ class _Module:
                     yield "calls", _name(called)
                 case ast.Return(value=ast.Name() | ast.Attribute() | ast.Call() | ast.Constant() as value):
                     yield "returns", _name(value)
-                case ast.Raise(exc=ast.expr() as raised):  # comes before the call that makes it, which says no more
+                case ast.Raise(exc=ast.expr() as raised):  # precedes the call that creates it, which adds nothing
                     yield "raises", _name(raised)
                 case ast.ExceptHandler(type=ast.Tuple(elts=kinds)):
                     yield from (("catches", _name(kind)) for kind in kinds)
@@ -173,7 +172,7 @@ class _Module:
                     yield "declares", name
 
     def _is_known(self, called: ast.expr) -> bool:
-        """Whether the source says whose function is called; a method of some variable may be anyone's."""
+        """Returns whether the source shows whose function is called; a method of a variable may belong to any class."""
         match called:
             case ast.Name() | ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
                 return True
@@ -183,27 +182,27 @@ class _Module:
 
 
 class _Excerpt:
-    """Lines of a source without their definition's indent, which know where in them a place of the source stands."""
+    """Dedented lines of a source file, with a mapping from source positions to characters of the excerpt."""
 
     def __init__(self, lines: list[str], numbers: Iterable[int], indent: int) -> None:
         self._lines = lines
-        self._starts: dict[int, int] = {}  # of a line, by its number from 1: where its first column is in the text
+        self._starts: dict[int, int] = {}  # by line number from 1: offset of column 0 in the text
         kept, length = [], 0
         for number in numbers:
             line = lines[number - 1]
-            cut = min(indent, len(line) - len(line.lstrip()))  # a text of several lines may stand further left
+            cut = min(indent, len(line) - len(line.lstrip()))  # a multi-line string may have less indent
             self._starts[number] = length - cut
             kept.append(line[cut:])
             length += len(line) - cut + 1
         self.text = "\n".join(kept)
 
     def span(self, number: int, column: int, name: str) -> tuple[int, int] | None:
-        """Characters of the text where `name` stands, at a column of a line; None where something else stands there."""
+        """Returns the span of `name` at this line and column in the excerpt; None if it is not there."""
         start = self._starts[number] + column
         return (start, start + len(name)) if self.text.startswith(name, start) else None
 
     def node_span(self, node: ast.arg) -> tuple[int, int] | None:
-        """The same, of a parameter's name; `ast` counts columns in bytes of UTF-8."""
+        """Returns the span of a parameter's name; `ast` counts columns in UTF-8 bytes."""
         line = self._lines[node.lineno - 1]
         return self.span(node.lineno, len(line.encode()[: node.col_offset].decode()), node.arg)
 
@@ -218,7 +217,7 @@ def _all_lines(node: ast.stmt) -> Iterable[int]:
 
 
 def _class_lines(node: ast.ClassDef) -> Iterable[int]:
-    """All before the first method, then each method's `def`."""
+    """Returns the line numbers before the first method, then the `def` line of each method."""
     methods = [inner for inner in node.body if isinstance(inner, _FUNCTIONS)]
     if not methods:
         return _all_lines(node)
@@ -226,7 +225,7 @@ def _class_lines(node: ast.ClassDef) -> Iterable[int]:
 
 
 def _parameters(function: _Function) -> list[ast.arg]:
-    """In the order of the source."""
+    """Returns the parameters in source order."""
     arguments = function.args
     ordered = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
     return [parameter for parameter in ordered if parameter]
@@ -241,7 +240,7 @@ def _parameter_triples(function: _Function, text: _Excerpt) -> Iterator[Triple]:
 
 
 def _bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Names that imports and definitions give."""
+    """Yields the names bound by imports and definitions."""
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
@@ -250,14 +249,14 @@ def _bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[str]:
-    """Names that are assigned to, those of a tuple as well."""
+    """Yields the names that are assigned to, including those in a tuple."""
     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         names = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
         yield from (name.id for name in names if isinstance(name, ast.Name))
 
 
 def _name(node: ast.expr) -> str | None:
-    """The last name of what is called, named or written: `c` of `a.b.c(x)[y]`."""
+    """Returns the last name of an expression: `c` for `a.b.c(x)[y]`."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -266,7 +265,7 @@ def _name(node: ast.expr) -> str | None:
         case ast.Constant(value=bool() | None as value):
             return str(value)
         case ast.Constant(value=str(value)) if value.isidentifier():
-            return value  # an annotation of what is defined further down
+            return value  # a forward reference
     return None
 
 

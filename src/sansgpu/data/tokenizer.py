@@ -1,4 +1,4 @@
-"""Text <-> token ids. Any Unicode text comes back as it went in."""
+"""Tokenizers. Decoding the ids of any Unicode text gives the same text."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from sansgpu.machine.inputs import read_object, read_text, require_ordinary
 from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
 END_OF_TEXT = "<|endoftext|>"
-# The split of GPT-4 and Qwen: numbers in threes, a word with its space, line ends apart from indentation.
+# The pre-tokenization of GPT-4 and Qwen: up to three digits, words with their space, line ends apart from indentation.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # of characters that SPLIT does not part
+LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # characters that SPLIT keeps together
 FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 Ids = tuple[int, ...]
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|im_end|>", "<|end_of_text|>", "[SEP]")
 
 
 class Tokenizer:
-    """A `tokenizers` model with the special tokens that enclose a document.
+    """A `tokenizers` model with the special tokens around a document.
 
-    `before` and `after` are the ids that come before and after a document's text. By default a document begins with
-    the end-of-text token, which so also ends the one before it, as in the training of models from scratch.
+    `before` and `after` are the ids added before and after a document's text. By default a document begins with the
+    end-of-text token, which also ends the previous one, as in pretraining from scratch.
     """
 
     def __init__(self, backend: Backend, end_of_text: str | None = None, around: tuple[Ids, Ids] | None = None) -> None:
         names = [end_of_text] if end_of_text else KNOWN_ENDS
         found = next((name for name in names if backend.token_to_id(name) is not None), None)
         if found is None:
-            raise ConfigError(f"the tokenizer has no end-of-text token (looked for {cut(' '.join(names))}).")
+            raise ConfigError(f"the tokenizer has no end-of-text token (searched for {cut(' '.join(names))}).")
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # `<|endoftext|>` written in a text is text
+        backend.encode_special_tokens = True  # `<|endoftext|>` in a text is ordinary text
         self.backend = backend
         self.end_of_text = found
         self.end_id = int(backend.token_to_id(found) or 0)
@@ -52,41 +52,39 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Rows an embedding needs: the largest id and one."""
+        """Returns the number of embedding rows: the largest id + 1."""
         return rows_needed(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, no special token among them."""
+        """Encodes a text without special tokens."""
         with tokenizer_errors():
             return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, encoded in parallel."""
+        """Encodes several texts in parallel."""
         with tokenizer_errors():
             return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special tokens are written out."""
+        """Returns the text of ids, including special tokens."""
         with tokenizer_errors():
             text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes that each id stands for in most texts, (V,) int64; `covered_bytes` counts those of a text."""
+        """Returns the UTF-8 bytes of each id in most texts, (V,) int64; `covered_bytes` is exact for a given text."""
         sizes = token_bytes(self.backend)
         sizes[[*self.before, *self.after]] = 0
         return sizes
 
     def covered_bytes(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """UTF-8 bytes of each text that each of its tokens covers, (T,) int64; of a text with tokens they sum to its
-        size.
-        """
+        """Returns the UTF-8 bytes that each token of each text covers, (T,) int64; they sum to the text's size."""
         with tokenizer_errors():
             encoded = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [bytes_between(text, [stop for _, stop in e.offsets]) for text, e in zip(texts, encoded, strict=True)]
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them."""
+        """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = json.dumps(_settings(self.end_of_text), indent=2)
         (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
@@ -94,7 +92,7 @@ class Tokenizer:
 
 
 def _settings(end_of_text: Any) -> dict[str, Any]:
-    """The tokenizer_config.json of a tokenizer with which a model was trained from scratch here."""
+    """Returns the tokenizer_config.json for models pretrained with sansgpu."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_text,
@@ -105,15 +103,15 @@ def _settings(end_of_text: Any) -> dict[str, Any]:
 
 
 def rows_needed(backend: Backend) -> int:
-    """Of an embedding: the largest id and one."""
+    """Returns the number of embedding rows: the largest id + 1."""
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def token_bytes(backend: Backend) -> np.ndarray:
-    """UTF-8 bytes that each id stands for, (V,) int64; 0 for special tokens.
+    """Returns the UTF-8 bytes of each id, (V,) int64; 0 for special tokens.
 
-    They sum to a text's size for byte-level BPE. Tokenizers that normalize a text, drop its spaces or have a token for
-    unknown words need `bytes_between`.
+    For byte-level BPE they sum to a text's size. Tokenizers that normalize text, drop spaces or have an unknown token
+    need `bytes_between`.
     """
     vocabulary = backend.get_vocab(with_added_tokens=True)
     sizes = np.zeros(rows_needed(backend), dtype=np.int64)
@@ -121,9 +119,9 @@ def token_bytes(backend: Backend) -> np.ndarray:
     decoder = json.dumps(json.loads(backend.to_str()).get("decoder"), ensure_ascii=False)
     byte_level, spaced = "ByteLevel" in decoder, "▁" in decoder
     for token, index in vocabulary.items():
-        if token in added:  # written as it is in a text
+        if token in added:  # verbatim text
             sizes[index] = 0 if added[token] else len(token.encode())
-        elif byte_level:  # one character of the token a byte
+        elif byte_level:  # one character per byte
             sizes[index] = len(token)
         elif FALLBACK_BYTE.fullmatch(token):
             sizes[index] = 1
@@ -133,9 +131,9 @@ def token_bytes(backend: Backend) -> np.ndarray:
 
 
 def bytes_between(text: str, stops: Sequence[int]) -> np.ndarray:
-    """UTF-8 bytes of `text` from each of the places `stops` (T,) back to the one before, (T,) int64.
+    """Returns the UTF-8 bytes of `text` per token, (T,) int64, where `stops` (T,) are the end characters of the tokens.
 
-    Places are characters, where tokens end; the first token has all before it, and the last one all after it too.
+    Text between two tokens counts for the later one, text after the last token for the last.
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
@@ -146,7 +144,7 @@ def bytes_between(text: str, stops: Sequence[int]) -> np.ndarray:
 
 
 def special_tokens_around(backend: Backend) -> tuple[Ids, Ids]:
-    """The ids that a tokenizer puts before and after a single text."""
+    """Returns the ids that a tokenizer adds before and after a single text."""
     backend.no_padding()
     backend.no_truncation()
     encoded = backend.encode("a")
@@ -163,7 +161,7 @@ class BPETokenizer(Tokenizer):
     def train(
         cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)
     ) -> BPETokenizer:
-        """Learn up to `vocab_size` tokens from `texts`, the 256 bytes and the special tokens among them."""
+        """Trains up to `vocab_size` tokens on `texts`, including the 256 bytes and the special tokens."""
         backend = Backend(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -183,7 +181,7 @@ class BPETokenizer(Tokenizer):
 
 
 def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, cut after every 1,000 characters of a word: the trainer takes the square of a word's length."""
+    """Cuts words every 1,000 characters: training time is quadratic in the length of a word."""
     for text in texts:
         start = 0
         for run in LONG_RUN.finditer(text):
@@ -193,39 +191,39 @@ def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 class CharTokenizer(Tokenizer):
-    """One token a character that the training text has; any other character is its UTF-8 bytes."""
+    """A character tokenizer. Characters that are not in the training text are encoded as UTF-8 bytes."""
 
     @classmethod
     def train(cls, texts: Iterable[str]) -> CharTokenizer:
-        """Collect the characters of `texts`."""
+        """Builds the vocabulary from the characters of `texts`."""
         characters: set[str] = set()
         for text in texts:
             characters.update(text)
         names = [END_OF_TEXT, *sorted(characters), *(f"<0x{byte:02X}>" for byte in range(256))]
         vocabulary = {name: index for index, name in enumerate(names)}
         backend = Backend(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]*\n|[^\n]+"), "isolated")  # lines: quick to encode
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]*\n|[^\n]+"), "isolated")  # lines encode fast
         backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         backend.add_special_tokens([END_OF_TEXT])
         return cls(backend)
 
 
 def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokenizer:
-    """A tokenizer.json that was read from `source`. Raises ConfigError where it is none, or has no end of text."""
+    """Parses the content of a tokenizer.json. Raises ConfigError if it is invalid or has no end-of-text token."""
     if (flaw := tokenizer_flaw(text)) is not None:
         raise ConfigError(f"{source} is not a usable tokenizer: {flaw}.")
     try:
         return Tokenizer(Backend.from_str(text), end_of_text)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except (TypeError, UnicodeEncodeError):  # the latter of half a surrogate pair
-        raise ConfigError(f"{source}: eos_token in tokenizer_config.json is no text.") from None
+    except (TypeError, UnicodeEncodeError):  # UnicodeEncodeError: an unpaired surrogate
+        raise ConfigError(f"{source}: eos_token in tokenizer_config.json is not text.") from None
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """A tokenizer.json, a folder with one, or the tokenizer of a Hugging Face model.
+    """Loads a tokenizer.json, a folder with one, or the tokenizer of a Hugging Face model.
 
-    Raises ConfigError where there is none or where it has no end-of-text token.
+    Raises ConfigError if there is none or it has no end-of-text token.
     """
     path = Path(name).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -235,19 +233,21 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return parsed_tokenizer(read_text(file), end.get("content") if isinstance(end, dict) else end, file)
     require_ordinary(file)
     if path.is_absolute() or path.suffix == ".json" or str(name).startswith((".", "~")):
-        raise ConfigError(f"{name} does not exist; data.tokenizer is bpe, char, a tokenizer.json or a model's name.")
+        raise ConfigError(
+            f"{name} does not exist; set data.tokenizer to bpe, char, a tokenizer.json or the name of a model."
+        )
     return Tokenizer(*_loaded_by_transformers(name))
 
 
 def load_tokenizer_of_model(name: str | Path, remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a Hugging Face model, which encloses a text in the special tokens that `tokenizer(text)` of
-    transformers sets. `remote_code` allows Python code that comes with the model to run.
+    """Loads the tokenizer of a Hugging Face model, with the special tokens that transformers adds around a text.
 
-    A model that was trained from scratch here reads a text as it did in training, after the end-of-text token.
+    For a model pretrained with sansgpu that is one end-of-text token before the text, as in training. `remote_code`
+    allows Python code in the model's repository to run.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        own, settings = load_tokenizer(path), path / "tokenizer_config.json"  # which refuses a file that is unsound
+        own, settings = load_tokenizer(path), path / "tokenizer_config.json"  # raises if the file is invalid
         if settings.exists() and read_object(settings) == _settings(own.end_of_text):
             return own
     backend, end_of_text = _loaded_by_transformers(path if path.is_dir() else name, remote_code)
@@ -255,14 +255,14 @@ def load_tokenizer_of_model(name: str | Path, remote_code: bool = False) -> Toke
 
 
 def _loaded_by_transformers(name: str | Path, remote_code: bool = False) -> tuple[Backend, str | None]:
-    """The tokenizer and the name of its end-of-text token."""
-    import transformers  # a second of imports that a local tokenizer never needs
+    """Returns the tokenizer and its end-of-text token."""
+    import transformers  # a slow import that a local tokenizer never needs
 
     quiet_hub()
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=remote_code)
     except Exception as error:
-        raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}.") from None
+        raise ConfigError(f"cannot load the tokenizer of {name}: {first_line(error)}.") from None
     if not getattr(loaded, "is_fast", False):
         raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
     return Backend.from_str(loaded.backend_tokenizer.to_str()), loaded.eos_token

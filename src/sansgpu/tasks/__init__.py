@@ -1,4 +1,4 @@
-"""What is learned. A kind of run is a model, its batches, its loss and its metrics: one file, and one line here."""
+"""Training tasks. Each has one file with its model, batches, loss and metrics, and one line in the table below."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -17,9 +17,7 @@ _TABLE = {
 
 
 class _Tasks(Mapping[str, TaskKind]):
-    """Kinds of runs by name (`Config.kind`), each imported when it is asked for: not all need transformers, which takes
-    seconds.
-    """
+    """Task classes by `Config.kind`, imported on first use because some need transformers, which takes seconds."""
 
     def __getitem__(self, name: str) -> TaskKind:
         module, _, kind = _TABLE[name].partition(":")
@@ -37,9 +35,9 @@ TASKS = _Tasks()
 
 
 def task_of(config: Config) -> TaskKind:
-    """The class that does a run: its kind's, or the one its configuration names.
+    """Returns the task class of a configuration: the built-in one, or the class named by `objective`.
 
-    Raises ConfigError where that cannot be imported, or is not derived from its kind's.
+    Raises ConfigError if that class cannot be imported or is not derived from the built-in one.
     """
     known = TASKS[config.kind]
     if config.objective is None:
@@ -49,7 +47,7 @@ def task_of(config: Config) -> TaskKind:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"objective {config.objective} cannot be loaded ({error}); its folder must be on Python's path: "
+            f"objective {config.objective} cannot be loaded ({error}); add its folder to Python's path: "
             "PYTHONPATH=. sansgpu train ..."
         ) from None
     base = cast(type, known)

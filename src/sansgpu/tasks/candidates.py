@@ -1,4 +1,4 @@
-"""Given names that may be the tail of a question, and their scores.
+"""Scores a given list of names as tails of (head, relation, ?) questions.
 
 Q questions, S columns of scores, L leaves, V vocabulary.
 """
@@ -18,14 +18,14 @@ from sansgpu.tasks.gaps import NONE, GapFiller, Question, Tail
 
 
 def normal(text: str) -> str:
-    """A name as others are compared with it: without capitals, one space between words."""
+    """Normalizes a name for comparison: case-folded, with single spaces."""
     return " ".join(text.split()).casefold()
 
 
 class Candidates(ABC):
-    """Names that may be tails. Those that the model cannot tell apart share a column, so that their scores are equal.
+    """Candidate tails. Names that the model cannot distinguish share a column of scores.
 
-    `column` has the column of each name, -1 for one that cannot be scored; `columns` is their number.
+    `column` is the column of each name, or -1 if it cannot be scored; `columns` is the number of columns.
     """
 
     def __init__(self, names: Sequence[str], keys: Sequence[Hashable | None], columns: Sequence[Hashable]) -> None:
@@ -40,14 +40,14 @@ class Candidates(ABC):
 
     @abstractmethod
     def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the questions for which `scores` is to be called at once."""
+        """Yields the ranges [start, stop) of questions for which one call of `scores` fits into memory."""
 
     @abstractmethod
     def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
-        """A log-probability for each column, (Q, S) fp32 on the CPU."""
+        """Returns the log-probability of each column, (Q, S) fp32 on the CPU."""
 
     def best(self, scores: np.ndarray, count: int, without: str) -> list[Tail]:
-        """The names of the best scores (S,), best first, each once; not the one that is `without`."""
+        """Returns the `count` best distinct names by scores (S,), best first, except the name `without`."""
         columns = self.column[self._same.get(normal(without), [])]
         scores = scores.copy()
         scores[columns[columns >= 0]] = NONE
@@ -61,7 +61,7 @@ class Candidates(ABC):
 
 
 class SpelledCandidates(Candidates):
-    """Names scored by the mean log-probability of their tokens on as many masked leaves."""
+    """Candidates scored by the mean log-probability of their tokens on masked leaves."""
 
     def __init__(self, tokenizer: MaskTokenizer, names: Sequence[str], leaves: int) -> None:
         ids = [tuple(tokens) for tokens in tokenizer.encode_names(names)]
@@ -75,26 +75,24 @@ class SpelledCandidates(Candidates):
                 self._by_length.append(torch.tensor(rows))
 
     def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
-        """Pieces whose log-probabilities of all tokens fit into memory."""
         return filler.pieces(questions, self._leaves, self._leaves * filler.vocabulary + 2 * self.columns)
 
     def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
-        """One forward pass for each number of tokens that a name has."""
         found = [torch.zeros(len(questions), 0)]
-        for rows in self._by_length:
+        for rows in self._by_length:  # one forward pass for each number of tokens
             length = rows.shape[1]
-            said = filler.log_probabilities(questions, filler.empty(questions, length)).cpu()
-            total = said[:, 0].index_select(1, rows[:, 0])
+            log_probs = filler.log_probabilities(questions, filler.empty(questions, length)).cpu()
+            total = log_probs[:, 0].index_select(1, rows[:, 0])
             for slot in range(1, length):
-                total += said[:, slot].index_select(1, rows[:, slot])
+                total += log_probs[:, slot].index_select(1, rows[:, slot])
             found.append(total / length)
         return torch.cat(found, dim=1)
 
 
 class EntityCandidates(Candidates):
-    """Entities scored by the similarity of their vectors to what the model predicts on a single masked leaf.
+    """Candidates scored by the similarity of their entity vectors to the model's prediction on a single masked leaf.
 
-    One that is not in the model's table is known by the tokens of its name alone.
+    The vector of an entity outside the model's table depends only on the tokens of its name.
     """
 
     def __init__(self, filler: GapFiller, tokenizer: MaskTokenizer, table: EntityTableIndex, asked: Sequence[Entity]):
@@ -108,16 +106,15 @@ class EntityCandidates(Candidates):
         self._vectors = filler.candidate_vectors([tokens for _, tokens in distinct], [number for number, _ in distinct])
 
     def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
-        """Pieces whose scores of all entities fit into memory."""
         return filler.pieces(questions, 1, 3 * self.columns)
 
     def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
-        """One forward pass, whatever the names' numbers of tokens; log-probabilities among the candidates."""
+        """Returns log-probabilities normalized over the candidates, (Q, S) fp32 on the CPU, from one forward pass."""
         return filler.entity_log_probabilities(questions, self._vectors, self._table).cpu()
 
 
 class EntityTableIndex:
-    """Numbers 1, 2, ... of the entities in a model's table."""
+    """Maps entities to their rows 1, 2, ... in the model's entity table."""
 
     def __init__(self, entities: Sequence[Entity]) -> None:
         self._numbers = {entity: number for number, entity in enumerate(entities, 1)}
@@ -129,20 +126,20 @@ class EntityTableIndex:
         return len(self._numbers)
 
     def number(self, entity: Entity) -> int:
-        """Its number; 0 where the table has no such entity, and several or none of its name."""
+        """Returns the row of an entity, or of the only entity with its name; 0 if there is neither."""
         named = self._named.get(entity.name, [])
         only = self._numbers[named[0]] if len(named) == 1 else 0
         return self._numbers.get(entity, only)
 
     def named(self, names: Iterable[str]) -> list[Entity]:
-        """The entities of these names; one outside of the table for a name that is not in it."""
+        """Returns all entities with these names; a name that is not in the table becomes a new entity."""
         return [entity for name in names for entity in self._named.get(name, [Entity(name, name)])]
 
 
 def candidates_of(
     filler: GapFiller, codec: GraphCodec, table: EntityTableIndex, leaves: int, names: Sequence[str]
 ) -> Candidates:
-    """What these names are scored by: the model's entity table where it has one, else their tokens."""
+    """Builds candidates that use the model's entity table if it has one, else the tokens of the names."""
     if table:
         return EntityCandidates(filler, codec.tokenizer, table, table.named(names))
     return SpelledCandidates(codec.tokenizer, names, leaves)

@@ -1,4 +1,4 @@
-"""Models that fill gaps: masked batches of a step, and how well held-out ones are filled."""
+"""Masked language modeling: masked batches for training, and the evaluation of held-out ones."""
 
 from __future__ import annotations
 
@@ -22,28 +22,27 @@ from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.tasks.task import Sums, add_sums
 
 KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
-ENTITY = "entity"  # tails that are asked for among all entities
-KGE = "kge"  # tails that are predicted from the head's vector and the relation alone
-SBO = "sbo"  # masked tokens told from the boundary of their span
-Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # a batch's examples by all lengths, as a model likes them
+ENTITY = "entity"  # entity queries: the tail is predicted among all entities
+KGE = "kge"  # facts: the tail is predicted from the head's vector and the relation only
+SBO = "sbo"  # span boundary objective: masked tokens predicted from the tokens around their span
+Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (indices of a batch, all lengths) -> reordered indices
 
 
 class Filler(Protocol):
-    """A model that tells what stands at masked nodes."""
+    """A model that predicts masked nodes."""
 
     @property
-    def model(self) -> nn.Module:
-        """What is measured."""
+    def model(self) -> nn.Module: ...
 
     def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
-        """Of the nodes that have a target, in order; (M, V)."""
+        """Returns the logits (M, V) of the nodes that have a target, in order."""
 
     def query_sums(self, batch: GraphBatch) -> Sums:
-        """Loss, hits and count of the batch's entity queries; nothing where it has none."""
+        """Returns loss, hits and count of the batch's entity queries; empty if there are none."""
 
 
 def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
-    """How a configuration masks."""
+    """Returns the masking settings of a configuration."""
     data = config.data
     return MaskRules(
         data.mask_ratio,
@@ -56,26 +55,26 @@ def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
     )
 
 
-def _as_they_are(numbers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _keep_order(numbers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return numbers
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Triples of entities, of which some are drawn beside each example."""
+    """Triples of entities, K of which are sampled for each example."""
 
-    triples: np.ndarray  # (F, 3) int64: numbers of the head, the relation and the tail
-    each: int  # drawn for an example: K
+    triples: np.ndarray  # (F, 3) int64: ids of head, relation and tail
+    each: int  # K
 
     @classmethod
     def of(cls, graphs: LeafyGraphs, each: int) -> Facts | None:
-        """Every triple of which both ends are in the entity table, once; None where nothing is to be drawn."""
+        """Collects the distinct triples with both ends in the entity table; None if there are none or K is 0."""
         placed = (p for _, placed in graphs.examples for p in placed)
         found = dict.fromkeys((p.entities[0], p.relation, p.entities[1]) for p in placed if all(p.entities))
         return cls(np.array(list(found), np.int64), each) if found and each else None
 
     def drawn(self, seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
-        """Those beside the examples of these numbers, (B, K, 3)."""
+        """Samples the facts for the examples with these indices, (B, K, 3)."""
         seeds = (fold_seed(seed, "facts", epoch, int(number)) for number in numbers)
         draws = (np.random.Generator(np.random.PCG64(seed)) for seed in seeds)
         rows = np.array([draw.integers(len(self.triples), size=self.each) for draw in draws])
@@ -85,57 +84,57 @@ class Facts:
 
 @dataclass(frozen=True)
 class Masking:
-    """Examples with the masks of their epoch."""
+    """Examples with new masks in each epoch."""
 
     graphs: LeafyGraphs
     rules: MaskRules
     seed: int
-    ordered: Ordered = _as_they_are
-    facts: Facts | None = None  # where triples of entities are learned without their texts as well
+    ordered: Ordered = _keep_order
+    facts: Facts | None = None  # None: no facts are learned without text
 
     def batch(self, numbers: np.ndarray, epoch: int) -> GraphBatch:
-        """The examples of these numbers, masked."""
+        """Masks the examples with these indices."""
         numbers = self.ordered(numbers, self.graphs.lengths)
         examples = [
             with_queries(self.graphs.example(int(number)), self.rules, self.seed, epoch, int(number))
             for number in numbers
         ]
-        shown = [
+        masked_examples = [
             masked(example, self.rules, self.seed, epoch, int(number))
             for example, number in zip(examples, numbers, strict=True)
         ]
         facts = self.facts.drawn(self.seed, epoch, numbers) if self.facts else None
-        return GraphBatch.of(examples, shown, facts)
+        return GraphBatch.of(examples, masked_examples, facts)
 
     def of_step(self, step: int, size: int) -> GraphBatch:
-        """The batch of step 0, 1, 2, ..."""
+        """Returns the batch of step 0, 1, 2, ..."""
         epoch = step // steps_per_epoch(len(self.graphs), size)
         return self.batch(batch_indices(self.seed, step, len(self.graphs), size), epoch)
 
 
-def held_masking(graphs: LeafyGraphs, rules: MaskRules, seed: int, ordered: Ordered = _as_they_are) -> Masking:
-    """Of what is held out: masks of its own, the same at every evaluation."""
+def held_masking(graphs: LeafyGraphs, rules: MaskRules, seed: int, ordered: Ordered = _keep_order) -> Masking:
+    """Masks held-out examples with a separate seed, in the same way at every evaluation."""
     return Masking(graphs, rules, fold_seed(seed, "validation"), ordered)
 
 
 class FillingSums:
-    """What training passes add up besides their loss."""
+    """Accumulates the sums for training metrics."""
 
     def __init__(self) -> None:
         self._sums = Sums()
 
     def add(self, name: str, **values: float) -> None:
-        """Of a kind of gaps."""
+        """Adds values for one kind of target; `name` prefixes their keys."""
         add_sums(self._sums, {f"{name}_{key}": value for key, value in values.items()})
 
     def take(self) -> Sums:
-        """All since it was last asked for."""
+        """Returns and resets the sums."""
         sums, self._sums = self._sums, Sums()
         return sums
 
 
 def filling_metrics(sums: Sums) -> dict[str, float]:
-    """Loss and accuracy of masked tokens and of masked leaves, and how many there were: of what there was."""
+    """Computes loss, accuracy and counts for each kind of target that occurred."""
     metrics: dict[str, float] = {}
     for name in (*KINDS, ENTITY):
         if count := sums.get(f"{name}_count"):
@@ -150,14 +149,14 @@ def filling_metrics(sums: Sums) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Majority:
-    """The tokens that are most frequent in the training part: of texts, and of tails."""
+    """The most frequent tokens of texts and of tails in the training data."""
 
     root: int
     leaf: int
 
 
 def majority_of(graphs: LeafyGraphs) -> Majority:
-    """What one says without having looked: the commonest token."""
+    """Finds the most frequent tokens, a baseline for accuracy."""
     roots: Counter[int] = Counter()
     for tokens, _ in graphs.windows:
         roots.update(tokens[1:-1].tolist())
@@ -167,7 +166,7 @@ def majority_of(graphs: LeafyGraphs) -> Majority:
 
 
 class Filling:
-    """A model, and the held-out examples whose gaps it fills."""
+    """Evaluates a model on masked held-out examples."""
 
     def __init__(
         self,
@@ -176,38 +175,39 @@ class Filling:
         majority: Majority,
         weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
     ) -> None:
-        """`weights` are those of masked tokens, masked leaves and entity queries in `loss`."""
+        """Uses `weights` for masked tokens, masked leaves and entity queries in `loss`."""
         self._filler, self._masking, self._majority, self._weights = filler, masking, majority, weights
 
     @property
     def model(self) -> nn.Module:
-        """What is measured."""
         return self._filler.model
 
     def validation_batches(self, size: int) -> Iterator[GraphBatch]:
-        """All examples in order, `size` at a time, with the same masks every time."""
+        """Yields all examples in order, `size` at a time, with the same masks every time."""
         count = len(self._masking.graphs)
         for start in range(0, count, size):
             yield self._masking.batch(np.arange(start, min(start + size, count)), epoch=0)
 
     def evaluate(self, batch: GraphBatch) -> Sums:
-        """Losses, hits and counts of masked tokens and leaves, and the tails of which every token is right."""
+        """Sums losses, hits and counts of masked tokens and leaves, and counts tails with all tokens correct."""
         chosen = batch.targets != IGNORE
         targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
         sums = self._filler.query_sums(batch)
         if not len(targets):
             return sums
         logits = self._filler.masked_logits(batch).float()
-        losses, right = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=1) == targets
-        for name, rows, usual in zip(KINDS, (~leaves, leaves), (self._majority.root, self._majority.leaf), strict=True):
+        losses, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=1) == targets
+        for name, rows, majority in zip(
+            KINDS, (~leaves, leaves), (self._majority.root, self._majority.leaf), strict=True
+        ):
             sums[f"{name}_loss"] = float(losses[rows].sum(dtype=torch.float64))
-            sums[f"{name}_hits"] = float(right[rows].sum())
-            sums[f"{name}_usual"] = float((targets[rows] == usual).sum())
+            sums[f"{name}_hits"] = float(correct[rows].sum())
+            sums[f"{name}_usual"] = float((targets[rows] == majority).sum())
             sums[f"{name}_count"] = float(rows.sum())
-        return sums | _whole_tails(batch, chosen, right)
+        return sums | _whole_tails(batch, chosen, correct)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Means, of what there is; `loss` weighs them as training does, but adds two means even where it pools."""
+        """Computes means. `loss` is their weighted sum as in training, but never pools tokens and leaves."""
         metrics = filling_metrics(sums)
         losses = (w * metrics.get(f"{name}_loss", 0.0) for name, w in zip((*KINDS, ENTITY), self._weights, strict=True))
         metrics = {"loss": sum(losses), **metrics}
@@ -220,35 +220,31 @@ class Filling:
         return metrics
 
 
-def _whole_tails(batch: GraphBatch, chosen: torch.Tensor, right: torch.Tensor) -> Sums:
-    """Masked tails, and those whose tokens are all right."""
+def _whole_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor) -> Sums:
+    """Counts masked tails, and those with all tokens correct."""
     hit = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
-    hit[chosen] = right.long()
-    until = torch.cat((hit.new_zeros(1), hit.cumsum(0)))
+    hit[chosen] = correct.long()
+    hits_before = torch.cat((hit.new_zeros(1), hit.cumsum(0)))
     tails = batch.placed_triples()
     tails = tails[chosen[tails[:, TAIL]]]
     first, leaves = tails[:, TAIL], tails[:, LEAVES]
-    whole = (until[first + leaves] - until[first]) == leaves
+    whole = (hits_before[first + leaves] - hits_before[first]) == leaves
     return {"tails": float(len(tails)), "whole_tails": float(whole.sum())}
 
 
 class FillingTask:
-    """What tasks whose models fill gaps do alike: they are measured on held-out gaps, and write no text."""
+    """Base of tasks with masked targets: evaluates on held-out masks and generates no text."""
 
     _measured: Filling
 
     def validation_batches(self, size: int) -> Iterator[GraphBatch]:
-        """The validation part in order, `size` examples at a time."""
         return self._measured.validation_batches(size)
 
     def evaluate(self, batch: GraphBatch) -> Sums:
-        """Losses, hits and counts."""
         return self._measured.evaluate(batch)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Losses and accuracies beside those of the commonest token."""
         return self._measured.metrics(sums)
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        """Nothing: gaps are filled, no text is written."""
         return ""

@@ -1,4 +1,4 @@
-"""What fine-tuning tasks share: a model of transformers with our kernels, perhaps an adapter, and its costs."""
+"""Base of fine-tuning tasks: a transformers model with sansgpu's kernels, an optional adapter, and cost estimates."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from sansgpu.tasks.task import Sums
 
 @dataclass(frozen=True)
 class FineTuningCorpus(RaggedCorpus[P]):
-    """Examples as a tokenizer of transformers cuts them."""
+    """Examples tokenized by a tokenizer of transformers."""
 
     tokenizer: Any
 
 
 class FineTuning(ABC):
-    """A model that is trained already, or a `random` one of its shape (or with other `layers`), and its loss."""
+    """A pretrained model and its loss. With `random`, the weights are random and `layers` may replace its depth."""
 
     head: Head
 
@@ -58,68 +58,64 @@ class FineTuning(ABC):
         kept = use_our_kernels(self.model)
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
         self._adapted = with_adapter(self.model, settings, seed) if settings.adapter != "none" else None
-        use_our_layers(self.model)  # of the adapter
+        use_our_layers(self.model)  # for the adapter
         self.notes: Sequence[str] = list(self._notes(kept))
         self._blocks = blocks_of(self.model)
-        self._look: Callable[[], None] = lambda: None
-        self._reading = False  # in the forward pass of training, and not where backward computes a part again
+        self._callback: Callable[[], None] = lambda: None
+        self._in_forward = False  # True in the forward pass of training, but not when backward recomputes a block
         for block in self._blocks:
-            block.register_forward_pre_hook(lambda *_: self._look() if self._reading else None)
+            block.register_forward_pre_hook(lambda *_: self._callback() if self._in_forward else None)
 
     def _notes(self, kept: Sequence[str]) -> Iterator[str]:
         name, pack = self.config.model.name_or_path, self.config.data.pack_sequences
         if kept:
-            yield f"{name}: transformers computes its {' and '.join(kept)}, which our kernels cannot."
+            yield f"{name}: sansgpu has no kernels for its {' and '.join(kept)}, so transformers' own code runs."
         if pack and not self.unpadded.packs:
-            yield f"{name} cannot read several examples in one row, so that short ones are padded."
+            yield f"{name} does not support several examples in one row, so short examples are padded."
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> torch.Tensor:
-        """The task's loss, summed over targets; ()."""
+        """Computes the task's loss, (), summed over targets."""
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """The loss of a training pass."""
-        self._reading = True
+        self._in_forward = True
         try:
             return self.summed_loss(batch)
         finally:
-            self._reading = False
+            self._in_forward = False
 
     @torch.no_grad()
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take up what a snapshot holds: all weights, or an adapter's."""
+        """Loads the weights of a snapshot: all weights, or only the adapter's."""
         self.model.load_state_dict(weights, strict=False)
 
     def step_sums(self) -> Sums:
-        """None: the loss says all."""
         return {}
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        """None."""
         return {}
 
     def compile(self, on: bool) -> None:
-        """Compile block by block, for any length."""
+        """Compiles each block separately, with dynamic sequence lengths."""
         if on:
             expect_shapes()
-        for block in self._blocks:  # the call itself runs hooks, which are none of the graph's
+        for block in self._blocks:  # not `__call__`, which also runs the hooks
             if on:
                 block.forward = torch.compile(block.forward, dynamic=True)
             else:
                 block.__dict__.pop("forward", None)
 
     def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """`indices` as they are, or where examples are padded by their length, so that little is."""
+        """Returns `indices`, sorted by length if examples are padded, which reduces padding."""
         return indices if self.unpadded.packs else indices[np.argsort(lengths[indices], kind="stable")]
 
-    def between_blocks(self, look: Callable[[], None]) -> None:
-        """Call `look` before every block of a training pass."""
-        self._look = look
+    def between_blocks(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
 
     def whole_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The model of transformers in `dtype`, on the CPU, with its adapter merged: nothing is trained afterwards.
+        """Returns the transformers model in `dtype` on the CPU, with the adapter merged. It cannot be trained further.
 
-        Training in bf16 rounds frozen weights, so they are read again from the model's files before the merge.
+        Training in bf16 rounds frozen weights, so they are reloaded from the model's files before the merge.
         """
         self.model.cpu()
         if self._frozen_are_rounded():
@@ -130,14 +126,14 @@ class FineTuning(ABC):
         return self.model
 
     def _frozen_are_rounded(self) -> bool:
-        """True if a frozen weight is held in a type that cannot represent the one it was loaded in."""
+        """Returns whether a frozen weight has a dtype that cannot represent the one it was loaded in."""
         frozen = ((plain_name(n), p.dtype) for n, p in self.model.named_parameters() if not p.requires_grad)
         return any(torch.promote_types(self._loaded_as[name], dtype) != dtype for name, dtype in frozen)
 
     def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
-        """Writes a Hugging Face folder; an adapter is merged as asked for, or else as the configuration says.
+        """Writes a Hugging Face folder. An adapter is merged if `merge`, by default model.merge_adapter.
 
-        Merged and whole models are written in the type that the base model's config.json names.
+        Merged and full models are written in the dtype of the base model's config.json.
         """
         settings = self.config.model
         merge = settings.merge_adapter if merge is None else merge
@@ -148,22 +144,19 @@ class FineTuning(ABC):
 
     @classmethod
     def shape(cls, config: Config) -> costs.PretrainedShape:
-        """The model's sizes."""
+        """Returns the model's dimensions."""
         return costs.pretrained_shape(config.model, cls.head)
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:
-        """As it is: the vocabulary is the model's."""
-        return config
+        return config  # the vocabulary is the model's
 
     @classmethod
     def parameters(cls, config: Config) -> dict[str, int]:
-        """Parameters by part."""
         return costs.parameters_by_part(cls.shape(config))
 
     @classmethod
     def memory(cls, config: Config, how: Execution, layers: int | None = None) -> Memory:
-        """Bytes at the peak of the largest micro-batch."""
         training, tokens = config.training, how.tokens(config.window)
         shape = cls.shape(config) if layers is None else cls.shape(config).with_layers(layers)
         masters, state = training.master_weights, training.optimizer_state
@@ -171,34 +164,32 @@ class FineTuning(ABC):
 
     @classmethod
     def work(cls, config: Config, tokens: float) -> StepWork:
-        """FLOPs of a step in which all is learned."""
+        """Estimates the FLOPs of a step in which every token has a loss."""
         return costs.pretrained_work(cls.shape(config), config.window, tokens)
 
     @classmethod
     def traffic(cls, config: Config, how: Execution) -> StepTraffic:
-        """Bytes a step moves at least."""
         return costs.pretrained_traffic(cls.shape(config), cls.memory(config, how), how)
 
     @classmethod
     def products(cls, config: Config) -> Products:
-        """The shapes of a step's matrix products."""
         return costs.pretrained_products(cls.shape(config))
 
     @classmethod
     def layers(cls, config: Config) -> int:
-        """Blocks of the model."""
         return cls.shape(config).layers
 
     @classmethod
     def random_tokens(cls, config: Config, size: int, tokens: int | None) -> list[np.ndarray]:
-        """`size` examples of `tokens` drawn at random."""
+        """Returns `size` examples of `tokens` random tokens."""
         length = min(tokens or config.window, config.window)
         draws = torch.Generator().manual_seed(fold_seed(config.training.seed, "trial"))
         return list(torch.randint(0, cls.shape(config).vocabulary, (size, length), generator=draws).numpy())
 
 
 def too_few(name: str, count: int, what: str) -> ConfigError:
-    """The error of data that nothing can be held out of."""
+    """Returns the error for data that is too small to split."""
     return ConfigError(
-        f"{name} has {count} {what} to learn from, too few to hold some out; give more, or set data.validation_name."
+        f"{name} has {count} usable {what}, too few to hold some out for validation; add more or set "
+        "data.validation_name."
     )

@@ -1,4 +1,4 @@
-"""Encoders that learn from texts and a knowledge graph: masked tokens (MLM) and masked tails of triples (MNM)."""
+"""Trains encoders on texts and a knowledge graph: masked tokens (MLM) and masked tails of triples (MNM)."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
 
-EXPECTED_RELATIONS = 32  # of data that was not read; their number hardly changes memory or speed
+EXPECTED_RELATIONS = 32  # estimate without data; their number hardly affects memory or speed
 
 
 class GraphObjective:
-    """The encoder and its loss."""
+    """An encoder and its loss."""
 
     def __init__(
         self, config: Config, model: GraphEncoder | None = None, names: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """`names` are the tokens of each entity's name; without data, random ones."""
+        """Uses `names`, the tokens of each entity's name; without data, they are made up."""
         self.config, self._sums = config, FillingSums()
         self.model = model or GraphEncoder(config.model, fold_seed(config.training.seed, "model"), longest_span(config))
         self._names = names
         self._bags: NameBags | None = None
 
     def entity_vectors(self) -> torch.Tensor:
-        """What queries are compared with, (E, D) fp32."""
+        """Returns the vectors of all entities, (E, D) fp32."""
         entities, embedding = self.model.entities, self.model.embedding.weight
         assert entities is not None
         if self._bags is None:
@@ -70,15 +70,14 @@ class GraphObjective:
         return vectors
 
     def states(self, batch: GraphBatch) -> torch.Tensor:
-        """Of all nodes, (N, D)."""
+        """Returns the hidden states of all nodes, (N, D)."""
         return self.model.hidden(batch.tokens, batch.nodes, batch.lengths, batch.placed_triples())
 
     def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
-        """Of the nodes that have a target, (M, V)."""
         return self.model.logits(self.states(batch)[batch.targets != IGNORE])
 
     def loss(self, batch: GraphBatch) -> torch.Tensor:
-        """Cross-entropy of masked roots and masked leaves by the batch's weights, summed; ()."""
+        """Computes the sum of all losses with the batch's weights, ()."""
         states, chosen = self.states(batch), batch.targets != IGNORE
         targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
         predicted, total = self.model.predicted(states[chosen]), states.sum() * 0.0
@@ -100,23 +99,22 @@ class GraphObjective:
     def _query_loss(
         self, batch: GraphBatch, states: torch.Tensor, vectors: torch.Tensor, sums: FillingSums
     ) -> torch.Tensor:
-        """Summed cross-entropy of the tails that are asked for, among all entities."""
+        """Computes the summed cross-entropy of entity queries over all entities."""
         triples = batch.placed_triples()
-        asked = triples[triples[:, ASKED] > 0]
-        if not len(asked):
+        rows = triples[triples[:, ASKED] > 0]
+        if not len(rows):
             return states.sum() * 0.0
-        predicted = self.predicted_entities(states[asked[:, TAIL]], asked[:, HEAD_ENTITY], asked[:, RELATION], vectors)
-        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, asked[:, ASKED] - 1)
-        sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(asked)))
+        predicted = self.predicted_entities(states[rows[:, TAIL]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors)
+        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, ASKED] - 1)
+        sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
         return loss
 
     def predicted_entities(
         self, states: torch.Tensor, heads: torch.Tensor, relations: torch.Tensor, vectors: torch.Tensor
     ) -> torch.Tensor:
-        """What is compared with entities' vectors, (M, D).
+        """Returns the predicted entity vectors, (M, D), to be multiplied with those of candidates.
 
-        states (M, D) of masked leaves; heads (M,), numbers in the entity table, whose `vectors` (E, D) are given, or 0;
-        relations (M,).
+        states (M, D) of masked leaves; heads (M,), rows in the entity table `vectors` (E, D), or 0; relations (M,).
         """
         assert self.model.entities is not None
         known = embed((heads - 1).clamp(min=0)[None], vectors)[0]
@@ -124,7 +122,7 @@ class GraphObjective:
         return self.model.predicted(states) + torch.where(heads[:, None] > 0, tails, 0.0)
 
     def _fact_loss(self, batch: GraphBatch, vectors: torch.Tensor, sums: FillingSums) -> torch.Tensor:
-        """Summed cross-entropy of the tails of the batch's facts, predicted without a text."""
+        """Computes the summed cross-entropy of the tails of the batch's facts, predicted without text."""
         assert self.model.entities is not None
         head, relation, tail = batch.facts.flatten(0, 1).unbind(1)
         predicted = self.model.entities.tails(embed(head[None] - 1, vectors)[0], relation)
@@ -133,14 +131,13 @@ class GraphObjective:
         return loss
 
     def query_sums(self, batch: GraphBatch) -> Sums:
-        """Loss, hits and count of the batch's entity queries."""
         sums = FillingSums()
         if batch.queries:
             self._query_loss(batch, self.states(batch), self.entity_vectors(), sums)
         return sums.take()
 
     def _boundary_loss(self, batch: GraphBatch, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Of masked roots, told from the roots before and behind their spans; summed and weighed."""
+        """Computes the summed, weighted loss of masked roots predicted from the roots before and after their spans."""
         assert self.model.boundary is not None
         if not bool(chosen.any()):
             return states.sum() * 0.0
@@ -153,11 +150,9 @@ class GraphObjective:
         return self.config.training.sbo_weight * loss
 
     def step_sums(self) -> Sums:
-        """Losses, hits and counts since they were last asked for."""
         return self._sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        """Loss and accuracy of masked tokens and of masked leaves, of what there was."""
         metrics = filling_metrics(sums)
         for name in (SBO, KGE):
             if count := sums.get(f"{name}_count"):
@@ -165,12 +160,10 @@ class GraphObjective:
         return metrics
 
     def compile(self, on: bool) -> None:
-        """Compile block by block, or no longer."""
         self.model.compile_blocks(on)
 
-    def between_blocks(self, look: Callable[[], None]) -> None:
-        """Call `look` before every block of a training pass."""
-        self.model.before_block = look
+    def between_blocks(self, callback: Callable[[], None]) -> None:
+        self.model.before_block = callback
 
 
 class Graph(FillingTask, GraphObjective):
@@ -195,14 +188,12 @@ class Graph(FillingTask, GraphObjective):
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, GraphCorpus]:
-        """Read and tokenize texts and triples, and settle what depends on them. Raises ConfigError."""
         corpus = graph_corpus(config, cache, progress)
         config = with_vocabulary_of(config, corpus.codec.tokenizer.vocab_size)
-        return _settled(config, corpus), corpus
+        return _with_data_settings(config, corpus), corpus
 
     @staticmethod
     def with_vocabulary(config: Config) -> Config:
-        """The configuration as `prepare` would settle it, of data that was not looked at yet."""
         if config.model.leaf_slots and config.model.n_relations is None:
             model = config.model.model_copy(update={"n_relations": EXPECTED_RELATIONS})
             config = config.model_copy(update={"model": model})
@@ -210,7 +201,6 @@ class Graph(FillingTask, GraphObjective):
 
     @staticmethod
     def objective(config: Config, layers: int | None = None) -> GraphObjective:
-        """A model and its loss, without data."""
         if layers is None:
             return GraphObjective(config)
         model = config.model.model_copy(update={"n_layers": layers})
@@ -218,12 +208,11 @@ class Graph(FillingTask, GraphObjective):
 
     @staticmethod
     def layers(config: Config) -> int:
-        """Blocks of the model."""
         return config.model.n_layers
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> GraphBatch:
-        """`size` graphs of tokens drawn at random; of `tokens` nodes each, or with every leaf slot filled."""
+        """Builds `size` random graphs of `tokens` nodes each, or with every leaf slot filled."""
         model, nodes = config.model, min(tokens or config.window, config.window)
         draws = np.random.Generator(np.random.PCG64(fold_seed(config.training.seed, "trial")))
         examples = [_random_example(config, nodes, draws) for _ in range(size)]
@@ -231,17 +220,15 @@ class Graph(FillingTask, GraphObjective):
         data = config.data
         ids = np.arange(model.vocab_size)
         rules = MaskRules(data.mask_ratio, config.max_span, data.leaf_mask_ratio, data.min_leaf_groups, 0, ids)
-        shown = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
-        return GraphBatch.of(examples, shown, _random_facts(config, size, draws))
+        masked_examples = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
+        return GraphBatch.of(examples, masked_examples, _random_facts(config, size, draws))
 
     @staticmethod
     def parameters(config: Config) -> dict[str, int]:
-        """Parameters by part, without making the model."""
         return costs.parameters_by_part(config.model, longest_span(config))
 
     @staticmethod
     def memory(config: Config, how: Execution, layers: int | None = None) -> Memory:
-        """Bytes at the peak of the largest micro-batch."""
         model, training = config.model, config.training
         if layers is not None:
             model = model.model_copy(update={"n_layers": min(layers, model.n_layers)})
@@ -250,39 +237,36 @@ class Graph(FillingTask, GraphObjective):
 
     @staticmethod
     def work(config: Config, tokens: float) -> StepWork:
-        """FLOPs of a step of so many nodes, in graphs whose leaf slots are mostly empty."""
+        """Estimates the FLOPs of a step with `tokens` nodes; most leaf slots are assumed to be empty."""
         return costs.graph_work(config.model, config.roots, tokens, _masked_share(config), longest_span(config))
 
     @staticmethod
     def traffic(config: Config, how: Execution) -> StepTraffic:
-        """Bytes a step moves at least."""
         return costs.graph_traffic(config.model, Graph.memory(config, how), how)
 
     @staticmethod
     def products(config: Config) -> Products:
-        """The shapes of a step's matrix products."""
         return costs.graph_products(config.model)
 
     def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
-        """The masked examples of a step, with the weights of both losses at that step."""
+        """Returns the masked examples of a step with the loss weights at that step."""
         training = self.config.training
-        grown = min(1.0, (step + 1) / training.mnm_ramp_steps) if training.mnm_ramp_steps else 1.0
+        ramp = min(1.0, (step + 1) / training.mnm_ramp_steps) if training.mnm_ramp_steps else 1.0
         batch = self._masking.of_step(step, self._effective_batch)
         return batch.weighed(
-            training.mlm_weight, training.mnm_weight * grown, training.mnm_reduction == "pooled", training.entity_weight
+            training.mlm_weight, training.mnm_weight * ramp, training.mnm_reduction == "pooled", training.entity_weight
         )
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer, and the relations beside it."""
         self.corpus.codec.save(folder)
 
     def export(self, folder: Path) -> None:
-        """Write BERT's layout where it holds the model, else ours."""
+        """Writes BERT's layout if it can represent the model, else sansgpu's own."""
         export_graph_model(self.model, self.corpus.codec, folder, how_learned(self.config))
 
 
 def how_learned(config: Config) -> dict[str, dict[str, Any]]:
-    """What of the configuration an exported model is asked by."""
+    """Returns the settings that an exported model needs for extraction and evaluation."""
     data = ["max_length", "doc_stride", "triples", "inverse_relations", "mask_ratio", "max_span"]
     data += ["leaf_mask_ratio", "min_leaf_groups", "entity_query_ratio", "kge_triples"]
     training = ["mlm_weight", "mnm_weight", "entity_weight", "seed"]
@@ -293,31 +277,31 @@ def how_learned(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _masked_share(config: Config) -> float:
-    """Of the nodes, where every leaf slot is filled."""
+    """Returns the expected share of masked nodes if every leaf slot is filled."""
     leaves, data = config.model.leaf_slots, config.data
     return (data.mask_ratio + leaves * data.leaf_mask_ratio) / (1 + leaves)
 
 
 def longest_span(config: Config) -> int | None:
-    """Of the spans that are told from the tokens around them; None where none are."""
+    """Returns the longest span of the boundary loss in tokens, or None if that loss is off."""
     return config.max_span if config.training.sbo_weight else None
 
 
-def _settled(config: Config, corpus: GraphCorpus) -> Config:
-    """The configuration with what the data decides. Raises ConfigError where it leaves too little room."""
+def _with_data_settings(config: Config, corpus: GraphCorpus) -> Config:
+    """Fills in the settings that depend on the data. Raises ConfigError if a configured number is too small."""
     model, codec = config.model, corpus.codec
     if model.leaves == 0:
         return config
     found = {"n_relations": max(1, len(codec.relations)), "n_entities": len(codec.entities)}
     for key, count in found.items():
         if (given := getattr(model, key)) is not None and given < count:
-            raise ConfigError(f"model.{key} {given} is less than the {count} of the data; raise it or leave it out.")
+            raise ConfigError(f"model.{key} is {given}, but the data has {count}; raise it or leave it out.")
     settled = {key: count for key, count in found.items() if getattr(model, key) is None} | {"leaves": corpus.leaves}
     return change_config(config, [f"model.{key}={count}" for key, count in settled.items()])
 
 
 def _random_facts(config: Config, size: int, draws: np.random.Generator) -> np.ndarray | None:
-    """As many as each example of a training batch has, (B, K, 3); None where the model has no entity table."""
+    """Draws K facts per example, (B, K, 3); None if the model has no entity table or K is 0."""
     model, each = config.model, config.data.kge_triples
     if not model.n_entities or not each:
         return None
@@ -326,7 +310,7 @@ def _random_facts(config: Config, size: int, draws: np.random.Generator) -> np.n
 
 
 def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> Leafy:
-    """Roots, and on the first of them tails, until there are so many nodes; the first asks for an entity."""
+    """Draws roots and attaches tails to the first ones up to `nodes` nodes; the first tail is an entity query."""
     model, entities = config.model, config.model.n_entities or 0
     assert model.vocab_size is not None
     roots = min(config.roots, nodes - 1 if entities else nodes)
@@ -338,7 +322,7 @@ def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> L
             tail = draws.integers(model.vocab_size, size=leaves)
             relation = 1 + int(draws.integers(model.n_relations or 1))
             numbers = (1, 1 + int(draws.integers(entities))) if entities and not place else (0, 0)
-            asked = entities > 0 and not place
-            placed.append(Placed(place, 1, relation, tail, Triple("", "", ""), numbers, asked))
+            is_query = entities > 0 and not place
+            placed.append(Placed(place, 1, relation, tail, Triple("", "", ""), numbers, is_query))
             left -= leaves
     return Leafy(tokens, np.ones(roots, bool), placed)

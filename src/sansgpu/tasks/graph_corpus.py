@@ -1,4 +1,4 @@
-"""Texts and triples, ready to be masked: what both tasks that fill gaps learn from."""
+"""Tokenized texts and triples for the tasks with masked targets."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from sansgpu.tasks.ragged_corpus import RaggedCorpus
 
 @dataclass(frozen=True)
 class GraphCorpus(RaggedCorpus[LeafyGraphs]):
-    """Windows with their triples."""
+    """Windows with their triples, for training and validation."""
 
     codec: GraphCodec
-    train_gaps: float  # tokens and tails that an epoch asks for, in the mean
-    leaves: int  # slots of a root
-    entity_names: Sequence[Sequence[int]]  # tokens of each of the codec's entities
+    train_gaps: float  # expected number of masked tokens and entity queries per epoch
+    leaves: int  # leaf slots per root
+    entity_names: Sequence[Sequence[int]]  # tokens of the name of each of the codec's entities
 
     def preview(self) -> str | None:
-        """The first example that has a triple: its text, and its triples in brackets."""
+        """Returns the text of the first example with a triple, followed by its triples in brackets."""
         number = next((n for n, (_, placed) in enumerate(self.train.examples) if placed), 0)
         example = self.train.example(number)
-        said = [f"⟦{t.head} · {t.relation} · {t.tail}⟧" for t in (placed.triple for placed in example.placed)]
-        return " ".join([self.codec.tokenizer.decode(example.tokens.tolist()), *said])
+        shown = [f"⟦{t.head} · {t.relation} · {t.tail}⟧" for t in (placed.triple for placed in example.placed)]
+        return " ".join([self.codec.tokenizer.decode(example.tokens.tolist()), *shown])
 
 
 def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCodec | None = None) -> GraphCorpus:
-    """Read, split by document, tokenize: as `codec` does, or else as the configuration says. Raises ConfigError."""
+    """Reads, splits and tokenizes the data, with `codec` or else as configured. Raises ConfigError."""
     notes: list[str] = []
-    data, learned = config.data, codec
+    data, given_codec = config.data, codec
     sources = open_graphs(data, notes.append, data.inverse_relations)
     documents = read_graphs(sources.train, config, progress)
     if codec is None:
@@ -51,7 +51,7 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
         train, held = documents, read_graphs(sources.validation, config, progress)
     else:
         train, held = split_by_group(documents, data.validation_split)
-    if learned is None:
+    if given_codec is None:
         codec = replace(codec, entities=table_entities(train, config, notes.append))
         config = with_leaves(train, codec.tokenizer, config, notes.append)
     known = frozenset(triple.fact for document in train for triple in document.triples)
@@ -60,62 +60,62 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
         build_leafy(train, codec.tokenizer, codec.relations, rules, entities=codec.entities),
         build_leafy(held, codec.tokenizer, codec.relations, rules, known, codec.entities),
     )
-    gaps = [gaps_of(part, config) for part in parts]
-    for name, part, masked in zip(("training", "validation"), parts, gaps, strict=True):
+    target_counts = [gaps_of(part, config) for part in parts]
+    for name, part, masked in zip(("training", "validation"), parts, target_counts, strict=True):
         if not len(part):
             raise ConfigError(
-                f"the {name} part of {sources.train.name} is empty; give more texts, or set data.validation_name."
+                f"the {name} part of {sources.train.name} is empty; add more texts or set data.validation_name."
             )
         if note := part.note():
             notes.append(f"{name} part: {note}.")
         if not masked:
             raise ConfigError(
                 f"no token of the {name} part of {sources.train.name} would be masked: its texts are too short for "
-                "data.mask_ratio, and no triples are masked; raise it, or data.leaf_mask_ratio."
+                "data.mask_ratio, and no triples are masked; raise data.mask_ratio or data.leaf_mask_ratio."
             )
     fingerprint = _fingerprint(config, sources, codec, parts)
-    return GraphCorpus(*parts, notes, fingerprint, codec, gaps[0], leaves_of(config), names_of(codec))
+    return GraphCorpus(*parts, notes, fingerprint, codec, target_counts[0], leaves_of(config), names_of(codec))
 
 
 def names_of(codec: GraphCodec) -> list[list[int]]:
-    """Tokens of each entity's name."""
+    """Returns the tokens of each entity's name."""
     return codec.tokenizer.encode_names(entity.name for entity in codec.entities)
 
 
 def gaps_of(graphs: LeafyGraphs, config: Config) -> float:
-    """Tokens and tails that an epoch asks for, in the mean."""
+    """Computes the expected number of masked tokens and entity queries per epoch."""
     ratio, least = config.data.leaf_mask_ratio if leaves_of(config) else 0.0, config.data.min_leaf_groups
-    gaps = 0.0
+    targets = 0.0
     for window, placed in graphs.examples:
-        gaps += int(config.data.mask_ratio * (len(graphs.windows[window][0]) - 2))
+        targets += int(config.data.mask_ratio * (len(graphs.windows[window][0]) - 2))
         if placed:
             groups = len(placed) * ratio + ((1 - ratio) ** len(placed) if least else 0.0)
-            asked = config.data.entity_query_ratio * sum(p.entities[1] > 0 for p in placed)
+            queries = config.data.entity_query_ratio * sum(p.entities[1] > 0 for p in placed)
             tokens = sum(len(p.tail) for p in placed) / len(placed)
-            gaps += asked + groups * (1 - asked / len(placed)) * tokens
-    return gaps
+            targets += queries + groups * (1 - queries / len(placed)) * tokens
+    return targets
 
 
 def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts: tuple[LeafyGraphs, ...]) -> str:
-    """Names the examples of both parts."""
+    """Identifies the examples of both splits."""
     held = sources.validation.fingerprint if sources.validation else ""
-    said = (held, codec.tokenizer.backend.to_str(), codec.relations, config.data.validation_split)
+    inputs = (held, codec.tokenizer.backend.to_str(), codec.relations, config.data.validation_split)
     counts = f"{len(parts[0])}-{int(parts[0].lengths.sum())}-{config.window}"
-    return f"{sources.train.fingerprint[:16]}-{counts}-{hashlib.sha256(repr(said).encode()).hexdigest()[:8]}"
+    return f"{sources.train.fingerprint[:16]}-{counts}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]}"
 
 
 def leafy_rules(config: Config) -> LeafyRules:
-    """How a configuration cuts windows."""
+    """Returns the window settings of a configuration."""
     return LeafyRules(config.roots, leaves_of(config), config.data.doc_stride, config.data.triples)
 
 
 def leaves_of(config: Config) -> int:
-    """Leaf slots of a root: none where a model of plain text is trained on."""
+    """Returns the leaf slots per root: 0 for a masked language model without triples."""
     return config.model.leaf_slots if config.kind == "graph" else 0
 
 
 def read_graphs(source: GraphSource, config: Config, progress: Progress) -> list[GraphDocument]:
-    """All documents of a source; without their triples where the model has no leaves."""
+    """Reads all documents of a source, without their triples if the model has no leaves."""
     documents, done = [], 0
     for document in source.documents():
         done += len(document.text)
@@ -125,7 +125,7 @@ def read_graphs(source: GraphSource, config: Config, progress: Progress) -> list
 
 
 def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
-    """What a tokenizer is trained on: texts, and tails as they are spelled on leaves."""
+    """Yields the training text of a tokenizer: texts, and tails with the leading space they have on leaves."""
     for document in documents:
         yield document.text
         if document.triples:
@@ -133,7 +133,7 @@ def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
 
 
 def split_by_group(documents: Sequence[GraphDocument], share: float) -> tuple[list[GraphDocument], list[GraphDocument]]:
-    """Documents to train on and held out: groups are never divided, and their names decide."""
+    """Splits documents into training and validation by the hash of their group's name; groups stay whole."""
     sizes: dict[str, int] = {}
     for document in documents:
         sizes[document.group] = sizes.get(document.group, 0) + len(document.text)

@@ -1,7 +1,7 @@
-"""Link prediction: a head and a relation are given, and every entity is ranked as the tail.
+"""Evaluates link prediction: given a head and a relation, ranks every entity as the tail.
 
-Ranks are filtered: other tails that are known to be true are left out (Bordes et al. 2013). Entities of equal score
-share the mean of the best and the worst rank they may have (arXiv 1911.03903). N entities.
+Ranks are filtered: other true tails are ignored (Bordes et al. 2013). Entities with equal scores share the mean of
+their best and worst possible rank (arXiv 1911.03903). N entities, Q queries, S columns of scores.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from sansgpu.tasks.gaps import GapFiller, Question
 
 HITS = (1, 3, 10)
 ANY_LENGTH = 1 << 30  # tokens of a tail
-EULER = 0.5772  # the harmonic number of N is about ln N and this
+EULER = 0.5772  # the harmonic number of N is about ln N + EULER
 
 
 class Query(NamedTuple):
-    """A triple whose tail is asked for."""
+    """A triple whose tail is to be predicted."""
 
     triple: Triple
-    question: Question | None  # None: the head is in no window, the tail too long, or the relation not trained on
+    question: Question | None  # None: head in no window, tail too long or unknown relation
 
 
 class KnownFacts:
-    """What is known to be true, and of what: entities, told apart by their ids and names, and the tails of heads.
+    """All true facts: the entities, distinguished by id and name, and the tails of each head and relation.
 
-    `trained` are the documents whose facts make up the relations' frequencies; `others` are known beside them.
+    `trained` are the training documents, from which the relations' tail frequencies are counted; `others` are the rest.
     """
 
     def __init__(self, trained: Iterable[GraphDocument], others: Iterable[GraphDocument]) -> None:
@@ -60,16 +60,16 @@ class KnownFacts:
         self.trained = frozenset(triple.fact for triple in learned)
 
     def tail(self, triple: Triple) -> int:
-        """The number of the entity that is asked for."""
+        """Returns the index of the triple's tail entity."""
         return self._number[triple.entities[1]]
 
     def others(self, triple: Triple) -> list[int]:
-        """Numbers of the other entities that are a true tail of its head and relation."""
+        """Returns the indices of the other true tails of the triple's head and relation."""
         gold, tails = self.tail(triple), self._tails[triple.key[:2]]
         return [number for key in tails for number in self._of_key[key] if number != gold]
 
     def _frequencies(self, relation: str) -> tuple[np.ndarray, np.ndarray]:
-        """How often each entity is the relation's tail in what was trained on, (N,), and the same in order of size."""
+        """Returns how often each entity is the relation's tail in the training data, (N,), and the sorted counts."""
         counts = self._counts[relation]
         found = np.array([counts[key] for key, _ in self.entities], np.int64)
         return found, np.sort(found)
@@ -80,7 +80,7 @@ def _triples(documents: Iterable[GraphDocument]) -> list[Triple]:
 
 
 class LinkPrediction:
-    """An encoder that ranks entities."""
+    """Ranks entities with an encoder."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class LinkPrediction:
         known: KnownFacts,
     ) -> None:
         self._filler, self._codec, self._known = filler, codec, known
-        self._rules = replace(rules, triples="all")  # no triple goes unasked
+        self._rules = replace(rules, triples="all")  # evaluate every triple
         self._candidates: Candidates
-        if codec.entities:  # which know a tail of any length
+        if codec.entities:  # entity vectors allow tails of any length
             self._rules = replace(self._rules, leaves=ANY_LENGTH)
             index = EntityTableIndex(codec.entities)
             self._candidates = EntityCandidates(filler, codec.tokenizer, index, known.entities)
@@ -105,31 +105,31 @@ class LinkPrediction:
     def report(
         self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None, progress: Progress
     ) -> dict[str, Any]:
-        """Figures of the documents' triples, all of which are known: `tail`, and with `inverse` relations `head`.
+        """Returns the metrics of the documents' triples: `tail`, and with `inverse` relations `head`.
 
-        With `limit` of so many triples of each side, the same ones at every call.
+        All triples must be known facts. With `limit`, uses a fixed random subset of that many triples per side.
         """
         sides: dict[str, list[Query]] = {"tail": [], "head": []}
         for query in self._queries(list(documents)):
             sides["head" if inverse and query.triple.relation.startswith(INVERSE) else "tail"].append(query)
-        chosen = {side: _some(queries, limit) for side, queries in sides.items() if queries}
+        chosen = {side: _subset(queries, limit) for side, queries in sides.items() if queries}
         ranks = iter(self._ranks([query for queries in chosen.values() for query in queries], progress))
-        return {side: self._figures(queries, [next(ranks) for _ in queries]) for side, queries in chosen.items()}
+        return {side: self._metrics(queries, [next(ranks) for _ in queries]) for side, queries in chosen.items()}
 
     def _queries(self, documents: list[GraphDocument]) -> list[Query]:
-        """A query for every triple, in order."""
+        """Returns a query for every triple, in order."""
         codec = self._codec
         graphs = build_leafy(documents, codec.tokenizer, codec.relations, self._rules, entities=codec.entities)
-        asked: dict[Triple, deque[Question]] = defaultdict(deque)
+        questions: dict[Triple, deque[Question]] = defaultdict(deque)
         for window, placed in graphs.examples:
             tokens = graphs.windows[window][0].astype(np.int64)
             for p in placed:
-                asked[p.triple].append(Question(tokens, p.place, p.head_length, p.relation, p.entities[0]))
+                questions[p.triple].append(Question(tokens, p.place, p.head_length, p.relation, p.entities[0]))
         triples = _triples(documents)
-        return [Query(triple, asked[triple].popleft() if asked[triple] else None) for triple in triples]
+        return [Query(triple, questions[triple].popleft() if questions[triple] else None) for triple in triples]
 
     def _ranks(self, queries: list[Query], progress: Progress) -> np.ndarray:
-        """The filtered rank of each query's tail, (Q,); in the middle of all where it cannot be asked."""
+        """Returns the filtered rank of each query's tail, (Q,); the middle rank if the query has no question."""
         ranks = np.full(len(queries), (len(self._known.entities) + 1) / 2)
         numbers = [number for number, query in enumerate(queries) if query.question is not None]
         questions = [query.question for query in queries if query.question is not None]
@@ -141,7 +141,7 @@ class LinkPrediction:
         return ranks
 
     def _ranked(self, scores: torch.Tensor, triples: list[Triple]) -> np.ndarray:
-        """Ranks by the scores (Q, S) of columns, each counted as often as entities share it."""
+        """Computes ranks from the scores (Q, S) of columns, each counted once per entity in it."""
         column = self._candidates.column
         gold = scores.gather(1, torch.from_numpy(column[[self._known.tail(t) for t in triples]])[:, None])
         zero = torch.zeros((), dtype=torch.int32)
@@ -154,12 +154,12 @@ class LinkPrediction:
         rows, columns = rows[columns >= 0], columns[columns >= 0]
         known, limits = scores[rows, columns].numpy(), gold.numpy()[rows, 0]
         better = better - np.bincount(rows[known > limits], minlength=len(triples))
-        equal = equal - np.bincount(rows[known == limits], minlength=len(triples)) - 1  # and the tail itself
+        equal = equal - np.bincount(rows[known == limits], minlength=len(triples)) - 1  # without the tail itself
         ranks: np.ndarray = 1 + better + equal / 2
         return ranks
 
-    def _figures(self, queries: list[Query], ranks: list[float]) -> dict[str, Any]:
-        entities, usual = len(self._known.entities), self._usual_ranks(queries)
+    def _metrics(self, queries: list[Query], ranks: list[float]) -> dict[str, Any]:
+        entities, baseline = len(self._known.entities), self._frequency_ranks(queries)
         names = sorted({query.triple.relation for query in queries})
         by_relation = {name: [n for n, query in enumerate(queries) if query.triple.relation == name] for name in names}
         return {
@@ -169,22 +169,22 @@ class LinkPrediction:
             "trained_on": sum(query.triple.fact in self._known.trained for query in queries) / len(queries),
             "candidates": entities,
             "random_mrr": (math.log(entities) + EULER) / entities,
-            **_usual_mrr(usual),
+            **_frequency_mrr(baseline),
             "relations": {
                 name: {
                     **_means([ranks[n] for n in numbers], (10,)),
                     "queries": len(numbers),
-                    **_usual_mrr([usual[n] for n in numbers] if usual else []),
+                    **_frequency_mrr([baseline[n] for n in numbers] if baseline else []),
                 }
                 for name, numbers in by_relation.items()
             },
         }
 
-    def _usual_ranks(self, queries: list[Query]) -> list[float]:
-        """Ranks by how often an entity is the relation's tail in what was trained on; none where that is not known."""
-        return [self._usual_rank(query.triple) for query in queries] if self._known.trained else []
+    def _frequency_ranks(self, queries: list[Query]) -> list[float]:
+        """Ranks by a baseline, the frequency of the tail in the relation's training facts; empty if there are none."""
+        return [self._frequency_rank(query.triple) for query in queries] if self._known.trained else []
 
-    def _usual_rank(self, triple: Triple) -> float:
+    def _frequency_rank(self, triple: Triple) -> float:
         counts, ordered = self._known.frequencies(triple.relation)
         gold, others = counts[self._known.tail(triple)], counts[self._known.others(triple)]
         first, last = (int(np.searchsorted(ordered, gold, side)) for side in ("left", "right"))
@@ -193,7 +193,7 @@ class LinkPrediction:
         return 1 + better + equal / 2
 
 
-def _some(queries: list[Query], limit: int | None) -> list[Query]:
+def _subset(queries: list[Query], limit: int | None) -> list[Query]:
     if limit is None or limit >= len(queries):
         return queries
     draws = np.random.Generator(np.random.PCG64(fold_seed(0, "link prediction")))
@@ -205,5 +205,5 @@ def _means(ranks: Sequence[float], hits: Sequence[int]) -> dict[str, float]:
     return {"mrr": float((1 / found).mean()), **{f"hits_at_{k}": float((found <= k).mean()) for k in hits}}
 
 
-def _usual_mrr(ranks: Sequence[float]) -> dict[str, float]:
+def _frequency_mrr(ranks: Sequence[float]) -> dict[str, float]:
     return {"relation_frequency_mrr": _means(ranks, ())["mrr"]} if ranks else {}

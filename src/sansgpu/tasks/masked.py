@@ -1,4 +1,4 @@
-"""Hugging Face encoders that go on learning to fill gaps in texts (MLM)."""
+"""Continues masked language modeling (MLM) of Hugging Face encoders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sansgpu.tasks.task import Sums
 
 
 class MaskedObjective(FineTuning):
-    """An encoder of transformers with its head for gaps, and its loss."""
+    """A transformers encoder with its masked LM head, and its loss."""
 
     head = "masked"
 
@@ -44,15 +44,13 @@ class MaskedObjective(FineTuning):
         self._sums = FillingSums()
 
     def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
-        """Of the tokens that have a target, (M, V)."""
         return self.unpadded.gap_logits(batch.tokens, batch.lengths, batch.targets != IGNORE)
 
     def query_sums(self, batch: GraphBatch) -> Sums:
-        """Nothing: a text alone has no entity to ask for."""
-        return Sums()
+        return Sums()  # text alone has no entities
 
     def summed_loss(self, batch: GraphBatch) -> torch.Tensor:
-        """Cross-entropy summed over masked tokens, ()."""
+        """Computes the cross-entropy summed over masked tokens, ()."""
         targets = batch.targets[batch.targets != IGNORE]
         logits = self.masked_logits(batch).float()
         loss = F.cross_entropy(logits, targets, reduction="sum")
@@ -61,16 +59,14 @@ class MaskedObjective(FineTuning):
         return loss
 
     def step_sums(self) -> Sums:
-        """Loss, hits and count since they were last asked for."""
         return self._sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        """Accuracy of masked tokens."""
         return filling_metrics(sums)
 
 
 class MaskedLM(FillingTask, MaskedObjective):
-    """`task: graph` of a `model.name_or_path`."""
+    """`task: graph` with `model.name_or_path`."""
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
         super().__init__(config)
@@ -85,33 +81,30 @@ class MaskedLM(FillingTask, MaskedObjective):
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, GraphCorpus]:
-        """Read and tokenize texts. Raises ConfigError where there are too few, or windows too long for the model."""
+        """Reads and tokenizes texts. Raises ConfigError if there are too few, or windows are too long for the model."""
         tokenizer = load_tokenizer_of(config.model)
         places = getattr(pretrained_config(config.model), "max_position_embeddings", config.roots)
         longest = min(int(tokenizer.model_max_length), int(places))
         if config.roots > longest:
             raise ConfigError(
-                f"data.max_length {config.roots} is longer than the {longest} tokens that {config.model.name_or_path} "
-                "reads; lower it."
+                f"data.max_length {config.roots} exceeds the maximum of {longest} tokens of "
+                f"{config.model.name_or_path}; lower it."
             )
         return config, graph_corpus(config, cache, progress, GraphCodec(of_pretrained(tokenizer), ()))
 
     @classmethod
     def objective(cls, config: Config, layers: int | None = None) -> MaskedObjective:
-        """A model of this shape and its loss, without data."""
         return MaskedObjective(config, random=True, layers=layers)
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> GraphBatch:
-        """`size` texts of tokens drawn at random."""
         ids = np.arange(cls.shape(config).vocabulary)
         rules = MaskRules(config.data.mask_ratio, 1, 0.0, 0, 0, ids)
         examples = [Leafy(t, np.ones(len(t), bool), []) for t in cls.random_tokens(config, size, tokens)]
-        shown = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
-        return GraphBatch.of(examples, shown)
+        masked_examples = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
+        return GraphBatch.of(examples, masked_examples)
 
     def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
-        """The masked texts of a step."""
         return self._masking.of_step(step, self._effective_batch)
 
     @cached_property
@@ -119,9 +112,7 @@ class MaskedLM(FillingTask, MaskedObjective):
         return load_tokenizer_of(self.config.model)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer."""
         save_tokenizer(self._tokenizer, folder)
 
     def export(self, folder: Path) -> None:
-        """Write the model."""
         self.export_to(self._tokenizer, folder)

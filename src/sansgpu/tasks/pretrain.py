@@ -1,4 +1,4 @@
-"""Next-token prediction from scratch."""
+"""Pretrains a decoder from scratch by next-token prediction."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_o
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Tokenised text, cut into windows."""
+    """Tokenized text, cut into windows."""
 
     tokenizer: Tokenizer
     train: Windows
@@ -50,21 +50,17 @@ class TextCorpus:
 
     @property
     def train_examples(self) -> int:
-        """Windows of the training part."""
         return len(self.train)
 
     def most_tokens(self, examples: int) -> int:
-        """Tokens of so many windows."""
         return examples * int(self.example_tokens)
 
     @property
     def notes(self) -> Sequence[str]:
-        """None: no text is cut or left out."""
-        return ()
+        return ()  # no text is dropped
 
     def preview(self) -> str | None:
-        """None: every token is learned."""
-        return None
+        return None  # every token has a loss
 
 
 class PretrainObjective:
@@ -75,26 +71,22 @@ class PretrainObjective:
         self.model = TransformerLM(config.model, fold_seed(config.training.seed, "model"))
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Cross-entropy summed over the targets, with what the configuration adds to it."""
+        """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
         return self.model.summed_loss(
             batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_shape
         )
 
     def step_sums(self) -> Sums:
-        """None: the loss says all."""
         return {}
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        """None."""
         return {}
 
     def compile(self, on: bool) -> None:
-        """Compile block by block, or no longer."""
         self.model.compile_blocks(on)
 
-    def between_blocks(self, look: Callable[[], None]) -> None:
-        """Call `look` before every block of a training pass."""
-        self.model.before_block = look
+    def between_blocks(self, callback: Callable[[], None]) -> None:
+        self.model.before_block = callback
 
 
 class Pretrain(PretrainObjective):
@@ -110,9 +102,9 @@ class Pretrain(PretrainObjective):
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, TextCorpus]:
-        """Tokenize the data, and settle what of the configuration depends on it: the vocabulary.
+        """Tokenizes the data and sets model.vocab_size.
 
-        Raises ConfigError where there is not enough data, or the vocabulary does not hold its tokens.
+        Raises ConfigError if there is not enough data, or a configured vocabulary is smaller than the tokenizer's.
         """
         sources = open_sources(config.data)
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
@@ -138,7 +130,6 @@ class Pretrain(PretrainObjective):
 
     @staticmethod
     def objective(config: Config, layers: int | None = None) -> PretrainObjective:
-        """A model and its loss, without data."""
         if layers is None:
             return PretrainObjective(config)
         model = config.model.model_copy(update={"n_layers": layers})
@@ -146,13 +137,12 @@ class Pretrain(PretrainObjective):
 
     @staticmethod
     def layers(config: Config) -> int:
-        """Blocks of the model."""
         return config.model.n_layers
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
-        """`size` windows of tokens drawn at random, each one document: what a step takes, without any data."""
-        assert config.model.vocab_size is not None  # `tokens` is no question here: windows are full
+        """Builds `size` windows of random tokens, each a single document. Windows are full, so `tokens` is ignored."""
+        assert config.model.vocab_size is not None
         draws = torch.Generator().manual_seed(fold_seed(config.training.seed, "trial"))
         shape = (size, config.window + 1)
         drawn = torch.randint(0, config.model.vocab_size, shape, generator=draws)
@@ -162,17 +152,14 @@ class Pretrain(PretrainObjective):
 
     @staticmethod
     def with_vocabulary(config: Config) -> Config:
-        """The configuration as `prepare` would settle it, of data that was not looked at yet."""
         return with_expected_vocabulary(config)
 
     @staticmethod
     def parameters(config: Config) -> dict[str, int]:
-        """Parameters by part, without making the model."""
         return parameters_by_part(config.model)
 
     @staticmethod
     def memory(config: Config, how: Execution, layers: int | None = None) -> Memory:
-        """What a step takes."""
         model = config.model
         if layers is not None:
             model = model.model_copy(update={"n_layers": min(layers, model.n_layers)})
@@ -180,21 +167,18 @@ class Pretrain(PretrainObjective):
 
     @staticmethod
     def work(config: Config, tokens: float) -> StepWork:
-        """FLOPs of a step."""
         return step_work(config.model, config.window, tokens)
 
     @staticmethod
     def traffic(config: Config, how: Execution) -> StepTraffic:
-        """Bytes a step moves at least."""
         return step_traffic(config.model, config.window, how)
 
     @staticmethod
     def products(config: Config) -> Products:
-        """The shapes of a step's matrix products."""
         return decoder_products(config.model)
 
     def batch(self, step: int, total_steps: int | None = None) -> Batch:
-        """The global batch of a step, in the pieces that its place in the run asks for."""
+        """Returns the global batch of a step, cut into shorter pieces during the window warm-up."""
         training, window = self._config.training, self._config.window
         indices = batch_indices(training.seed, step, len(self.corpus.train), self._effective_batch)
         batch = self.corpus.train.batch(indices)
@@ -202,27 +186,22 @@ class Pretrain(PretrainObjective):
         return batch.in_pieces(piece) if piece < window else batch
 
     def validation_batches(self, size: int) -> Iterator[Batch]:
-        """The validation part in order, `size` windows at a time."""
         return self._measured.validation_batches(size)
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Loss, targets and the bytes they stand for."""
         return self._measured.evaluate(batch)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Loss, perplexity and bits per byte."""
         return self._measured.metrics(sums)
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        """What the model writes after `prompt`."""
         return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, Sampling(seed=seed)))
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer.json."""
         self.corpus.tokenizer.save(folder)
 
     def export(self, folder: Path) -> None:
-        """Write weights, config, tokenizer and generation config."""
+        """Writes weights, config, tokenizer and generation config."""
         export_model(self.model, self.corpus.tokenizer, folder)
 
 
@@ -230,7 +209,7 @@ def _require_tokens(config: Config, train: TokenRanges, validation: TokenRanges,
     if train.token_count < config.window:
         raise ConfigError(
             f"{store.name} has {train.token_count} tokens to train on, less than one window of {config.window}; "
-            "give more text or lower data.max_length."
+            "add more text or lower data.max_length."
         )
     if validation.token_count < 2:
         raise ConfigError(

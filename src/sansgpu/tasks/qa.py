@@ -1,4 +1,4 @@
-"""Extractive question answering: where in a text the answer stands."""
+"""Trains extractive question answering: the model predicts the start and end of the answer in a context."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.jso
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions with the windows they are read in."""
+    """Questions with their tokenized windows."""
 
     questions: list[Question]
     windows: list[QuestionWindow]
@@ -42,18 +42,17 @@ class Asked:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each window."""
         return np.array([len(window.ids) for window in self.windows], np.int64)
 
     def by_question(self) -> list[list[int]]:
-        """The windows of each question, by their numbers."""
+        """Returns the indices of each question's windows."""
         groups: list[list[int]] = [[] for _ in self.questions]
         for number, window in enumerate(self.windows):
             groups[window.question].append(number)
         return groups
 
     def batch(self, numbers: np.ndarray) -> Sequences:
-        """The windows of these numbers, each with the places of its answer's first and last token."""
+        """Returns the windows with these indices; targets are the start and end positions of the answer, (B, 2)."""
         windows = [self.windows[number] for number in numbers]
         types = [w.type_ids for w in windows if w.type_ids is not None]
         places = np.array([(w.start, w.end) for w in windows], np.int64).reshape(-1, 2)
@@ -62,14 +61,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class QuestionCorpus(FineTuningCorpus[Asked]):
-    """Questions and their windows, to train on and held out."""
+    """Questions and their windows for training and validation."""
 
     def preview(self) -> str | None:
-        """The first window, with its answer in brackets."""
+        """Returns the text of the first window with its answer in brackets."""
         window = self.train.windows[0]
         parts = (window.ids[: window.start], window.ids[window.start : window.end + 1], window.ids[window.end + 1 :])
-        before, within, behind = (self.tokenizer.decode(part) for part in parts)
-        return f"{before} ⟦{within}⟧ {behind}"
+        before, answer, after = (self.tokenizer.decode(part) for part in parts)
+        return f"{before} ⟦{answer}⟧ {after}"
 
 
 class QAObjective(FineTuning):
@@ -78,20 +77,18 @@ class QAObjective(FineTuning):
     head = "qa"
 
     def summed_loss(self, batch: Sequences) -> torch.Tensor:
-        """Cross-entropy of the answer's begin and of its end among the window's tokens, the mean of both; summed over
-        windows.
-        """
-        losses = [(_of_span(s, t[0]) + _of_span(e, t[1])) / 2 for s, e, t in self.scores(batch)]
+        """Sums the mean cross-entropy of the start and end positions over windows, ()."""
+        losses = [(_position_loss(s, t[0]) + _position_loss(e, t[1])) / 2 for s, e, t in self.scores(batch)]
         return torch.stack(losses).sum()
 
     def scores(self, batch: Sequences) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of each window: logits of the begin (T,), of the end (T,), and the places of both (2,)."""
+        """Yields start logits (T,), end logits (T,) and target positions (2,) for each window."""
         starts, ends = self.unpadded.spans(batch.tokens, batch.lengths, batch.types)
         lengths = batch.lengths.tolist()
         return zip(starts.split(lengths), ends.split(lengths), batch.targets, strict=True)
 
 
-def _of_span(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def _position_loss(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[None], place[None], reduction="sum")
 
 
@@ -107,7 +104,7 @@ class QA(QAObjective):
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, QuestionCorpus]:
-        """Read and tokenize the questions. Raises ConfigError where there are too few, or one that cannot be used."""
+        """Reads and tokenizes the questions. Raises ConfigError if there are too few, or one is invalid."""
         sources, data = open_sources(config.data), config.data
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
@@ -137,67 +134,58 @@ class QA(QAObjective):
 
     @classmethod
     def objective(cls, config: Config, layers: int | None = None) -> QAObjective:
-        """A model of this shape and its loss, without data."""
         return QAObjective(config, random=True, layers=layers)
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Sequences:
-        """`size` windows of tokens drawn at random, with the answer at the first."""
+        """Builds `size` windows of random tokens with the answer at the first token."""
         drawn = cls.random_tokens(config, size, tokens)
         return Sequences.of(drawn, np.zeros((size, 2), np.int64))
 
     def batch(self, step: int, total_steps: int | None = None) -> Sequences:
-        """The windows of a step."""
         part = self.corpus.train
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
         return part.batch(self.ordered(indices, part.lengths))
 
     def validation_batches(self, size: int) -> Iterator[Sequences]:
-        """The validation part, about `size` windows at a time, all of a question together."""
         return self._reader.validation_batches(size)
 
     def evaluate(self, batch: Sequences) -> Sums:
-        """Loss, and the questions that are answered right."""
         return self._reader.evaluate(batch)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Loss, exact match and F1 in per cent."""
         return self._reader.metrics(sums)
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        """Nothing: questions are answered, no text is written."""
         return ""
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer."""
         save_tokenizer(self.corpus.tokenizer, folder)
 
     def collect(self, gather: Gather) -> None:
-        """Add the answers that other ranks have read."""
         self._reader.collect(gather)
 
     def export(self, folder: Path) -> None:
-        """Write the model, and beside it the answers to the validation part."""
+        """Writes the model to `folder` and the answers to the validation questions to its parent."""
         self.export_to(self.corpus.tokenizer, folder)
         self._reader.save(folder.parent)
 
 
 class AnswerReader:
-    """Has a model answer questions, and counts how many are right."""
+    """Answers questions with a model and computes exact match and F1."""
 
     def __init__(self, objective: QAObjective, asked: Asked, data: DataConfig) -> None:
         self._objective, self._asked = objective, asked
         self._rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
         self._may_be_null = bool(data.null_answers)
-        self.answers: dict[str, Answer] = {}  # of the questions read so far, by their ids
+        self.answers: dict[str, Answer] = {}  # by question id, for the questions answered so far
 
     @property
     def model(self) -> torch.nn.Module:
-        """What is measured."""
         return self._objective.model
 
     def validation_batches(self, size: int) -> Iterator[Sequences]:
-        """About `size` windows at a time, all of a question together."""
+        """Yields about `size` windows at a time; all windows of a question are in one batch."""
         self.answers = {}
         windows_of = self._asked.by_question()
         lengths = self._asked.lengths
@@ -212,10 +200,10 @@ class AnswerReader:
             yield self._asked.batch(np.array(pending))
 
     def evaluate(self, batch: Sequences) -> Sums:
-        """Loss and windows, and what the batch adds to exact match and F1."""
+        """Returns the loss, the counts of windows and questions, and the sums of exact match and F1."""
         assert batch.numbers is not None
         scored = list(self._objective.scores(batch))
-        loss = sum(float(_of_span(s, t[0]) + _of_span(e, t[1])) / 2 for s, e, t in scored)
+        loss = sum(float(_position_loss(s, t[0]) + _position_loss(e, t[1])) / 2 for s, e, t in scored)
         logits = {
             int(n): (s.cpu().numpy(), e.cpu().numpy()) for n, (s, e, _) in zip(batch.numbers, scored, strict=True)
         }
@@ -232,22 +220,22 @@ class AnswerReader:
         return {**sums, "exact_match": right["exact_match"] * len(questions), "f1": right["f1"] * len(questions)}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Loss a window; exact match and F1 in per cent of the questions."""
+        """Computes the loss per window, and exact match and F1 in percent."""
         by_question = {name: sums[name] / sums["questions"] for name in ("exact_match", "f1")}
         return {"loss": sums["loss"] / sums["windows"], **by_question, "questions": sums["questions"]}
 
     def detailed(self) -> dict[str, float]:
-        """Exact match and F1 of the answers so far, apart for questions with and without an answer."""
+        """Computes exact match and F1 of the answers so far, also separately for questions with and without answer."""
         answered = [question for question in self._asked.questions if question.id in self.answers]
         return exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
 
     def collect(self, gather: Gather) -> None:
-        """Add the answers that other ranks have read."""
+        """Adds the answers of other ranks."""
         for found in gather({question: asdict(answer) for question, answer in self.answers.items()}):
             self.answers |= {question: Answer(**answer) for question, answer in found.items()}
 
     def save(self, folder: Path) -> list[Path]:
-        """Write predictions.json and its companions, as run_qa.py does; returns what was written."""
+        """Writes run_qa.py's prediction files and returns their paths."""
         written = []
         in_order = {q.id: self.answers[q.id] for q in self._asked.questions if q.id in self.answers}
         predictions, nbest, null_odds = predictions_json(in_order)
@@ -267,16 +255,16 @@ def _questions(source: Source, data: DataConfig, notes: list[str]) -> list[Quest
 
 
 def whole_source(source: Source, config: Config, tokenizer: Any, notes: list[str]) -> Asked:
-    """All questions of a source. Raises ConfigError at one that cannot be used."""
+    """Reads all questions of a source. Raises ConfigError if one is invalid."""
     return asked_of(_questions(source, config.data, notes), config, tokenizer)
 
 
 def asked_of(questions: list[Question], config: Config, tokenizer: Any) -> Asked:
-    """Questions with their windows."""
+    """Tokenizes questions into windows."""
     return Asked(questions, make_windows(questions, tokenizer, _longest(config, tokenizer), config.data.doc_stride))
 
 
 def _longest(config: Config, tokenizer: Any) -> int:
-    """Tokens of a window: as configured, or what the model has places for."""
+    """Returns the maximum window length: data.max_length, limited by the model's maximum."""
     assert config.data.max_length is not None
     return min(config.data.max_length, int(tokenizer.model_max_length))

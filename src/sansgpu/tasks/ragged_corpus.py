@@ -1,4 +1,4 @@
-"""What tasks know of their data whose examples have lengths of their own."""
+"""Training data whose examples have different lengths."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 
 class Part(Protocol):
-    """Examples to train on, or held out."""
+    """The examples of one split."""
 
     def __len__(self) -> int: ...
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each that are read."""
+        """Returns the number of input tokens of each example."""
 
 
 P = TypeVar("P", bound=Part)
@@ -24,7 +24,7 @@ P = TypeVar("P", bound=Part)
 
 @dataclass(frozen=True)
 class RaggedCorpus(Generic[P]):
-    """Examples whose lengths differ, to train on and held out."""
+    """Examples of different lengths for training and validation."""
 
     train: P
     validation: P
@@ -33,24 +33,20 @@ class RaggedCorpus(Generic[P]):
 
     @property
     def train_examples(self) -> int:
-        """How many there are to train on."""
         return len(self.train)
 
     @property
     def example_tokens(self) -> float:
-        """Tokens of an example, in the mean."""
         return self.train_tokens / len(self.train)
 
     def most_tokens(self, examples: int) -> int:
-        """Tokens of the longest ones."""
+        """Returns the number of tokens of the longest examples."""
         return max(int(np.sort(part.lengths)[-examples:].sum()) for part in (self.train, self.validation))
 
     @property
     def train_tokens(self) -> int:
-        """Tokens of an epoch."""
         return int(self.train.lengths.sum())
 
     @property
     def validation_tokens(self) -> int:
-        """Tokens of an evaluation."""
         return int(self.validation.lengths.sum())

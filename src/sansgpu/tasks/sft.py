@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a causal model learns the answers of conversations."""
+"""Supervised fine-tuning (SFT) of causal models on conversations; only assistant turns have a loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sansgpu.tasks.task import Sums
 
 @dataclass(frozen=True)
 class Conversations:
-    """Some of the examples, by their numbers."""
+    """A subset of examples, by index."""
 
     examples: Examples
     numbers: np.ndarray
@@ -42,32 +42,32 @@ class Conversations:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each that are read: the last is only told."""
+        """Returns the number of input tokens of each example: the last token is only a target."""
         lengths: np.ndarray = self.examples.lengths()[self.numbers] - 1
         return lengths
 
     @property
     def targets(self) -> int:
-        """Tokens that are learned."""
+        """Returns the number of tokens with a loss."""
         return sum(int(self.examples.example(number)[1][1:].sum()) for number in self.numbers)
 
     def batch(self, indices: np.ndarray) -> Sequences:
-        """The examples at these places, each shifted so that a token stands at what it is told from."""
+        """Returns the examples with these indices, with targets shifted by one token."""
         pairs = [self.examples.example(self.numbers[index]) for index in indices]
         targets = [np.where(learned[1:], ids[1:], IGNORE) for ids, learned in pairs]
         return Sequences.of([ids[:-1] for ids, _ in pairs], targets, numbers=self.numbers[indices])
 
     def target_bytes(self, numbers: np.ndarray) -> int:
-        """UTF-8 bytes of what is learned of the examples of these numbers."""
+        """Returns the UTF-8 bytes of text with a loss in the examples with these numbers."""
         return int(self.examples.learned_bytes[numbers].sum())
 
 
 @dataclass(frozen=True)
 class ChatCorpus(FineTuningCorpus[Conversations]):
-    """Conversations as tokens, with what is learned of each."""
+    """Tokenized conversations with loss masks, for training and validation."""
 
     def preview(self) -> str | None:
-        """The first example, with what is learned in brackets."""
+        """Returns the text of the first example; brackets enclose the parts with a loss."""
         return show_masked(*self.train.examples.example(self.train.numbers[0]), self.tokenizer)
 
 
@@ -77,12 +77,12 @@ class SFTObjective(FineTuning):
     head = "causal"
 
     def summed_loss(self, batch: Sequences) -> torch.Tensor:
-        """Cross-entropy summed over what is learned, with what the configuration adds to it."""
+        """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
         training = self.config.training
         return self._cross_entropy(batch, LossShape(training.label_smoothing, training.z_loss))
 
     def plain_loss(self, batch: Sequences) -> torch.Tensor:
-        """Cross-entropy alone."""
+        """Computes the summed cross-entropy without label smoothing and z-loss, ()."""
         return self._cross_entropy(batch, PLAIN)
 
     def _cross_entropy(self, batch: Sequences, shape: LossShape) -> torch.Tensor:
@@ -102,7 +102,7 @@ class SFT(SFTObjective):
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, ChatCorpus]:
-        """Tokenize the rows. Raises ConfigError where there are too few, or one that cannot be learned from."""
+        """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
         tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
         notes: list[str] = []
@@ -124,78 +124,69 @@ class SFT(SFTObjective):
 
     @classmethod
     def objective(cls, config: Config, layers: int | None = None) -> SFTObjective:
-        """A model of this shape and its loss, without data."""
         return SFTObjective(config, random=True, layers=layers)
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Sequences:
-        """`size` examples of tokens drawn at random, of which all are learned."""
+        """Builds `size` examples of random tokens, all with a loss."""
         drawn = cls.random_tokens(config, size, tokens)
         return Sequences.of(drawn, drawn)
 
     def batch(self, step: int, total_steps: int | None = None) -> Sequences:
-        """The conversations of a step."""
         part = self.corpus.train
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
         return part.batch(self.ordered(indices, part.lengths))
 
     def validation_batches(self, size: int) -> Iterator[Sequences]:
-        """The validation part, `size` conversations at a time."""
         return self._measured.validation_batches(size)
 
     def evaluate(self, batch: Sequences) -> Sums:
-        """Loss, targets and the bytes they stand for."""
         return self._measured.evaluate(batch)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Loss, perplexity and bits per byte, of what is learned."""
         return text_metrics(sums)
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        """What the model answers to `prompt`."""
-        said = [{"role": "user", "content": prompt}]
-        return "".join(answer(self.model, self.corpus.tokenizer, said, tokens, Sampling(seed=seed)))
+        """Generates an answer to `prompt`."""
+        messages = [{"role": "user", "content": prompt}]
+        return "".join(answer(self.model, self.corpus.tokenizer, messages, tokens, Sampling(seed=seed)))
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer with its chat template."""
         save_tokenizer(self.corpus.tokenizer, folder)
 
     def export(self, folder: Path) -> None:
-        """Write the model, or its adapter alone."""
+        """Writes the model, or only its adapter."""
         self.export_to(self.corpus.tokenizer, folder)
 
 
 class AnswerLoss:
-    """A model and the conversations whose answers it is to foretell."""
+    """Evaluates a model on the assistant turns of conversations."""
 
     def __init__(self, objective: SFTObjective, part: Conversations) -> None:
         self._objective, self._part = objective, part
 
     @property
     def model(self) -> torch.nn.Module:
-        """What is measured."""
         return self._objective.model
 
     def validation_batches(self, size: int) -> Iterator[Sequences]:
-        """`size` conversations at a time."""
         order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
         for start in range(0, len(self._part), size):
             yield self._part.batch(order[start : start + size])
 
     def evaluate(self, batch: Sequences) -> Sums:
-        """Loss, targets and the bytes they stand for."""
+        """Returns the loss, the number of targets and the bytes of text that they cover."""
         assert batch.numbers is not None
         size = self._part.target_bytes(batch.numbers.cpu().numpy())
         loss = float(self._objective.plain_loss(batch))
         return {"loss": loss, "tokens": float(batch.target_count()), "bytes": float(size)}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Loss, perplexity and bits per byte, of what is learned."""
         return text_metrics(sums)
 
 
 def whole_source(source: Source, config: Config, tokenizer: Any, progress: Progress, notes: list[str]) -> Conversations:
-    """All rows of a source. Raises ConfigError at one that cannot be learned from."""
+    """Reads all rows of a source. Raises ConfigError if one is invalid."""
     examples = _examples(source, config, tokenizer, progress, notes)
     return Conversations(examples, np.arange(len(examples)))
 
@@ -205,21 +196,21 @@ def _examples(source: Source, config: Config, tokenizer: Any, progress: Progress
     assert data.max_length is not None
     window, done = data.max_length, 0
 
-    def watched() -> Iterator[Row]:
+    def rows_with_progress() -> Iterator[Row]:
         nonlocal done
         for row in source.rows():
             done += len(str(row.value))
             progress("tokenizing", done, max(done, source.size_bytes))
             yield row
 
-    examples = build_examples(watched(), tokenizer, window, data.long_rows, data.on_bad_row)
+    examples = build_examples(rows_with_progress(), tokenizer, window, data.long_rows, data.on_bad_row)
     if examples.truncated:
         notes.append(
-            f"{source.name}: {examples.truncated} rows are longer than {window} tokens and lost their beginning."
+            f"{source.name}: {examples.truncated} rows are longer than {window} tokens and were cut at the start."
         )
     if examples.dropped:
         notes.append(
-            f"{source.name}: {examples.dropped} rows are left out, longer than {window} tokens or without an answer."
+            f"{source.name}: {examples.dropped} rows are dropped: longer than {window} tokens or without an answer."
         )
     if examples.skipped:
         notes.append(f"{source.name}: bad rows skipped: {examples.skipped}; the first: {examples.first_skipped}")

@@ -1,4 +1,4 @@
-"""What the loop asks of a task."""
+"""Protocols between the training loop and tasks."""
 
 from __future__ import annotations
 
@@ -16,151 +16,148 @@ from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models.costs import Products, StepTraffic, StepWork
 
 Gather = Callable[[Any], list[Any]]
-Sums = dict[str, float]  # a metric's numerators and denominators, which add up over batches
+Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
 
 
 def add_sums(total: Sums, more: Sums) -> None:
-    """Add `more` to `total`, in place."""
+    """Adds `more` to `total` in place."""
     for name, value in more.items():
         total[name] = total.get(name, 0.0) + value
 
 
 class Evaluated(Protocol):
-    """A model with what it is measured on."""
+    """A model and its validation data."""
 
     @property
-    def model(self) -> nn.Module:
-        """What is measured."""
+    def model(self) -> nn.Module: ...
 
     def validation_batches(self, size: int) -> Iterator[Examples]:
-        """The whole validation part, in order, `size` examples at a time."""
+        """Yields the validation data in order, `size` examples at a time."""
 
     def evaluate(self, batch: Any) -> Sums:
-        """What one validation batch adds to each sum."""
+        """Returns the contributions of one validation batch to the sums."""
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """The metrics of summed-up batches; `loss` among them, the lower the better."""
+        """Computes metrics from sums over all batches. They include `loss`; lower is better."""
 
 
 @runtime_checkable
 class Collecting(Protocol):
-    """A task whose evaluation leaves more behind than sums."""
+    """A task whose evaluation produces more than sums, such as predictions."""
 
     def collect(self, gather: Gather) -> None:
-        """Put together what ranks have found, each of its own batches; `gather` gives all of them everyone's JSON."""
+        """Merges the results of all ranks; `gather` is an all_gather of JSON values."""
 
 
 class Objective(Protocol):
-    """A model with its loss."""
+    """A model and its loss."""
 
     @property
-    def model(self) -> nn.Module:
-        """What learns."""
+    def model(self) -> nn.Module: ...
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """The loss summed over the batch's targets; differentiable, ()."""
+        """Computes the differentiable loss, (), summed over the batch's targets."""
 
     def step_sums(self) -> Sums:
-        """What else training passes have added up since this was last asked for."""
+        """Returns and resets the sums that training passes have added up for metrics other than the loss."""
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        """The metrics of summed-up passes; of a task without any, none."""
+        """Computes training metrics from summed `step_sums`; empty if the task has none."""
 
     def compile(self, on: bool) -> None:
-        """Have the model's repeated parts compiled when they next run, or run as they are written."""
+        """Enables or disables compilation of the model's blocks, from their next call on."""
 
-    def between_blocks(self, look: Callable[[], None]) -> None:
-        """Call `look` now and then on the way of every training pass; it may raise to end that pass."""
+    def between_blocks(self, callback: Callable[[], None]) -> None:
+        """Registers a callback that runs several times per training pass and may raise to abort the pass."""
 
 
 class Corpus(Protocol):
-    """Data that is ready to be learned from."""
+    """Tokenized training and validation data."""
 
     @property
     def train_examples(self) -> int:
-        """What an epoch has of them."""
+        """Returns the number of examples per epoch."""
 
     @property
     def example_tokens(self) -> float:
-        """Tokens that an example takes up, in the mean."""
+        """Returns the mean number of tokens per example."""
 
     def most_tokens(self, examples: int) -> int:
-        """Tokens that so many examples have at most."""
+        """Returns the maximum number of tokens of `examples` examples."""
 
     @property
     def train_tokens(self) -> int:
-        """Tokens of an epoch, without padding."""
+        """Returns the number of tokens per epoch, without padding."""
 
     @property
     def validation_tokens(self) -> int:
-        """Tokens of an evaluation."""
+        """Returns the number of tokens per evaluation."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What the user is to hear of the data: what was cut or left out."""
+        """Returns messages for the user, such as counts of truncated or dropped rows."""
 
     def preview(self) -> str | None:
-        """An example as it is learned from, for people; None where there is nothing to see."""
+        """Returns a training example with its loss mask as readable text, or None if every token has a loss."""
 
     @property
     def fingerprint(self) -> str:
-        """Names the data, to notice on resume that it changed."""
+        """Identifies the data, to detect on resume that it changed."""
 
 
 class Task(Evaluated, Objective, Protocol):
-    """A model with what it learns from. The loop knows no task by name."""
+    """A model with its training data. The loop refers to no task by name."""
 
     fingerprint: str  # of the data
-    flops_per_token: float  # that the model needs to train on one
-    notes: Sequence[str]  # what the user is to hear of the model
+    flops_per_token: float  # needed for training
+    notes: Sequence[str]  # messages for the user about the model
 
     def batch(self, step: int, total_steps: int | None = None) -> Examples:
-        """The global batch of a step: a pure function of the seed and the step, and where the task changes it over the
-        run (`total_steps` given) of how long that is.
+        """Returns the global batch of a step, a pure function of the seed and the step.
+
+        Tasks that change batches over the run also use its length, `total_steps`.
         """
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        """What the model writes after `prompt`."""
+        """Generates a continuation of `prompt`; "" if the model does not generate text."""
 
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write what turns text into this task's inputs."""
+    def save_tokenizer(self, folder: Path) -> None: ...
 
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
+        """Writes the model as a Hugging Face folder."""
 
 
 class TaskKind(Protocol):
-    """What is known of a task before it is made: the class itself."""
+    """The class of a task: everything that is known without its data."""
 
-    def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task:
-        """The task."""
+    def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task: ...
 
     def prepare(self, config: Config, cache: Path, progress: Progress) -> tuple[Config, Any]:
-        """Make the data ready, and settle what of the configuration depends on it. Raises ConfigError."""
+        """Reads and tokenizes the data, and fills in settings that depend on it. Raises ConfigError."""
 
     def with_vocabulary(self, config: Config) -> Config:
-        """The configuration as `prepare` would settle it, of data that was not looked at yet. Raises ConfigError."""
+        """Estimates the settings that `prepare` fills in, without reading the data. Raises ConfigError."""
 
     def parameters(self, config: Config) -> dict[str, int]:
-        """Parameters by part, without making the model."""
+        """Returns the number of parameters by part, without building the model."""
 
     def memory(self, config: Config, how: Execution, layers: int | None = None) -> Memory:
-        """Bytes at the peak of a step; with `layers` of a model of so many blocks, or fewer where it has fewer."""
+        """Estimates the peak memory of a step in bytes, for a model with at most `layers` blocks if given."""
 
     def work(self, config: Config, tokens: float) -> StepWork:
-        """FLOPs of a step of `tokens`."""
+        """Estimates the FLOPs of a step with `tokens` tokens."""
 
     def traffic(self, config: Config, how: Execution) -> StepTraffic:
-        """Bytes a step moves at least."""
+        """Estimates the minimum memory traffic of a step in bytes."""
 
     def products(self, config: Config) -> Products:
-        """The shapes of a step's matrix products."""
+        """Returns the shapes of the matrix products of a step."""
 
     def layers(self, config: Config) -> int:
-        """Blocks of the model."""
+        """Returns the number of blocks of the model."""
 
     def objective(self, config: Config, layers: int | None = None) -> Objective:
-        """A model and its loss, without data; with `layers` one of so many blocks."""
+        """Builds a model with its loss but without data, with `layers` blocks if given."""
 
     def random_batch(self, config: Config, size: int, tokens: int | None = None) -> Examples:
-        """A micro-batch of this shape; where examples may be short, with `tokens` each."""
+        """Builds a random micro-batch of `size` examples; `tokens` is the length of each if lengths may vary."""

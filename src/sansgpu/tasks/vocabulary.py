@@ -1,15 +1,15 @@
-"""How large an embedding is: as the tokenizer needs, in rows that products like."""
+"""Chooses the size of the embedding for a tokenizer."""
 
 from __future__ import annotations
 
 from sansgpu.config import Config, ConfigError
 
-EXPECTED_CHARACTERS = 512  # tokens of a text cut into characters, with the 256 bytes
-VOCABULARY_MULTIPLE = 64  # rows of the embedding are padded to this, which matmuls like
+EXPECTED_CHARACTERS = 512  # vocabulary of a character tokenizer, including the 256 bytes
+VOCABULARY_MULTIPLE = 64  # embedding rows are padded to a multiple of this for fast matmuls
 
 
 def with_vocabulary_of(config: Config, tokens: int) -> Config:
-    """The configuration with an embedding for so many tokens. Raises ConfigError where it has a smaller one."""
+    """Sets model.vocab_size for a tokenizer of `tokens` tokens. Raises ConfigError if it is set but too small."""
     size = config.model.vocab_size
     if size is None:
         return _sized(config, tokens)
@@ -21,7 +21,7 @@ def with_vocabulary_of(config: Config, tokens: int) -> Config:
 
 
 def with_expected_vocabulary(config: Config) -> Config:
-    """The configuration with the vocabulary that the data most likely gives: an estimate, made without reading it."""
+    """Sets model.vocab_size to an estimate that does not need the data."""
     if config.model.vocab_size:
         return config
     return _sized(config, EXPECTED_CHARACTERS if config.data.tokenizer == "char" else config.data.vocab_size)
