@@ -40,7 +40,8 @@ def test_yaml_does_not_turn_a_time_into_a_number(given: str, read: str) -> None:
 
 @settings(deadline=None)
 @given(
-    step=st.floats(0.01, 10), noise=st.lists(st.floats(0.8, 1.3), min_size=50, max_size=50), steps=st.integers(30, 20_000),
+    step=st.floats(0.01, 10), noise=st.lists(st.floats(0.8, 1.3), min_size=50, max_size=50),
+    steps=st.integers(30, 20_000),
     validation=st.floats(0, 20), evaluate=st.sampled_from([0, 10, 1000]),
 )  # fmt: skip
 def test_a_run_simulated_on_a_clock_of_its_own_ends_within_its_budget(
