@@ -36,7 +36,7 @@ def evaluate(
         with torch.no_grad(), plan.autocast():
             chosen = islice(task.validation_batches(plan.micro_batch), batches)
             while turn := list(islice(chosen, group.size)):
-                if group.most(float(stop())):
+                if group.all_reduce_max(float(stop())):
                     return None
                 # In a short last round all ranks still run a forward pass, but each batch counts once.
                 mine = turn[min(group.rank, len(turn) - 1)]
@@ -45,4 +45,4 @@ def evaluate(
                     add_sums(sums, found)
     finally:
         task.model.train(was_training)
-    return task.metrics(group.add_up(sums))
+    return task.metrics(group.all_reduce_sums(sums))

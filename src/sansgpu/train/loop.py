@@ -181,7 +181,7 @@ class Trainer:
         """Handles requests between steps and returns the signal that ends the run, received by any rank, or None."""
         while True:
             requested = self._controls.take() if self.group.first else Wish.NONE
-            agreed = int(self.group.most(_SIGNAL_FACTOR * (interrupt.signal or 0) + requested))
+            agreed = int(self.group.all_reduce_max(_SIGNAL_FACTOR * (interrupt.signal or 0) + requested))
             number, wish = agreed // _SIGNAL_FACTOR, Wish(agreed % _SIGNAL_FACTOR)
             if number or Wish.STOP in wish:
                 return number or signal.SIGINT
@@ -222,7 +222,7 @@ class Trainer:
         """Updates `total_steps` of a time-limited run from the remaining time."""
         if not self.config.training.time_limited:
             return
-        total = int(self.group.most(self._fitting_steps() if self.group.first else 0))
+        total = int(self.group.all_reduce_max(self._fitting_steps() if self.group.first else 0))
         if total != self.total_steps:
             self.total_steps = self.progress.total_steps = total
             prefetch.forget()  # window lengths depend on the total number of steps

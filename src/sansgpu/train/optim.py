@@ -161,7 +161,7 @@ class Optimizer:
         if self._reducer is None:
             return
         self._reducer.close()
-        unused = self._group.add_up({w.name: 1.0 for w in self.weights if not w.used})
+        unused = self._group.all_reduce_sums({w.name: 1.0 for w in self.weights if not w.used})
         for weight in self.weights:
             if isinstance(weight.place, Rows):
                 weight.gradient = None if weight.parameter.grad is None else local_of(weight.parameter.grad)
@@ -183,7 +183,7 @@ class Optimizer:
         norm = global_norm([w.gradient for w in self.weights if w.gradient is not None])
         if self._sharding == "none":
             return norm
-        return math.sqrt(self._group.add_up({"squares": norm * norm})["squares"])
+        return math.sqrt(self._group.all_reduce_sums({"squares": norm * norm})["squares"])
 
     @torch.no_grad()
     def step(self, lr: float, step: int, scale: float) -> None:
@@ -205,8 +205,8 @@ class Optimizer:
     def _share(self) -> None:
         """Broadcasts each parameter from the rank that updated it."""
         owned = [(w, w.place.owner) for w in self.weights if isinstance(w.place, Owned)]
-        for work in [self._group.send_later(w.parameter.detach(), owner) for w, owner in owned]:
-            self._group.finish(work)
+        for work in [self._group.broadcast_async(w.parameter.detach(), owner) for w, owner in owned]:
+            self._group.wait(work)
 
     def make_moments(self) -> None:
         """Allocates the moments; called before the first step, because later allocation would fragment the heap."""

@@ -80,7 +80,7 @@ class Reducer:
         for bucket in self._buckets:
             assert bucket.work is not None
             assert bucket.flat is not None
-            self._group.finish(bucket.work)
+            self._group.wait(bucket.work)
             is_target = bucket.owner in (None, self._group.rank)
             for weight, slot in zip(bucket.weights, bucket.slots(bucket.flat), strict=True):
                 weight.gradient = slot if is_target else None
@@ -96,9 +96,9 @@ class Reducer:
                 weight.gradient = None
         self._started += 1
         if bucket.owner is None:
-            bucket.work = self._group.sum_later(flat)
+            bucket.work = self._group.all_reduce_async(flat)
         else:
-            bucket.work = self._group.sum_at_later(flat, bucket.owner)
+            bucket.work = self._group.reduce_async(flat, bucket.owner)
 
 
 def _buckets(weights: list[Weight], dtype: torch.dtype) -> list[_Bucket]:

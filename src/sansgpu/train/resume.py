@@ -52,7 +52,7 @@ def restore(
     for file in (WEIGHTS, MOMENTS):
         for name, tensor in snapshot.tensors(file) if group.first else _empty(shapes[file]):
             if group.size > 1:
-                group.send(tensor, 0)
+                group.broadcast(tensor, 0)
             state.load(name, tensor)
     progress = state.progress = Progress.from_json(record["progress"])
     best = progress.best_loss, progress.best_step

@@ -60,7 +60,7 @@ class Owned:
         return whole if self._group.rank == self.owner else whole.to("meta")
 
     def gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        return self._group.hand(mine, self.owner, 0)
+        return self._group.transfer(mine, self.owner, 0)
 
     def everywhere(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return mine
@@ -78,7 +78,7 @@ class Rows:
     def gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         pieces = self._split(torch.empty(shape, dtype=mine.dtype, device="meta"))
         got = [
-            self._group.hand(mine if rank == self._group.rank else piece, rank, 0)
+            self._group.transfer(mine if rank == self._group.rank else piece, rank, 0)
             for rank, piece in enumerate(pieces)
             if len(piece)
         ]
@@ -88,7 +88,7 @@ class Rows:
         max_rows = -(-shape[0] // self._group.size)
         padded = mine.new_zeros(max_rows, *shape[1:])
         padded[: len(mine)] = mine
-        return torch.cat(self._group.collect(padded))[: shape[0]]
+        return torch.cat(self._group.all_gather(padded))[: shape[0]]
 
     def _split(self, whole: torch.Tensor) -> list[torch.Tensor]:
         pieces = list(whole.chunk(self._group.size))

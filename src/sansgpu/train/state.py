@@ -58,7 +58,7 @@ class TrainState:
         model.to(device).train()
         if group.size > 1:
             for tensor in [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]:
-                group.send(tensor.detach(), 0)
+                group.broadcast(tensor.detach(), 0)
         optimizer = Optimizer(model, training, compute_dtype, group)
         optimizer.make_moments()
         return cls(model, optimizer, Progress())

@@ -110,7 +110,7 @@ def train_step(
         loss_sum += loss.detach()
         index += 1
     state.optimizer.reduce()
-    sums = plan.group.add_up({_LOSS: float(loss_sum), **task.step_sums()})
+    sums = plan.group.all_reduce_sums({_LOSS: float(loss_sum), **task.step_sums()})
     total = sums.pop(_LOSS)
     phases.lap("reduce")
     grad_norm = state.optimizer.norm()
