@@ -98,7 +98,7 @@ class Trainer:
         )
         self._fully_sharded = self._sharded and training.sharding == "full"
         if not self._fully_sharded:
-            task.between_blocks(self._guard.look)
+            task.between_blocks(self._guard.check)
         self._controls = controls or Controls()
         self._log = StepLog(task, gemm_flops_per_second, plan, system)
         self._health = Health(training)
