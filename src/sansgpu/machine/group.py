@@ -48,7 +48,7 @@ class Group:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which writes files and reports."""
+        """True on rank 0, which writes files and reports."""
         return self.rank == 0
 
     @property

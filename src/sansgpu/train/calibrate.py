@@ -24,7 +24,7 @@ from sansgpu.train.profile import synchronise
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan
 
-SHALLOW_LAYERS, DEEP_LAYERS = 1, 3  # depths of the models that are timed
+SHORT, LONG = 1, 3  # depths of the models that are timed
 MAX_FULL_DEPTH_SECONDS = 1.0  # time the model at full depth if a pass is estimated to take less
 REPEATS = 3  # timed repeats after one warm-up
 ENOUGH_SECONDS = 1.0  # stop repeating after this much timed work
@@ -105,13 +105,13 @@ def time_parts(
     task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, whole: bool, tokens: int | None = None
 ) -> Timing:
     """Times one micro-batch size."""
-    short_pass, short_update = _timed(task, config, plan, size, compiled, SHALLOW_LAYERS, tokens)
+    short_pass, short_update = _timed(task, config, plan, size, compiled, SHORT, tokens)
     whole = whole and task.layers(config) * short_pass < MAX_FULL_DEPTH_SECONDS
-    deep = max(DEEP_LAYERS, task.layers(config)) if whole else DEEP_LAYERS
+    deep = max(LONG, task.layers(config)) if whole else LONG
     long_pass, long_update = _timed(task, config, plan, size, compiled, deep, tokens)
-    more = deep - SHALLOW_LAYERS
+    more = deep - SHORT
     block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more
-    ends, update_ends = max(0.0, short_pass - SHALLOW_LAYERS * block), max(0.0, short_update - SHALLOW_LAYERS * update)
+    ends, update_ends = max(0.0, short_pass - SHORT * block), max(0.0, short_update - SHORT * update)
     return Timing(size, compiled, block, ends, update, update_ends)
 
 
