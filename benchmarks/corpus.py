@@ -1,6 +1,6 @@
-"""The peers' data: the token ids that sansgpu trains on, as one array, made with sansgpu's own tokenizer and cache.
+"""Token ids for the peers: the data that sansgpu trains on, as one array, from sansgpu's tokenizer and cache.
 
-`python -m benchmarks.corpus` makes it in a process of its own, as the contest's must stay small.
+`python -m benchmarks.corpus` runs in a separate process, because the one that measures must stay small.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PYTHON_STDLIB = "python-stdlib"
 
 
 def prepare(data: str, vocab_size: int, folder: Path, valid: Path | None = None, cache: Path | None = None) -> Event:
-    """Write folder/train.npy (and valid.npy). Returns its tokens, seconds and, of `valid`, the bytes.
+    """Writes folder/train.npy (and valid.npy); returns token counts, seconds and the bytes of `valid`.
 
-    Raises NoResultError.
+    Raises NoResultError if that fails.
     """
     arguments = ["--data", data, "--vocab-size", str(vocab_size), "--output", str(folder)]
     arguments += ["--valid", str(valid)] if valid else []
@@ -33,7 +33,7 @@ def prepare(data: str, vocab_size: int, folder: Path, valid: Path | None = None,
 
 
 class Reader:
-    """Windows of T + 1 tokens in a seeded order, each once an epoch."""
+    """Windows of T + 1 tokens in a seeded order, each once per epoch."""
 
     def __init__(self, file: Path, window: int, seed: int = 0) -> None:
         self._tokens, self._window = np.load(file, mmap_mode="r"), window
@@ -46,16 +46,16 @@ class Reader:
         return self._count
 
     def windows(self, start: int, count: int) -> np.ndarray:
-        """Windows number start..start+count of the endless stream, (count, T + 1) int64."""
+        """Returns windows [start, start + count) of the infinite stream, (count, T + 1) int64."""
         return np.stack([self._window_at(int(self._order[i % self._count])) for i in range(start, start + count)])
 
     def in_order(self, start: int, count: int) -> np.ndarray:
-        """Windows start..start+count as the text has them, fewer at its end; (.., T + 1) int64."""
+        """Returns windows [start, start + count) in text order, fewer at the end of the text; (.., T + 1) int64."""
         return np.stack([self._window_at(i) for i in range(start, min(start + count, self._count))])
 
     @property
     def targets(self) -> int:
-        """Tokens of the text that are predicted: all but the first."""
+        """The number of predicted tokens: all but the first."""
         return len(self._tokens) - 1
 
     def _window_at(self, index: int) -> np.ndarray:
@@ -64,12 +64,11 @@ class Reader:
 
 
 def bits_per_byte(nats: float, size_bytes: int) -> float:
-    """Of a text of so many bytes, predicted with so many nats in all."""
+    """Converts the total loss of a text in nats to bits per byte."""
     return nats / math.log(2) / size_bytes
 
 
 def main() -> None:
-    """Write the arrays, and print what they hold."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True)
     parser.add_argument("--valid")
@@ -91,7 +90,7 @@ def main() -> None:
     facts: Event = {"tokens": len(tokens), "vocab_size": tokenizer.vocab_size}
     if given.valid:
         held_out = build_store(open_single(given.valid, data), tokenizer, cache, lambda *_: None).tokens
-        ended = np.append(held_out, np.array([tokenizer.end_id], held_out.dtype))  # the text's end is predicted too
+        ended = np.append(held_out, np.array([tokenizer.end_id], held_out.dtype))  # the end of text is predicted, too
         np.save(given.output / "valid.npy", ended)
         facts["valid_tokens"] = len(held_out)
         facts["valid_bytes"] = int(tokenizer.token_bytes()[held_out].sum())
