@@ -158,10 +158,10 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=SIZES, default="7M", help="parameters (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
+    args = parser.parse_args()
     if reason := refused():
         sys.exit(f"benchmarks.cluster: {reason}")
-    chosen = partial(settings_of, given.size, given.steps)
+    chosen = partial(settings_of, args.size, args.steps)
     with tempfile.TemporaryDirectory(prefix="sansgpu-cluster-") as temporary:
         folder = Path(temporary)
         one = here("1 thread", folder / "one", chosen())
@@ -170,12 +170,12 @@ def main() -> None:
             row_of("2 threads", partial(here, "2 threads", folder / "threads", chosen(threads=2))),
             row_of("2 processes", partial(here, "2 processes", folder / "processes", chosen(), "--processes", "2")),
         ]
-        rows = list(hosts_rows(folder, given.size, given.steps, one, half))
+        rows = list(hosts_rows(folder, args.size, args.steps, one, half))
     alone = [one, *both, half]
     add_ratios(alone, "tokens_per_second", "1 thread")
-    print_table(f"{given.size} parameters on one machine", PROCESSES, alone)
+    print_table(f"{args.size} parameters on one machine", PROCESSES, alone)
     print_table("Two hosts of one thread; efficiency against one host with the whole batch", HOSTS, rows)
-    write_json(given.json, "cluster", vars(given), [*alone, *rows])
+    write_json(args.json, "cluster", vars(args), [*alone, *rows])
 
 
 if __name__ == "__main__":

@@ -74,24 +74,24 @@ def main() -> None:
     parser.add_argument("--valid")
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
+    args = parser.parse_args()
 
     from sansgpu.config import DataConfig
     from sansgpu.data.shards import build_store, build_tokenizer
     from sansgpu.data.sources import open_single, open_sources
     from sansgpu.machine.probe import cache_dir
 
-    data, cache = DataConfig(dataset_name=given.data, vocab_size=given.vocab_size), cache_dir(None)
+    data, cache = DataConfig(dataset_name=args.data, vocab_size=args.vocab_size), cache_dir(None)
     source = open_sources(data).train
     tokenizer = build_tokenizer(data, source, cache, lambda *_: None)
     tokens = build_store(source, tokenizer, cache, lambda *_: None).tokens
-    given.output.mkdir(parents=True, exist_ok=True)
-    np.save(given.output / "train.npy", tokens)
+    args.output.mkdir(parents=True, exist_ok=True)
+    np.save(args.output / "train.npy", tokens)
     facts: Event = {"tokens": len(tokens), "vocab_size": tokenizer.vocab_size}
-    if given.valid:
-        held_out = build_store(open_single(given.valid, data), tokenizer, cache, lambda *_: None).tokens
+    if args.valid:
+        held_out = build_store(open_single(args.valid, data), tokenizer, cache, lambda *_: None).tokens
         ended = np.append(held_out, np.array([tokenizer.end_id], held_out.dtype))  # the end of text is predicted, too
-        np.save(given.output / "valid.npy", ended)
+        np.save(args.output / "valid.npy", ended)
         facts["valid_tokens"] = len(held_out)
         facts["valid_bytes"] = int(tokenizer.token_bytes()[held_out].sum())
     print(json.dumps(facts))

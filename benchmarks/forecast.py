@@ -71,13 +71,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5, help="duration of each run (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="toy size, as a test of the benchmark")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows: list[Row] = []
-    for name, (config, settings) in (QUICK if given.quick else RUNS).items():
+    for name, (config, settings) in (QUICK if args.quick else RUNS).items():
         say(name)
-        rows.append(row_of(name, partial(measure, name, config, settings, given.minutes)))
-    print_table(f"Runs of about {given.minutes:g} minutes, from the start of the process to its end", COLUMNS, rows)
-    write_json(given.json, "forecast", vars(given), rows)
+        rows.append(row_of(name, partial(measure, name, config, settings, args.minutes)))
+    print_table(f"Runs of about {args.minutes:g} minutes, from the start of the process to its end", COLUMNS, rows)
+    write_json(args.json, "forecast", vars(args), rows)
 
 
 if __name__ == "__main__":

@@ -59,13 +59,13 @@ def filled_rows(roots: int, leaves: int, relations: int) -> list[dict[str, objec
 
 
 def contestants(
-    name: str, config: Path, settings: dict[str, object], folder: Path, asked: argparse.Namespace
+    name: str, config: Path, settings: dict[str, object], folder: Path, args: argparse.Namespace
 ) -> list[Contestant]:
     """Returns sansgpu and plain PyTorch on the same data."""
-    total = WARM_UP + asked.steps
+    total = WARM_UP + args.steps
     ours = {**SETTINGS, **settings, "training.max_steps": total, "training.compile": compile_setting(True)}
     label = Path(name).stem.replace(" ", "-")
-    line = command(folder / f"{label}-ours", {**ours, "training.threads": asked.threads}, config)
+    line = command(folder / f"{label}-ours", {**ours, "training.threads": args.threads}, config)
     job = folder / f"{label}.json"
     given = [part for part in overrides({**SETTINGS, **settings}) if part != "--set"]
     job.write_text(
@@ -74,7 +74,7 @@ def contestants(
                 "config": str(config),
                 "overrides": given,
                 "steps": total,
-                "threads": asked.threads,
+                "threads": args.threads,
                 "cache": str(folder / "cache"),
             }
         )
@@ -113,21 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="sansgpu-graph-") as name:
-        rows = measured(asked, Path(name))
+        rows = measured(args, Path(name))
     for part in rows:
-        title = f"{asked.config.name}, {part}: {rows[part][0]['nodes']:,.0f} real nodes a step"
+        title = f"{args.config.name}, {part}: {rows[part][0]['nodes']:,.0f} real nodes a step"
         print_table(title, COLUMNS, rows[part])
-    values = {**vars(asked), "config": str(asked.config)}
-    write_json(asked.json, "graph", values, [row for part in rows.values() for row in part])
+    values = {**vars(args), "config": str(args.config)}
+    write_json(args.json, "graph", values, [row for part in rows.values() for row in part])
 
 
-def measured(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
+def measured(args: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     """Returns the result rows by kind of data."""
     from sansgpu.config import load_config  # does not import torch, as this process must stay small
 
-    config, _ = load_config(asked.config, asked.changes)
+    config, _ = load_config(args.config, args.changes)
     model = config.model
     data = folder / "filled.jsonl"
     lines = (json.dumps(row) for row in filled_rows(config.roots, model.leaf_slots, model.n_relations or RELATIONS))
@@ -138,14 +138,14 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
         "model.leaves": model.leaf_slots,
     }
     changes: dict[str, object] = {**shape, "data.long_tails": "drop"}
-    changes |= dict(change.split("=", 1) for change in asked.changes)
+    changes |= dict(change.split("=", 1) for change in args.changes)
     kinds: dict[str, dict[str, object]] = {
         "filled windows": {**changes, "data.dataset_name": data, "data.triples": "first"},
-        asked.data: {**changes, "data.dataset_name": asked.data},
+        args.data: {**changes, "data.dataset_name": args.data},
     }
     found = {}
     for name, settings in kinds.items():
-        rows = take_turns(contestants(name, asked.config, settings, folder, asked), asked.rounds)
+        rows = take_turns(contestants(name, args.config, settings, folder, args), args.rounds)
         noted_nodes = folder / f"{Path(name).stem.replace(' ', '-')}.nodes"
         if not noted_nodes.exists():
             raise SystemExit(f"{name}: {rows[-1].get('status')}")

@@ -116,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
-    config, _ = load_config(asked.config, asked.changes)
+    args = parser.parse_args(arguments)
+    config, _ = load_config(args.config, args.changes)
     cache, device = cache_dir(None), torch.device("cpu")
     torch.set_num_threads(resolve_threads(config.training))
     torch.set_flush_denormal(True)
@@ -133,9 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for variant in variants(config):
         print(variant.name, file=sys.stderr, flush=True)
-        rows.append(measured(variant, config, corpus, asked.steps, plan))
-    print_table(f"{asked.config.name}, {asked.steps} steps", COLUMNS, rows)
-    write_json(asked.json, "graph_ablations", {**vars(asked), "config": str(asked.config)}, rows)
+        rows.append(measured(variant, config, corpus, args.steps, plan))
+    print_table(f"{args.config.name}, {args.steps} steps", COLUMNS, rows)
+    write_json(args.json, "graph_ablations", {**vars(args), "config": str(args.config)}, rows)
 
 
 if __name__ == "__main__":

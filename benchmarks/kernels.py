@@ -180,22 +180,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="measurements per contender (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="toy shapes, as a test of the benchmark")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(available_cores())
     keep_freed_memory()  # as in a run
     if reason := native.load(compiled_cache(say)):
         say(f"the native kernels are not available, plain torch is measured instead: {reason}")
     torch.manual_seed(0)
     rows: list[Row] = []
-    attentions, losses = (QUICK_ATTENTION, QUICK_LOSS) if given.quick else (ATTENTION, LOSS)
+    attentions, losses = (QUICK_ATTENTION, QUICK_LOSS) if args.quick else (ATTENTION, LOSS)
     makers = [partial(attention_case, shape) for shape in attentions] + [partial(loss_case, *s) for s in losses]
     for make in makers:
         for dtype in (torch.bfloat16, torch.float32):
             case = make(dtype)
             say(case.name)
-            rows += measure(case, given.repeats)
-    print_table(f"forward and backward, medians of {given.repeats}", COLUMNS, rows)
-    write_json(given.json, "kernels", vars(given), rows)
+            rows += measure(case, args.repeats)
+    print_table(f"forward and backward, medians of {args.repeats}", COLUMNS, rows)
+    write_json(args.json, "kernels", vars(args), rows)
 
 
 if __name__ == "__main__":

@@ -65,17 +65,17 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=160)
     parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     main_end, other_end = pty.openpty()
     threading.Thread(target=_read, args=(main_end,), daemon=True).start()
     with tempfile.TemporaryDirectory() as folder, os.fdopen(other_end, "w") as terminal:
-        console = Console(file=terminal, width=asked.columns, height=asked.columns // 4, force_terminal=True)
+        console = Console(file=terminal, width=args.columns, height=args.columns // 4, force_terminal=True)
         overrides = ("training.logging_steps=1", "training.max_steps=100000", "training.eval_steps=0",
                      "training.save_steps=0", "training.report_to=none")  # fmt: skip
-        config = load_config(asked.config, (*overrides, *asked.set))[0]
+        config = load_config(args.config, (*overrides, *args.set))[0]
         request = TrainRequest(config=config, output_dir=Path(folder) / "run")
         view = Counted(console, request.controls, request.monitor.latest)
-        clock = Clock(view, asked.pictures)
+        clock = Clock(view, args.pictures)
         quiet = PreparationBar(Console(stderr=True))
         train(request, [quiet, view, Callbacks(clock, request.controls)], quiet)
         view.close()
@@ -83,8 +83,8 @@ def main() -> None:
     print(f"a step takes {result['step_seconds']:.4f} s, with a drawing {result['extra_seconds'] * 1e3:.2f} ms more "
           f"(standard error {result['standard_error'] * 1e3:.2f}, {result['pictures']} drawings)")  # fmt: skip
     print(f"a drawing every {result['seconds_between']:.1f} s: speed with / without the view {result['ratio']:.4f}")
-    if asked.json:
-        asked.json.write_text(json.dumps(result, indent=2) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _read(end: int) -> None:

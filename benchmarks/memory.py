@@ -101,16 +101,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="toy size, as a test of the benchmark")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows: list[Row] = []
-    for name, (config, settings) in (QUICK if given.quick else RUNS).items():
+    for name, (config, settings) in (QUICK if args.quick else RUNS).items():
         say(name)
         rows.append(row_of(name, partial(measure, name, config, settings)))
     errors = [abs(row["error"]) for row in rows if "error" in row]
     print_table("Peak memory of the process", COLUMNS, rows)
     if errors:
         say(f"mean error {mean(errors):.1%}, maximum {max(errors):.1%}")
-    write_json(given.json, "memory", vars(given), rows)
+    write_json(args.json, "memory", vars(args), rows)
 
 
 if __name__ == "__main__":

@@ -108,44 +108,44 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="checkout of nanoGPT; runs its CPU example, too")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    given.peers = [name for name in given.peers.split(",") if name]
-    if unknown := [name for name in given.peers if name not in NEEDS]:
+    args = parser.parse_args()
+    args.peers = [name for name in args.peers.split(",") if name]
+    if unknown := [name for name in args.peers if name not in NEEDS]:
         parser.error(f"--peers {', '.join(unknown)}: known are {', '.join(NEEDS)}")
-    if given.steps < 1 or given.rounds < 1:
+    if args.steps < 1 or args.rounds < 1:
         parser.error("--steps and --rounds must be at least 1")
-    if given.nanogpt and not shakespeare.text_of(given.nanogpt).is_file():
-        parser.error(f"{shakespeare.text_of(given.nanogpt)} does not exist; run nanoGPT's prepare.py first")
-    return given
+    if args.nanogpt and not shakespeare.text_of(args.nanogpt).is_file():
+        parser.error(f"{shakespeare.text_of(args.nanogpt)} does not exist; run nanoGPT's prepare.py first")
+    return args
 
 
 def main() -> None:
-    given = arguments()
-    size = SIZES[given.size]
-    data = str(Path(given.data).resolve()) if os.path.exists(given.data) else given.data
+    args = arguments()
+    size = SIZES[args.size]
+    data = str(Path(args.data).resolve()) if os.path.exists(args.data) else args.data
     with tempfile.TemporaryDirectory(prefix="sansgpu-peers-") as name:
         folder = Path(name)
         say("preparing the data")
         facts = corpus.prepare(data, size.vocab_size, folder)
-        field = contestants(size, given.peers, data, given.steps, folder)
-        if given.folder_command:
-            job = Job("given", size, folder / "train.npy", size.micro_batches[-1], WARM_UP + given.steps, folder)
+        field = contestants(size, args.peers, data, args.steps, folder)
+        if args.folder_command:
+            job = Job("given", size, folder / "train.npy", size.micro_batches[-1], WARM_UP + args.steps, folder)
             environment = {"BENCHMARK_JOB": str(job.write(folder / "given.json"))}
-            shell = ["bash", "-c", given.folder_command]
+            shell = ["bash", "-c", args.folder_command]
             field.append(Contestant("given command", shell, read_steps, environment=environment))
-        rows = take_turns([with_cache(contestant, folder) for contestant in field], given.rounds)
+        rows = take_turns([with_cache(contestant, folder) for contestant in field], args.rounds)
     add_ratios(rows, "median_step_seconds", to="sansgpu")
     for row in rows:
         row["documents"] = APART if row["name"].startswith("sansgpu") else ACROSS if row["name"] in NEEDS else None
         if "median_step_seconds" in row:
             row["tokens_per_second"] = size.tokens_a_step / row["median_step_seconds"]
             row["peak_rss_gb"] = row["peak_rss_bytes"] / 1e9
-    title = f"{given.size}: {size.tokens_a_step:,} tokens a step, medians of {given.steps} steps x {given.rounds}"
+    title = f"{args.size}: {size.tokens_a_step:,} tokens a step, medians of {args.steps} steps x {args.rounds}"
     print_table(title, COLUMNS, rows)
-    settings: Row = {**vars(given), "size_keys": size.model_keys(), "data": facts}
-    if given.nanogpt:
-        settings["shakespeare"] = shakespeare.compare(shakespeare.text_of(given.nanogpt), given.nanogpt)
-    write_json(given.json, "peers", settings, rows)
+    settings: Row = {**vars(args), "size_keys": size.model_keys(), "data": facts}
+    if args.nanogpt:
+        settings["shakespeare"] = shakespeare.compare(shakespeare.text_of(args.nanogpt), args.nanogpt)
+    write_json(args.json, "peers", settings, rows)
 
 
 if __name__ == "__main__":

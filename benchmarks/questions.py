@@ -79,21 +79,21 @@ class Learned:
         return next(score.seconds for score in self.epochs if score.f1 >= f1)
 
 
-def settings(asked: argparse.Namespace, seed: int) -> dict[str, object]:
+def settings(args: argparse.Namespace, seed: int) -> dict[str, object]:
     """Returns the settings of both contestants; all other keys have the defaults of `task: qa`."""
     return {
         "task": "qa",
         "device": "cpu",
-        "model.name_or_path": asked.model.absolute(),
-        "data.dataset_name": asked.train.absolute(),
-        "data.validation_name": asked.dev.absolute(),
-        "data.max_length": asked.max_length,
-        "training.batch_size": asked.batch,
+        "model.name_or_path": args.model.absolute(),
+        "data.dataset_name": args.train.absolute(),
+        "data.validation_name": args.dev.absolute(),
+        "data.max_length": args.max_length,
+        "training.batch_size": args.batch,
         "training.gradient_accumulation_steps": 1,
         "training.precision": "bf16",
-        "training.learning_rate": asked.learning_rate,
-        "training.num_epochs": asked.epochs,
-        "training.threads": asked.threads,
+        "training.learning_rate": args.learning_rate,
+        "training.num_epochs": args.epochs,
+        "training.threads": args.threads,
         "training.seed": seed,
     }
 
@@ -182,24 +182,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 1")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     ours: list[Learned] = []
     theirs: list[Learned] = []
     with tempfile.TemporaryDirectory(prefix="sansgpu-questions-") as name:
-        for seed in range(1, asked.seeds + 1):
-            given, folder = settings(asked, seed), Path(name)
+        for seed in range(1, args.seeds + 1):
+            given, folder = settings(args, seed), Path(name)
             try:
-                say(f"seed {seed} of {asked.seeds}: {HF}")
+                say(f"seed {seed} of {args.seeds}: {HF}")
                 learned, steps_per_epoch = learn_theirs(given, folder)
                 theirs.append(learned)
-                say(f"seed {seed} of {asked.seeds}: {OURS}")
+                say(f"seed {seed} of {args.seeds}: {OURS}")
                 ours.append(learn_ours(given, steps_per_epoch, folder / f"seed-{seed}"))
             except NoResultError as failure:
                 sys.exit(str(failure))
     rows = rows_of(ours, theirs)
-    title = f"{asked.epochs} epochs, {asked.batch} windows per step, bf16, {asked.threads} threads"
+    title = f"{args.epochs} epochs, {args.batch} windows per step, bf16, {args.threads} threads"
     print_table(title, COLUMNS, rows)
-    write_json(asked.json, "questions", vars(asked), rows)
+    write_json(args.json, "questions", vars(args), rows)
 
 
 if __name__ == "__main__":

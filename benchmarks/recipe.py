@@ -108,25 +108,25 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4, help="windows per micro-batch, baseline (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for sansgpu; repeatable")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    data = str(Path(given.data).resolve())
+    args = parser.parse_args()
+    data = str(Path(args.data).resolve())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="sansgpu-recipe-") as name:
-        target = given.target
+        target = args.target
         if target is None:
             folder = Path(name) / "baseline"
             folder.mkdir()
-            say(f"the baseline, {given.minutes:g} minutes")
-            rows.append(run_baseline(data, given.valid, given.minutes, given.size, given.micro_batch, folder))
+            say(f"the baseline, {args.minutes:g} minutes")
+            rows.append(run_baseline(data, args.valid, args.minutes, args.size, args.micro_batch, folder))
             target = rows[0]["bits_per_byte"]
         say(f"sansgpu, to {target:.4f} bits per byte")
         folder = Path(name) / "ours"
         folder.mkdir()
-        rows.append(run_ours(data, given.valid, given.config, given.set, target, folder))
+        rows.append(run_ours(data, args.valid, args.config, args.set, target, folder))
     if rows[-1]["reached"]:
         add_ratios(rows, "wall_seconds", to=rows[-1]["name"])
     print_table(f"from text to {target:.4f} bits per byte", COLUMNS, rows)
-    write_json(given.json, "recipe", {**vars(given), "target": target}, rows)
+    write_json(args.json, "recipe", {**vars(args), "target": target}, rows)
 
 
 if __name__ == "__main__":

@@ -127,21 +127,21 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="finish sooner, with slower steps")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run; repeatable")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    data = str(Path(given.data).resolve()) if os.path.exists(given.data) else given.data
-    common = {**BASE, "data.dataset_name": data, "training.compile": ours.compile_setting(not given.no_compile)}
-    chosen = dict(setting.split("=", 1) for setting in given.set)
+    args = parser.parse_args()
+    data = str(Path(args.data).resolve()) if os.path.exists(args.data) else args.data
+    common = {**BASE, "data.dataset_name": data, "training.compile": ours.compile_setting(not args.no_compile)}
+    chosen = dict(setting.split("=", 1) for setting in args.set)
     rows: list[Row] = []
-    for name, settings in AXES[given.over]().items():
-        say(f"{given.over} {name}")
+    for name, settings in AXES[args.over]().items():
+        say(f"{args.over} {name}")
         with tempfile.TemporaryDirectory(prefix="sansgpu-scaling-") as folder:
             chosen_here = {**common, **settings, **chosen}
-            rows.append(row_of(name, partial(measure, name, chosen_here, given.steps, Path(folder) / "run")))
+            rows.append(row_of(name, partial(measure, name, chosen_here, args.steps, Path(folder) / "run")))
         first = next((row["tokens_per_second"] for row in rows if "tokens_per_second" in row), None)
         if first and "tokens_per_second" in rows[-1]:
             rows[-1]["ratio"] = rows[-1]["tokens_per_second"] / first
-    print_table(f"sansgpu over {given.over}, medians of {given.steps} steps", COLUMNS, rows)
-    write_json(given.json, "scaling", vars(given), rows)
+    print_table(f"sansgpu over {args.over}, medians of {args.steps} steps", COLUMNS, rows)
+    write_json(args.json, "scaling", vars(args), rows)
 
 
 if __name__ == "__main__":

@@ -106,12 +106,12 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=TARGET, help="validation loss (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    text = given.data or (text_of(given.nanogpt) if given.nanogpt else None)
+    args = parser.parse_args()
+    text = args.data or (text_of(args.nanogpt) if args.nanogpt else None)
     if text is None or not text.is_file():
         parser.error("give the text with --data FILE" if text is None else f"{text} does not exist; give --data FILE")
-    rows = compare(text, given.nanogpt, given.target, given.rounds)
-    write_json(given.json, "shakespeare", {**vars(given), "text_bytes": text.stat().st_size}, rows)
+    rows = compare(text, args.nanogpt, args.target, args.rounds)
+    write_json(args.json, "shakespeare", {**vars(args), "text_bytes": text.stat().st_size}, rows)
 
 
 if __name__ == "__main__":

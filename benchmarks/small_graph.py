@@ -146,13 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="default: those of the configuration")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
-    changes = [*asked.changes, *([f"training.max_steps={asked.steps}"] if asked.steps else [])]
+    args = parser.parse_args(arguments)
+    changes = [*args.changes, *([f"training.max_steps={args.steps}"] if args.steps else [])]
     load_config(CONFIG, changes)  # reports invalid settings before any work
     with tempfile.TemporaryDirectory(prefix="sansgpu-small-graph-") as name:
         row = measured(Path(name), changes)
     print_table(f"{row['candidates']} entities, {row['queries']} held-out facts", COLUMNS, [row])
-    write_json(asked.json, "small_graph", vars(asked), [row])
+    write_json(args.json, "small_graph", vars(args), [row])
 
 
 if __name__ == "__main__":
