@@ -1,1 +1,1 @@
-"""What the README claims, re-runnable: sansgpu beside its peers, in one run on one machine."""
+"""Reproducible benchmarks for the claims in the README: sansgpu and its peers on one machine."""

@@ -1,13 +1,13 @@
-"""Kills runs of every kind at random moments, resumes them, and compares the results byte by byte.
+"""Chaos test: kills runs of every kind at random moments, resumes them, and compares the results byte by byte.
 
     python -m benchmarks.chaos --kills 300 --json chaos.json
     python -m benchmarks.chaos --disk --kills 24
 
-Every kind of run is made once undisturbed. Then runs of it are disturbed one to four times each: any of its processes
-is sent SIGKILL, at a moment drawn from the whole of its time or aimed at a snapshot, tokenizing, an evaluation or the
-end. With `--disk` the run's disk is full from that moment on until the run has ended, which must take one sentence. It
-is resumed until it is done, and its snapshots, `final/` and record must be those of the undisturbed run. The exit code
-is 1 if any differ.
+Every kind of run is made once as a reference. Then runs of it are disturbed one to four times each: one of its
+processes gets SIGKILL, at a random moment or during the start, a snapshot, tokenization, an evaluation or the end. With
+`--disk` the run's disk is full from that moment until the run ends, which must print a single error. The run is then
+resumed until it is done, and its snapshots, `final/` and events must equal those of the reference. The exit code is 1
+if any differ.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from sansgpu.machine.compiled import compiled_in
 from sansgpu.machine.probe import cache_dir
 
 AIMS = ("any moment", "start", "snapshot", "tokenizing", "evaluation", "end")
-MOST_IN_A_RUN = 4  # disturbances
+MAX_DISTURBANCES = 4  # per run
 END_SECONDS = 120  # after which a run that should have ended counts as hanging
 POLL_SECONDS = 0.003
-SPREAD_SECONDS = 0.08  # after what is aimed at was seen
-DISK_ROOM = 3 << 20  # bytes a small disk has beyond what the undisturbed run takes
-# In final/: the model card names times and the run, and the mark holds the fingerprint of the model card.
+SPREAD_SECONDS = 0.08  # maximum random delay after the aim was observed
+DISK_ROOM = 3 << 20  # bytes of the small disk beyond the size of three reference runs
+# Files of final/ that may differ: the model card contains times and names, the other its fingerprint.
 UNEQUAL_FILES = ("README.md", ".sansgpu.json")
 
 
 @dataclass
 class Trial:
-    """One disturbed run: at what it was disturbed, and how its result differs."""
+    """A disturbed run: when it was disturbed, and how its result differs."""
 
     kind: str
     seed: int
@@ -56,26 +56,26 @@ class Trial:
 
 
 class Chaos:
-    """Disturbs runs in `folder`."""
+    """Disturbs runs in `folder`; with `disk` it fills the disk instead of killing processes."""
 
     def __init__(self, folder: Path, disk: bool) -> None:
         self._folder, self._disk = folder, disk
-        self._undisturbed: dict[str, tuple[Path, float]] = {}
+        self._references: dict[str, tuple[Path, float]] = {}
 
     def undisturbed(self, kind: Kind) -> tuple[Path, float]:
-        """The folder of the kind's undisturbed run, and the seconds it took; made at the first call."""
-        if kind.name not in self._undisturbed:
+        """Returns the folder of the kind's reference run and its duration; runs it at the first call."""
+        if kind.name not in self._references:
             run, began = self._folder / "undisturbed" / _slug(kind), time.monotonic()
             shutil.rmtree(run, ignore_errors=True)
             process = _Process(kind.command(run, resume=False), self._folder / f"cache-{_slug(kind)}")
             code, said = process.end()
             if code:
                 raise SystemExit(f"chaos: {kind.name} fails undisturbed: {said}")
-            self._undisturbed[kind.name] = run, time.monotonic() - began
-        return self._undisturbed[kind.name]
+            self._references[kind.name] = run, time.monotonic() - began
+        return self._references[kind.name]
 
     def trial(self, kind: Kind, seed: int, most: int) -> Trial:
-        """Disturb one run at most `most` times, resume it until it is done, and compare it."""
+        """Disturbs one run at most `most` times, resumes it until it is done, and compares it."""
         draw, trial, began = random.Random(seed), Trial(kind.name, seed), time.monotonic()
         (whole, seconds), home = self.undisturbed(kind), self._folder / f"trial-{seed}"
         fresh = draw.random() < 0.3
@@ -84,12 +84,12 @@ class Chaos:
         home.mkdir()
         with _small_disk(home, _size(whole)) if self._disk else _nothing():
             run = home / "run"
-            for disturbance in range(draw.randint(1, min(most, MOST_IN_A_RUN))):
+            for disturbance in range(draw.randint(1, min(most, MAX_DISTURBANCES))):
                 aim = draw.choice([a for a in AIMS if a != "tokenizing" or fresh])
                 process = _Process(kind.command(run, resume=disturbance > 0), cache)
                 moment = _Moment(aim, draw, run, cache, seconds)
                 self._disturb(process, moment, trial, home)
-            for _ in range(2):  # one that was disturbed while it started may have nothing to go on from yet
+            for _ in range(2):  # a run disturbed during its start may have nothing to resume from yet
                 code, said = _Process(kind.command(run, resume=True), cache).end()
                 if not code:
                     break
@@ -121,15 +121,15 @@ class Chaos:
 
 
 class _Process:
-    """`sansgpu ARGUMENTS` with its children, in a session of its own."""
+    """`sansgpu ARGUMENTS` with its child processes, in its own session."""
 
     def __init__(self, arguments: list[str], cache: Path) -> None:
-        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  read and closed by `end`
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  read and closed by `end`
         _with_kernels(cache)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sansgpu", *arguments],
             stdout=subprocess.DEVNULL,
-            stderr=self._said,
+            stderr=self._stderr,
             env={**os.environ, "SANSGPU_CACHE": str(cache)},
             start_new_session=True,
         )
@@ -138,14 +138,14 @@ class _Process:
         return self._process.poll() is None
 
     def kill_one(self, draw: random.Random) -> None:
-        """SIGKILL to any one of the processes."""
+        """Sends SIGKILL to a random one of the processes."""
         with suppress(psutil.NoSuchProcess):
             everyone = [psutil.Process(self._process.pid)]
             everyone += everyone[0].children(recursive=True)
             draw.choice(sorted(everyone, key=lambda process: process.pid)).kill()
 
     def end(self) -> tuple[int, str]:
-        """Wait for the processes; returns the exit code and the end of stderr. Kills those that do not end."""
+        """Waits for the processes, kills those that do not end, and returns the exit code and the end of stderr."""
         said = ""
         try:
             code = self._process.wait(END_SECONDS)
@@ -158,14 +158,14 @@ class _Process:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
-        self._said.seek(0)
-        said += self._said.read()[-2000:].strip()
-        self._said.close()
+        self._stderr.seek(0)
+        said += self._stderr.read()[-2000:].strip()
+        self._stderr.close()
         return code, said
 
 
 def _with_kernels(cache: Path) -> None:
-    """Make a cache that has the compiled kernels, which take a minute to compile, and nothing else."""
+    """Makes a cache that contains only the compiled kernels, which take a minute to compile."""
     cache.mkdir(parents=True, exist_ok=True)
     own, users = compiled_in(cache) / "kernels", compiled_in(cache_dir(None)) / "kernels"
     if not own.exists() and users.exists():
@@ -173,7 +173,7 @@ def _with_kernels(cache: Path) -> None:
 
 
 class _Moment:
-    """Tells when to disturb a run."""
+    """The moment to disturb a run."""
 
     def __init__(self, aim: str, draw: random.Random, run: Path, cache: Path, seconds: float) -> None:
         self.aim, self.draw = aim, draw
@@ -185,7 +185,7 @@ class _Moment:
         self._snapshot = draw.randrange(1, 6)
 
     def come(self) -> bool:
-        """Returns True once the moment is there."""
+        """Returns True once the moment has come."""
         if self._at is None and self._seen():
             self._at = time.monotonic() + self.draw.uniform(0.0, SPREAD_SECONDS)
         return self._at is not None and time.monotonic() >= self._at
@@ -204,7 +204,7 @@ class _Moment:
 
 
 def differences(whole: Path, run: Path) -> list[str]:
-    """How a run differs from the undisturbed one: files of snapshots and of final/, the record, and leftovers."""
+    """Returns how a run differs from the reference `whole`: in files of snapshots/ and final/, events, or leftovers."""
     found = []
     for part in ("snapshots", "final"):
         expected, actual = (file_digests(folder / part) for folder in (whole, run))
@@ -235,7 +235,7 @@ def _size(folder: Path) -> int:
 
 
 def _session(leader: int) -> list[psutil.Process]:
-    """The processes that the command started and that still run."""
+    """Returns the running processes of a session."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -251,7 +251,7 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def _small_disk(folder: Path, used: int) -> Iterator[None]:
-    """A disk of its own at `folder`, with room for three runs. Raises SystemExit if nothing can be mounted."""
+    """Mounts a tmpfs at `folder` with room for three runs. Raises SystemExit if it cannot be mounted."""
     options = f"size={used * 3 + DISK_ROOM}"
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
     if made.returncode:
@@ -264,7 +264,7 @@ def _small_disk(folder: Path, used: int) -> Iterator[None]:
 
 @contextmanager
 def _filled(folder: Path, room: int) -> Iterator[None]:
-    """The disk at `folder` with `room` bytes left."""
+    """Fills the disk of `folder` up to `room` free bytes within the context."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         while (free := shutil.disk_usage(folder).free) > room:
@@ -276,13 +276,12 @@ def _filled(folder: Path, room: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Disturb runs until there were as many disturbances as asked for; print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=300, help="how often runs are disturbed in all")
-    parser.add_argument("--disk", action="store_true", help="fill the disk in place of killing (as root)")
-    parser.add_argument("--kinds", default="", help="only kinds whose name contains one of these, with commas between")
+    parser.add_argument("--kills", type=int, default=300, help="total number of disturbances")
+    parser.add_argument("--disk", action="store_true", help="fill the disk instead of killing processes (needs root)")
+    parser.add_argument("--kinds", default="", help="comma-separated; run only kinds whose name contains one")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="keep undisturbed runs and those that differ here")
+    parser.add_argument("--folder", type=Path, help="keep reference runs and differing runs here")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
@@ -291,7 +290,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = [part for part in arguments.kinds.split(",") if part]
         kinds = [k for k in make_kinds(folder) if not wanted or any(part in k.name for part in wanted)]
-        load(cache_dir(None))  # compiled once, and not by every run
+        load(cache_dir(None))  # compiles the kernels once for all runs
         chaos, trials, left = Chaos(folder, arguments.disk), list[Trial](), arguments.kills
         while left > 0:
             trial = chaos.trial(kinds[len(trials) % len(kinds)], arguments.seed * 1_000_000 + len(trials), left)

@@ -1,4 +1,4 @@
-"""The kinds of runs that `benchmarks.chaos` disturbs: tiny models and data, a run of each in seconds."""
+"""The kinds of runs that `benchmarks.chaos` disturbs: tiny models and data that train within seconds."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ MASKED: Settings = {
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of run: its settings, and how many processes it takes."""
+    """A kind of run: its settings and its number of processes."""
 
     name: str
     settings: Settings
     processes: int = 1
 
     def command(self, run: Path, resume: bool) -> list[str]:
-        """The arguments of `sansgpu`."""
+        """Returns the arguments of `sansgpu` for a run."""
         chosen = [part for key, value in {**TRAINING, **self.settings}.items() for part in ("--set", f"{key}={value}")]
         many = ["--processes", str(self.processes)] if self.processes > 1 else []
         return ["train", *chosen, "--output-dir", str(run), *many, *(["--resume", "latest"] if resume else [])]
 
 
 def make_kinds(folder: Path) -> list[Kind]:
-    """All kinds, with their data and base models written below `folder`."""
+    """Returns all kinds after writing their data and base models to `folder`."""
     from benchmarks.tiny_model import make_folder
 
     text = {**SHAPE, "data.dataset_name": _write(folder / "text.jsonl", _texts())}

@@ -1,7 +1,8 @@
-"""Steps of two hosts with a cable between them, beside what `plan --nodes` reckons: `python -m benchmarks.cluster`.
+"""Step times of two connected hosts, compared with the estimates of `plan --nodes`: `python -m benchmarks.cluster`.
 
-The hosts are network namespaces of this machine (root, iproute2), each with one process of one thread; tc slows the
-cable down. What a host computes is measured with its neighbour at work and nothing to send.
+The hosts are network namespaces on this machine (needs root and iproute2), each with one process of one thread; tc
+limits the bandwidth between them. The compute time of a host is measured while its neighbor computes, too, without
+communication.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from sansgpu.train.reduce import BUCKET_BYTES
 
 Settings = dict[str, object]
 NODES = 2
-MICRO_BATCH, PIECES = 4, 4  # of a step; a node has half of them
-CHOSEN: Settings = {  # what `auto` would choose by the batch, or by a measurement
+MICRO_BATCH, PIECES = 4, 4  # windows per micro-batch, micro-batches per step of both nodes
+CHOSEN: Settings = {  # fixed, as `auto` depends on the batch or on measurements
     "training.optimizer": "adamw",
     "training.precision": "fp32",
     "training.compile": "off",
@@ -36,18 +37,18 @@ CHOSEN: Settings = {  # what `auto` would choose by the batch, or by a measureme
 TOY: Settings = {"model.d_model": 32, "model.n_heads": 2, "model.n_layers": 2, "model.d_ff": 64}
 SIZES = {"7M": {}, "toy": TOY, **parameters()}
 RATES = {"unshaped": None, "5gbit": 5e9, "1gbit": 1e9, "100mbit": 1e8}
-UNSHAPED = 1e12  # bits a second: gloo is what counts
-NUMBER_BYTES = 4  # of a gradient on its way
+UNSHAPED = 1e12  # bits per second: so fast that gloo is the bottleneck
+GRADIENT_BYTES = 4  # per element
 PORT = 29400
-SECONDS = 1800  # after which a run counts as stuck
+SECONDS = 1800  # after which a run counts as hanging
 HOSTS = {
     "cable": ("name", "s"),
     "step s": ("step_seconds", ".3f"),
-    "reckoned s": ("reckoned_seconds", ".3f"),
-    "measured over reckoned": ("ratio", ".2f"),
-    "computing s": ("compute_seconds", ".3f"),
-    "sent s": ("communication_seconds", ".3f"),
-    "of it hidden s": ("overlapped_seconds", ".3f"),
+    "estimated s": ("reckoned_seconds", ".3f"),
+    "measured / estimated": ("ratio", ".2f"),
+    "compute s": ("compute_seconds", ".3f"),
+    "communication s": ("communication_seconds", ".3f"),
+    "overlapped s": ("overlapped_seconds", ".3f"),
     "efficiency": ("efficiency", ".0%"),
 }
 PROCESSES = {
@@ -59,7 +60,7 @@ PROCESSES = {
 
 
 def settings_of(size: str, steps: int, pieces: int = PIECES, threads: int | str = 1) -> Settings:
-    """A run of so many steps behind the warm-up, in `pieces` micro-batches."""
+    """Returns the settings of a run with `steps` steps after the warm-up and `pieces` micro-batches per step."""
     return {
         **BASE,
         **SIZES[size],
@@ -73,16 +74,16 @@ def settings_of(size: str, steps: int, pieces: int = PIECES, threads: int | str 
 
 
 def step_seconds(run: Path) -> float:
-    """The middle one of a run's steps. Raises NoResultError."""
+    """Returns the median step time of a run. Raises NoResultError if there are no steps."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if run.exists() else []
     steps = [event["step_seconds"] for event in map(json.loads, lines) if event["event"] == "step"][WARM_UP:]
     if not steps:
-        raise NoResultError("no steps were made")
+        raise NoResultError("the run made no steps")
     return float(median(steps))
 
 
 def here(name: str, run: Path, settings: Settings, *more: str) -> Row:
-    """A run on this machine. Raises NoResultError."""
+    """Measures a run on this machine. Raises NoResultError if it fails."""
     say(name)
     outcome = spawn([*ours.command(run, settings), *more])
     if outcome.code:
@@ -94,7 +95,7 @@ def here(name: str, run: Path, settings: Settings, *more: str) -> Row:
 
 
 def side_by_side(folder: Path, settings: Settings) -> Row:
-    """The slower of two runs at once that know nothing of each other. Raises NoResultError."""
+    """Measures two independent concurrent runs and returns the slower one. Raises NoResultError if one fails."""
     with ThreadPoolExecutor(NODES) as pool:
         names = [f"half the batch, one of {NODES} at once" for _ in range(NODES)]
         runs = [pool.submit(here, name, folder / f"half-{i}", settings) for i, name in enumerate(names)]
@@ -102,7 +103,7 @@ def side_by_side(folder: Path, settings: Settings) -> Row:
 
 
 def over_cable(name: str, hosts: tuple[Host, Host], folder: Path, settings: Settings) -> float:
-    """Seconds of a step of both hosts. Raises NoResultError."""
+    """Returns the step time of a run on both hosts. Raises NoResultError if it fails."""
     say(f"two hosts, {name}")
     launcher = ["-m", "torch.distributed.run", f"--nnodes={NODES}", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     launcher += [f"--rdzv-endpoint={hosts[0].name}:{PORT}", f"--rdzv-id={name}", "-m"]
@@ -115,15 +116,15 @@ def over_cable(name: str, hosts: tuple[Host, Host], folder: Path, settings: Sett
     return step_seconds(run)
 
 
-def reckoned(compute_seconds: float, numbers: int, embedding: int, bits_per_second: float, gloo: Link) -> Step:
-    """What the model of `plan --nodes` says of the step."""
+def estimate(compute_seconds: float, numbers: int, embedding: int, bits_per_second: float, gloo: Link) -> Step:
+    """Returns the estimate of `plan --nodes` for a step with `numbers` gradient elements."""
     share = Share(NODES, MICRO_BATCH, PIECES // NODES)
-    work = Work(compute_seconds / share.pieces, 0.0, 0.0, numbers * NUMBER_BYTES, embedding * NUMBER_BYTES)
+    work = Work(compute_seconds / share.pieces, 0.0, 0.0, numbers * GRADIENT_BYTES, embedding * GRADIENT_BYTES)
     return step_of(work, share, link_of(bits_per_second, 0.0, gloo))
 
 
 def hosts_rows(folder: Path, size: str, steps: int, one: Row, half: Row) -> Iterator[Row]:
-    """Every rate of the cable, measured and reckoned."""
+    """Yields measured and estimated steps for every bandwidth."""
     settings = settings_of(size, steps)
     embedding = int(str(settings["model.vocab_size"])) * int(str(settings["model.d_model"]))
     gloo = measure_gloo(BUCKET_BYTES, "float32")
@@ -132,7 +133,7 @@ def hosts_rows(folder: Path, size: str, steps: int, one: Row, half: Row) -> Iter
         for name, rate in RATES.items():
             if rate:
                 shape(hosts, name)
-            step = reckoned(half["step_seconds"], one["parameters"], embedding, rate or UNSHAPED, gloo)
+            step = estimate(half["step_seconds"], one["parameters"], embedding, rate or UNSHAPED, gloo)
 
             def row(name: str = name, step: Step = step) -> Row:
                 seconds = over_cable(name, hosts, folder, settings)
@@ -151,17 +152,16 @@ def hosts_rows(folder: Path, size: str, steps: int, one: Row, half: Row) -> Iter
 
 
 def main() -> None:
-    """One machine first, then two hosts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
     parser.add_argument(
-        "--steps", type=int, default=12, help=f"that count, behind a warm-up of {WARM_UP} (%(default)s)"
+        "--steps", type=int, default=12, help=f"measured steps after a warm-up of {WARM_UP} (%(default)s)"
     )
     parser.add_argument("--size", choices=SIZES, default="7M", help="parameters (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
+    args = parser.parse_args()
     if reason := refused():
         sys.exit(f"benchmarks.cluster: {reason}")
-    chosen = partial(settings_of, given.size, given.steps)
+    chosen = partial(settings_of, args.size, args.steps)
     with tempfile.TemporaryDirectory(prefix="sansgpu-cluster-") as temporary:
         folder = Path(temporary)
         one = here("1 thread", folder / "one", chosen())
@@ -170,12 +170,12 @@ def main() -> None:
             row_of("2 threads", partial(here, "2 threads", folder / "threads", chosen(threads=2))),
             row_of("2 processes", partial(here, "2 processes", folder / "processes", chosen(), "--processes", "2")),
         ]
-        rows = list(hosts_rows(folder, given.size, given.steps, one, half))
+        rows = list(hosts_rows(folder, args.size, args.steps, one, half))
     alone = [one, *both, half]
     add_ratios(alone, "tokens_per_second", "1 thread")
-    print_table(f"{given.size} parameters on one machine", PROCESSES, alone)
-    print_table("Two hosts of one thread; efficiency against one of them with the whole batch", HOSTS, rows)
-    write_json(given.json, "cluster", vars(given), [*alone, *rows])
+    print_table(f"{args.size} parameters on one machine", PROCESSES, alone)
+    print_table("Two hosts of one thread; efficiency against one host with the whole batch", HOSTS, rows)
+    write_json(args.json, "cluster", vars(args), [*alone, *rows])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Contestants in processes of their own, taking turns; their medians, ratios, table and JSON.
+"""Runs contestants in separate processes, taking turns, and reports medians, ratios, tables and JSON.
 
-This process stays small (no torch): Linux reports a child's peak memory as no less than its parent's.
+This process must not import torch: on Linux a child's reported peak memory includes its parent's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-WARM_UP = 2  # steps before those that count: compiling, first touches of memory
+WARM_UP = 2  # unmeasured first steps, which compile and touch memory for the first time
 ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "sve")
 PACKAGES = ("sansgpu", "torch", "transformers", "accelerate", "lightning", "numpy")
 
@@ -36,27 +36,27 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a process did."""
+    """The output and resource use of a process."""
 
     code: int
     wall_seconds: float
-    peak_rss_bytes: int  # of the largest of the process and its children
-    events: list[tuple[float, Event]]  # JSON lines of its stdout, each with the seconds since the start
-    lines: list[tuple[float, str]]  # the other lines of its stdout
-    errors: str  # the end of its stderr
+    peak_rss_bytes: int  # the maximum over the process and its children
+    events: list[tuple[float, Event]]  # JSON lines of stdout with the seconds since the start
+    lines: list[tuple[float, str]]  # other lines of stdout with the seconds since the start
+    errors: str  # the end of stderr
 
     def named(self, event: str) -> list[tuple[float, Event]]:
-        """The events of one kind."""
+        """Returns the events of one kind."""
         return [(seconds, line) for seconds, line in self.events if line.get("event") == event]
 
     def no_result(self) -> NoResultError:
-        """The error of a process that ended too early."""
+        """Returns the error for a process that ended too early."""
         return NoResultError(f"exit code {self.code}: {' '.join(self.errors.split())[-300:]}")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One process's steps."""
+    """The steps of a process."""
 
     step_seconds: list[float]  # after the warm-up
     first_step_seconds: float
@@ -67,23 +67,23 @@ class Sample:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train. Of several variants of a name the first round keeps the fastest."""
+    """A way to train. Only the fastest of several variants of a name continues after the first round."""
 
     name: str
     command: list[str]
     read: Callable[[Outcome], Sample]
     variant: str = ""
-    needs: tuple[str, ...] = ()  # packages
-    until: Callable[[Event], bool] | None = None  # says when to stop the process
+    needs: tuple[str, ...] = ()  # required packages
+    until: Callable[[Event], bool] | None = None  # returns True for the event after which to stop the process
     environment: dict[str, str] = field(default_factory=dict)
 
 
 class NoResultError(Exception):
-    """A contestant gave no result; says why."""
+    """Raised with the reason if a contestant has no result."""
 
 
 def row_of(name: str, measure: Callable[[], Row]) -> Row:
-    """What `measure` finds, or why it found nothing."""
+    """Returns the row of `measure`, or a row with the reason of its NoResultError."""
     try:
         return measure()
     except NoResultError as failure:
@@ -91,7 +91,7 @@ def row_of(name: str, measure: Callable[[], Row]) -> Row:
 
 
 def say(message: str) -> None:
-    """Progress, beside the results on stdout."""
+    """Prints progress to stderr, as stdout is for results."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -101,7 +101,7 @@ def spawn(
     environment: dict[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> Outcome:
-    """Run a command to its end, or until it prints an event that `until` accepts: then it is killed."""
+    """Runs a command to its end, or kills it after it prints an event that `until` accepts."""
     events: list[tuple[float, Event]] = []
     lines: list[tuple[float, str]] = []
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -114,7 +114,7 @@ def spawn(
             errors="replace",
             cwd=cwd,
             env={**os.environ, **(environment or {})},
-            start_new_session=True,  # so that what it started ends with it
+            start_new_session=True,  # so that its child processes can be killed with it
         )
         stopped = False
         try:
@@ -143,7 +143,7 @@ def spawn(
 
 
 def run(contestant: Contestant) -> Sample:
-    """One contestant's turn. Raises NoResultError."""
+    """Runs a contestant once. Raises NoResultError if it fails."""
     missing = [name for name in contestant.needs if importlib.util.find_spec(name) is None]
     if missing:
         raise NoResultError(f"not installed: {', '.join(missing)}")
@@ -155,7 +155,7 @@ def run(contestant: Contestant) -> Sample:
 
 
 def take_turns(contestants: Sequence[Contestant], rounds: int) -> list[Row]:
-    """Every contestant once a round, so that a machine's mood meets all alike; one row a name, in order."""
+    """Runs every contestant once per round, so that load on the machine affects all alike; returns a row per name."""
     field = list(contestants)
     samples: dict[tuple[str, str], list[Sample]] = {}
     failures: dict[str, str] = {}
@@ -169,13 +169,13 @@ def take_turns(contestants: Sequence[Contestant], rounds: int) -> list[Row]:
                 failures[contestant.name] = str(failure)
                 say(f"  {failure}")
         best = {c.name: _best_variant(c.name, samples) for c in field}
-        field = [c for c in field if best[c.name] == c.variant]  # what failed has no best and does not run again
+        field = [c for c in field if best[c.name] == c.variant]  # failed contestants do not run again
     names = dict.fromkeys(c.name for c in contestants)
     return [_row(name, samples, failures.get(name)) for name in names]
 
 
 def _best_variant(name: str, samples: dict[tuple[str, str], list[Sample]]) -> str | None:
-    """The fastest of those that ran most often: from the second round on that is the one kept."""
+    """Returns the fastest of the variants with the most runs, or None if none ran."""
     tried = {variant: runs for (of, variant), runs in samples.items() if of == name and runs}
     return min(tried, key=lambda variant: (-len(tried[variant]), _median_step(tried[variant])), default=None)
 
@@ -192,10 +192,10 @@ def _row(name: str, samples: dict[tuple[str, str], list[Sample]], failure: str |
     return {
         "name": name,
         "status": "measured",
-        "failure": failure,  # of a variant, or of a later round
+        "failure": failure,  # of another variant or a later round
         "variant": variant,
         "median_step_seconds": _median_step(runs),
-        "first_step_seconds": runs[0].first_step_seconds,  # of the first round, when nothing is compiled yet
+        "first_step_seconds": runs[0].first_step_seconds,  # of the first round, when nothing is cached yet
         "peak_rss_bytes": max(run.peak_rss_bytes for run in runs),
         "loss": runs[-1].loss,
         "runs": [
@@ -205,7 +205,7 @@ def _row(name: str, samples: dict[tuple[str, str], list[Sample]], failure: str |
 
 
 def add_ratios(rows: list[Row], key: str, to: str) -> None:
-    """`ratio` of every measured row: its `key` over that of the row named `to`."""
+    """Sets `ratio` of every measured row to its `key` divided by that of the row named `to`."""
     base = next((row[key] for row in rows if row["name"] == to and key in row), None)
     for row in rows:
         if base and key in row:
@@ -213,7 +213,7 @@ def add_ratios(rows: list[Row], key: str, to: str) -> None:
 
 
 def print_table(title: str, columns: dict[str, tuple[str, str]], rows: Sequence[Row]) -> None:
-    """One line a row; `columns` is header -> (key, format), and an absent key shows the row's status."""
+    """Prints one line per row; `columns` maps headers to (key, format). Rows without a result show their status."""
     table = Table(title=title, title_justify="left")
     for number, header in enumerate(columns):
         table.add_column(header, justify="right" if number else "left", overflow="fold")
@@ -226,7 +226,7 @@ def print_table(title: str, columns: dict[str, tuple[str, str]], rows: Sequence[
 
 
 def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[Row]) -> None:
-    """The results, with all that is needed to run them again."""
+    """Writes the results with the settings and the machine, so that they can be reproduced."""
     if path is None:
         return
     result = {"benchmark": benchmark, "settings": settings, "machine": describe_machine(), "rows": list(rows)}
@@ -236,7 +236,7 @@ def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[
 
 
 def describe_machine() -> Row:
-    """Processor, memory, load and versions."""
+    """Returns processor, memory, load and versions."""
     return {
         "processor": _cpu_line("model name") or platform.processor() or platform.machine(),
         "isa": [flag for flag in ISA_FLAGS if flag in (_cpu_line("flags") or _cpu_line("Features") or "").split()],

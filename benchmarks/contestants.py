@@ -1,6 +1,6 @@
-"""The peers, each in a process of its own: `python -m benchmarks.contestants JOB.json` prints one JSON line.
+"""The peers of `benchmarks.peers`: `python -m benchmarks.contestants JOB.json` runs one and prints a JSON line.
 
-Every one trains transformers' GPT-2 of the job's size on the same windows, with as many threads as ours takes.
+Each trains transformers' GPT-2 of the job's size on the same windows, with as many threads as sansgpu would use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Result = dict[str, Any]
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """The windows of T tokens as rows of transformers' names; the model itself shifts the labels."""
+    """Windows of T tokens with transformers' column names; the model shifts the labels itself."""
 
     def __init__(self, job: Job) -> None:
         self._reader = Reader(job.tokens, job.size.window, SEED)
@@ -38,25 +38,24 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock:
-    """Seconds between ticks."""
+    """A stopwatch for steps."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._last = time.perf_counter()
 
     def start(self) -> None:
-        """The first step begins."""
         self._last = time.perf_counter()
 
     def tick(self) -> None:
-        """A step is over."""
+        """Records the duration of a step."""
         now = time.perf_counter()
         self.seconds.append(now - self._last)
         self._last = now
 
 
 def hugging_face(job: Job, **precision: Any) -> Result:
-    """transformers.Trainer."""
+    """Trains with transformers.Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     clock = Clock()
@@ -95,7 +94,7 @@ def hugging_face(job: Job, **precision: Any) -> Result:
 
 
 def lightning(job: Job) -> Result:
-    """A plain LightningModule."""
+    """Trains with a plain LightningModule."""
     import lightning as pl
 
     clock = Clock()
@@ -119,7 +118,7 @@ def lightning(job: Job) -> Result:
             clock.start()
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step > len(clock.seconds):  # this micro-batch was its step's last
+            if trainer.global_step > len(clock.seconds):  # after the last micro-batch of a step
                 clock.tick()
 
     trainer = pl.Trainer(
@@ -151,12 +150,10 @@ KINDS: dict[str, Callable[[Job], Result]] = {
 
 
 def say(result: Result) -> None:
-    """One JSON line."""
     print(json.dumps(result), flush=True)
 
 
 def main() -> None:
-    """Do the job and print its result."""
     job = Job.read(Path(sys.argv[1]))
     take_threads()
     if job.minutes:

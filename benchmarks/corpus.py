@@ -1,6 +1,6 @@
-"""The peers' data: the token ids that sansgpu trains on, as one array, made with sansgpu's own tokenizer and cache.
+"""Token ids for the peers: the data that sansgpu trains on, as one array, from sansgpu's tokenizer and cache.
 
-`python -m benchmarks.corpus` makes it in a process of its own, as the contest's must stay small.
+`python -m benchmarks.corpus` runs in a separate process, because the one that measures must stay small.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PYTHON_STDLIB = "python-stdlib"
 
 
 def prepare(data: str, vocab_size: int, folder: Path, valid: Path | None = None, cache: Path | None = None) -> Event:
-    """Write folder/train.npy (and valid.npy). Returns its tokens, seconds and, of `valid`, the bytes.
+    """Writes folder/train.npy (and valid.npy); returns token counts, seconds and the bytes of `valid`.
 
-    Raises NoResultError.
+    Raises NoResultError if that fails.
     """
     arguments = ["--data", data, "--vocab-size", str(vocab_size), "--output", str(folder)]
     arguments += ["--valid", str(valid)] if valid else []
@@ -33,7 +33,7 @@ def prepare(data: str, vocab_size: int, folder: Path, valid: Path | None = None,
 
 
 class Reader:
-    """Windows of T + 1 tokens in a seeded order, each once an epoch."""
+    """Windows of T + 1 tokens in a seeded order, each once per epoch."""
 
     def __init__(self, file: Path, window: int, seed: int = 0) -> None:
         self._tokens, self._window = np.load(file, mmap_mode="r"), window
@@ -46,16 +46,16 @@ class Reader:
         return self._count
 
     def windows(self, start: int, count: int) -> np.ndarray:
-        """Windows number start..start+count of the endless stream, (count, T + 1) int64."""
+        """Returns windows [start, start + count) of the infinite stream, (count, T + 1) int64."""
         return np.stack([self._window_at(int(self._order[i % self._count])) for i in range(start, start + count)])
 
     def in_order(self, start: int, count: int) -> np.ndarray:
-        """Windows start..start+count as the text has them, fewer at its end; (.., T + 1) int64."""
+        """Returns windows [start, start + count) in text order, fewer at the end of the text; (.., T + 1) int64."""
         return np.stack([self._window_at(i) for i in range(start, min(start + count, self._count))])
 
     @property
     def targets(self) -> int:
-        """Tokens of the text that are predicted: all but the first."""
+        """The number of predicted tokens: all but the first."""
         return len(self._tokens) - 1
 
     def _window_at(self, index: int) -> np.ndarray:
@@ -64,35 +64,34 @@ class Reader:
 
 
 def bits_per_byte(nats: float, size_bytes: int) -> float:
-    """Of a text of so many bytes, predicted with so many nats in all."""
+    """Converts the total loss of a text in nats to bits per byte."""
     return nats / math.log(2) / size_bytes
 
 
 def main() -> None:
-    """Write the arrays, and print what they hold."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True)
     parser.add_argument("--valid")
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
+    args = parser.parse_args()
 
     from sansgpu.config import DataConfig
     from sansgpu.data.shards import build_store, build_tokenizer
     from sansgpu.data.sources import open_single, open_sources
     from sansgpu.machine.probe import cache_dir
 
-    data, cache = DataConfig(dataset_name=given.data, vocab_size=given.vocab_size), cache_dir(None)
+    data, cache = DataConfig(dataset_name=args.data, vocab_size=args.vocab_size), cache_dir(None)
     source = open_sources(data).train
     tokenizer = build_tokenizer(data, source, cache, lambda *_: None)
     tokens = build_store(source, tokenizer, cache, lambda *_: None).tokens
-    given.output.mkdir(parents=True, exist_ok=True)
-    np.save(given.output / "train.npy", tokens)
+    args.output.mkdir(parents=True, exist_ok=True)
+    np.save(args.output / "train.npy", tokens)
     facts: Event = {"tokens": len(tokens), "vocab_size": tokenizer.vocab_size}
-    if given.valid:
-        held_out = build_store(open_single(given.valid, data), tokenizer, cache, lambda *_: None).tokens
-        ended = np.append(held_out, np.array([tokenizer.end_id], held_out.dtype))  # the text's end is predicted too
-        np.save(given.output / "valid.npy", ended)
+    if args.valid:
+        held_out = build_store(open_single(args.valid, data), tokenizer, cache, lambda *_: None).tokens
+        ended = np.append(held_out, np.array([tokenizer.end_id], held_out.dtype))  # the end of text is predicted, too
+        np.save(args.output / "valid.npy", ended)
         facts["valid_tokens"] = len(held_out)
         facts["valid_bytes"] = int(tokenizer.token_bytes()[held_out].sum())
     print(json.dumps(facts))

@@ -1,9 +1,9 @@
-"""Fine-tuning Qwen2.5-0.5B's exact shape, against Hugging Face's Trainer with the same rows in the same order.
+"""Fine-tunes a model of Qwen2.5-0.5B's exact shape, compared with Hugging Face's Trainer on the same rows in order.
 
     python -m benchmarks.fine_tuning --data ROWS.jsonl [--model FOLDER] [--steps 5] [--rounds 2] [--json FILE]
 
-Without --model the weights are drawn at random, and the tokenizer is trained on Python's own source. Tokens are real
-ones: padding is not counted. Everyone takes 4 rows a step, in bf16.
+Without --model the weights are random, and the tokenizer is trained on Python's own source. Padding does not count as
+tokens. Both use 4 rows per step and bf16.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COLUMNS = {
 
 
 def settings(model: Path, data: Path, adapter: str, **more: object) -> dict[str, object]:
-    """What both sides train."""
+    """Returns the settings of both contestants."""
     return {
         "task": "sft",
         **MEASURED,
@@ -67,7 +67,7 @@ def settings(model: Path, data: Path, adapter: str, **more: object) -> dict[str,
 
 
 def contestants(model: Path, data: Path, steps: int, threads: int, folder: Path) -> list[Contestant]:
-    """Ours and theirs, whole and with LoRA."""
+    """Returns sansgpu and the Trainer, each with full fine-tuning and with LoRA."""
     found = []
     total = WARM_UP + steps
     frugal: dict[str, object] = {"training.master_weights": "bf16", "training.optimizer_state": "8bit"}
@@ -94,14 +94,14 @@ def contestants(model: Path, data: Path, steps: int, threads: int, folder: Path)
 
 
 def our_sample(folder: Path, name: str, outcome: Outcome) -> Sample:
-    """The measured steps; their tokens are noted beside."""
+    """Returns the measured steps of sansgpu and records their tokens in a file."""
     counts = [event["tokens"] for _, event in outcome.named("step")]
     note_tokens(folder, name, [after - before for before, after in zip([0, *counts], counts, strict=False)])
     return sample(outcome)
 
 
 def their_sample(folder: Path, name: str, outcome: Outcome) -> Sample:
-    """The same of the peer."""
+    """Returns the measured steps of the Trainer and records their tokens in a file."""
     if not outcome.named("result"):
         raise outcome.no_result()
     result = outcome.named("result")[0][1]
@@ -111,15 +111,14 @@ def their_sample(folder: Path, name: str, outcome: Outcome) -> Sample:
 
 
 def note_tokens(folder: Path, name: str, tokens: list[int]) -> None:
-    """Real tokens of the measured steps, which are the same in every round."""
+    """Writes the tokens of the measured steps, which are the same in every round."""
     (folder / f"{name}.tokens").write_text(json.dumps(tokens[WARM_UP:]))
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="rows as task sft takes them")
-    parser.add_argument("--model", type=Path, help="a folder; by default a random one of Qwen2.5-0.5B's shape")
+    parser.add_argument("--data", type=Path, required=True, help="rows in a format of task sft")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; default: random weights, Qwen2.5-0.5B's shape")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -143,8 +142,8 @@ def main() -> None:
 
 
 def made_model(folder: Path) -> Path:
-    """A random model of the shape, made in a process of its own: this one stays small."""
-    say("drawing weights")
+    """Makes a random model of SHAPE in a separate process, because this one must stay small."""
+    say("initializing weights")
     shape = ["--vocabulary", "16384", "--bf16", "--shape", json.dumps(SHAPE)]
     outcome = spawn([sys.executable, "-m", "benchmarks.tiny_model", str(folder), *shape])
     if outcome.code:

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer on the same rows in the same order: `python -m benchmarks.fine_tuning_peer JOB.json`.
+"""Trains with Hugging Face's Trainer on the same rows in the same order: `python -m benchmarks.fine_tuning_peer JOB`.
 
-Prints JSON lines. Rows are tokenised and masked by our code, so that only the training is compared. A job with `steps`
-measures these; one without learns to answer questions, and answers those held out after every epoch.
+Prints JSON lines. Rows are tokenized and masked by sansgpu, so that only the training is compared. A job with `steps`
+measures step times; one without trains question answering and evaluates after every epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = dict[str, list[int]]
 
 
 def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any, list[Sequences]]:
-    """The configuration, its tokenizer, and the batches that our run of it learns from."""
+    """Returns the configuration, its tokenizer and the batches that a sansgpu run of it trains on."""
     config, _ = load_config(None, overrides)
     config, corpus = task_of(config).prepare(config, cache, lambda *_: None)
     training, rows = config.training, effective_batch(config.training)
@@ -42,7 +42,7 @@ def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any,
 
 
 def rows_of(batch: Sequences) -> Iterator[Row]:
-    """Each example as transformers has it: labels that the model itself shifts, or places of the answer."""
+    """Yields examples in transformers' format, with unshifted labels or the positions of the answer."""
     start = 0
     for number, length in enumerate(batch.lengths.tolist()):
         tokens = batch.tokens[start : start + length].tolist()
@@ -51,8 +51,8 @@ def rows_of(batch: Sequences) -> Iterator[Row]:
             row["start_positions"], row["end_positions"] = batch.targets[number].tolist()
         else:
             targets = batch.targets[start : start + length].tolist()
-            told = targets[-1] if targets[-1] != IGNORE else 0  # ours leaves out the last token, which is only told
-            row = {"input_ids": [*tokens, told], "attention_mask": [1] * (length + 1), "labels": [IGNORE, *targets]}
+            last = targets[-1] if targets[-1] != IGNORE else 0  # sansgpu omits the last token, which is only a target
+            row = {"input_ids": [*tokens, last], "attention_mask": [1] * (length + 1), "labels": [IGNORE, *targets]}
         if batch.types is not None:
             row["token_type_ids"] = batch.types[start : start + length].tolist()
         start += length
@@ -60,29 +60,26 @@ def rows_of(batch: Sequences) -> Iterator[Row]:
 
 
 class InOrder(Trainer):
-    """Takes rows in their order, and notes when each step ends and its loss."""
+    """A Trainer without shuffling."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
 class Watch(TrainerCallback):
-    """Seconds and losses of steps."""
+    """Records seconds and losses of steps."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """A step begins."""
         self._start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """It is over."""
         self.seconds.append(time.perf_counter() - self._start)
 
     def on_log(self, *_: Any, **given: Any) -> None:
-        """Its loss."""
         if "loss" in given["logs"]:
             self.losses.append(float(given["logs"]["loss"]))
 
@@ -101,7 +98,7 @@ class Rows(Dataset[Row]):
 
 
 def load_model(config: Config) -> Any:
-    """The model as transformers and peft have it."""
+    """Returns the model with transformers and peft."""
     kind = transformers.AutoModelForCausalLM if config.task == "sft" else transformers.AutoModelForQuestionAnswering
     model: Any = kind.from_pretrained(str(config.model.name_or_path), dtype=torch.float32)
     if config.model.adapter != "none":
@@ -115,7 +112,7 @@ def load_model(config: Config) -> Any:
 
 
 def trainer_arguments(config: Config, folder: str, **more: Any) -> TrainingArguments:
-    """What every Trainer here is told."""
+    """Returns the arguments common to all Trainers here."""
     training = config.training
     return TrainingArguments(
         output_dir=folder,
@@ -139,7 +136,7 @@ def trainer_arguments(config: Config, folder: str, **more: Any) -> TrainingArgum
 def train(
     config: Config, tokenizer: Any, given: list[Sequences], micro_batch: int, accumulation: int, model: Any = None
 ) -> tuple[list[float], list[float]]:
-    """(seconds, loss) of each step."""
+    """Trains on the batches `given` and returns the seconds and the losses of the steps."""
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         arguments = trainer_arguments(
@@ -163,7 +160,7 @@ def train(
 
 
 class Shuffled(Sampler[int]):
-    """Examples in the order of our runs: every epoch is a permutation of its own."""
+    """Examples in the order of sansgpu's runs, with a new permutation per epoch."""
 
     def __init__(self, seed: int, examples: int, batch_size: int) -> None:
         self._seed, self._examples, self._batch_size = seed, examples, batch_size
@@ -180,7 +177,7 @@ class Shuffled(Sampler[int]):
 
 
 class Answering(Trainer):
-    """Learns to answer questions; after every epoch says how many of those held out it answers right."""
+    """Trains question answering and prints exact match and F1 on held-out questions after every epoch."""
 
     def __init__(self, config: Config, corpus: QuestionCorpus, arguments: TrainingArguments) -> None:
         self._config, self._held = config, corpus.validation
@@ -195,7 +192,7 @@ class Answering(Trainer):
         return Shuffled(training.seed, len(self.train_dataset), effective_batch(training))  # type: ignore[arg-type]
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Loss, exact match and F1, with the seconds of training so far, as a JSON line."""
+        """Prints loss, exact match, F1 and the training seconds so far as a JSON line."""
         found: Any = self.predict(self.eval_dataset)  # type: ignore[arg-type]
         scores = answers_score(self._config, self._held, list(zip(*found.predictions[:2], strict=True)))
         scores["loss"] = found.metrics["test_loss"]
@@ -204,21 +201,19 @@ class Answering(Trainer):
 
 
 class Epochs(TrainerCallback):
-    """Seconds in epochs, without what comes between them: evaluation."""
+    """Measures the seconds within epochs, without the evaluations between them."""
 
     seconds = 0.0
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """An epoch begins."""
         self._start = time.perf_counter()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """It is over."""
         self.seconds += time.perf_counter() - self._start
 
 
 def answers_score(config: Config, asked: Asked, logits: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Exact match and F1 of the answers by the logits of each window, as run_qa.py finds them."""
+    """Returns exact match and F1 of the answers from each window's logits, selected like in transformers' run_qa.py."""
     data = config.data
     rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
     answers = {}
@@ -229,11 +224,11 @@ def answers_score(config: Config, asked: Asked, logits: list[tuple[np.ndarray, n
 
 
 def learn_answers(config: Config, corpus: QuestionCorpus) -> None:
-    """Train for all epochs, and say what comes of it."""
+    """Trains for all epochs and prints the results as JSON lines."""
     training = config.training
     steps = steps_per_epoch(len(corpus.train), effective_batch(training))
     say({"event": "start", "steps_per_epoch": steps, "epoch_tokens": corpus.train_tokens})
-    transformers.set_seed(training.seed)  # before the head is drawn
+    transformers.set_seed(training.seed)  # before the head is initialized
     with tempfile.TemporaryDirectory() as folder:
         arguments = trainer_arguments(
             config,
@@ -252,12 +247,10 @@ def learn_answers(config: Config, corpus: QuestionCorpus) -> None:
 
 
 def say(event: dict[str, Any]) -> None:
-    """One JSON line."""
     print(json.dumps(event), flush=True)
 
 
 def main() -> None:
-    """Run one job."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     if "steps" not in job:

@@ -1,4 +1,4 @@
-"""Hours that `plan` foretells beside the run itself. `python -m benchmarks.forecast --minutes 5`."""
+"""Compares the duration that `plan` predicts with that of the run: `python -m benchmarks.forecast --minutes 5`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COLUMNS = {
 
 
 def plan(config: str, settings: Settings) -> Row:
-    """What `plan` says. Raises NoResultError."""
+    """Returns the result of `plan`. Raises NoResultError if it fails."""
     outcome = spawn([sys.executable, "-m", "sansgpu", "plan", config, *ours.overrides(settings), "--json"])
     if outcome.code or not outcome.events:
         raise outcome.no_result()
@@ -44,8 +44,8 @@ def plan(config: str, settings: Settings) -> Row:
 
 
 def measure(name: str, config: str, settings: Settings, minutes: float) -> Row:
-    """Plan a run of so many minutes, and make it. Raises NoResultError."""
-    # A run long enough to be compiled tells how many steps the minutes have.
+    """Plans and runs a run of about `minutes`. Raises NoResultError if one fails."""
+    # The plan of a long run, which would be compiled, gives the number of steps.
     first = plan(config, {**settings, "training.max_steps": 10_000})
     settings = {**settings, "training.max_steps": max(3, round(minutes * 60 / first["step_seconds"]))}
     planned = plan(config, settings)
@@ -67,18 +67,17 @@ def measure(name: str, config: str, settings: Settings, minutes: float) -> Row:
 
 
 def main() -> None:
-    """Every configuration of the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5, help="of each run (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a toy, to see that it works")
+    parser.add_argument("--minutes", type=float, default=5, help="duration of each run (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="toy size, as a test of the benchmark")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows: list[Row] = []
-    for name, (config, settings) in (QUICK if given.quick else RUNS).items():
+    for name, (config, settings) in (QUICK if args.quick else RUNS).items():
         say(name)
-        rows.append(row_of(name, partial(measure, name, config, settings, given.minutes)))
-    print_table(f"Runs of about {given.minutes:g} minutes, from the command to its end", COLUMNS, rows)
-    write_json(given.json, "forecast", vars(given), rows)
+        rows.append(row_of(name, partial(measure, name, config, settings, args.minutes)))
+    print_table(f"Runs of about {args.minutes:g} minutes, from the start of the process to its end", COLUMNS, rows)
+    write_json(args.json, "forecast", vars(args), rows)
 
 
 if __name__ == "__main__":

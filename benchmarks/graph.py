@@ -1,10 +1,10 @@
-"""Encoders of texts and triples, against the same model in plain PyTorch on the same batches.
+"""Trains a graph encoder, compared with the same model in plain PyTorch on the same batches.
 
     python -m benchmarks.graph [--config configs/graph_80m.yaml] [--data SOURCE] [--steps 20] [--json FILE]
 
-Twice: on windows in which every root but the first and the last carries a triple whose tail fills its leaf slots, and
-on the standard library's own triples, where most slots are empty. Real nodes are those that hold a token. Plain PyTorch
-computes the logits of every node, ours those of masked nodes alone: the table says so in each row.
+Measures two kinds of data: windows in which every root but the first and the last has a triple whose tail fills all its
+leaf slots, and triples of Python's standard library, where most slots are empty. Real nodes are those with a token.
+Plain PyTorch computes the logits of all nodes, sansgpu those of masked nodes only; the table shows which.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ COLUMNS = {
     "faster by": ("ratio", ".2f"),
     "last loss": ("loss", ".3f"),
 }
-RELATIONS = 12  # of the standard library's triples
-WINDOWS, WORDS = 400, 2000  # of the filled data
+RELATIONS = 12  # relation types in the standard library's triples
+WINDOWS, WORDS = 400, 2000  # of the data with filled windows
 SETTINGS = {**{k: v for k, v in MEASURED.items() if k != "training.window_warmup_ratio"}, "data.validation_split": 0.01}
 
 
 def filled_rows(roots: int, leaves: int, relations: int) -> list[dict[str, object]]:
-    """Texts of made-up words, each of one token, of which every one is the head of a triple with a full tail."""
+    """Returns texts of invented one-token words, each the head of a triple with a tail of `leaves` words."""
     draws = random.Random(0)
     words = ["".join(parts) for parts in product("bdfgklmnprst", "aeiou", "bdfgklmnprst", "aeiou")]
     words = draws.sample(words, WORDS)
     rows: list[dict[str, object]] = []
     for number in range(WINDOWS):
         text = draws.sample(words, roots - 2)
-        triples, place = [], 1  # texts begin with a space, so that all words are spelled alike
+        triples, place = [], 1  # texts start with a space, so that every word has the same token
         for word in text:
             tail, relation = " ".join(draws.sample(words, leaves)), f"relation {draws.randrange(relations):02d}"
             span = [place, place + len(word)]
@@ -59,13 +59,13 @@ def filled_rows(roots: int, leaves: int, relations: int) -> list[dict[str, objec
 
 
 def contestants(
-    name: str, config: Path, settings: dict[str, object], folder: Path, asked: argparse.Namespace
+    name: str, config: Path, settings: dict[str, object], folder: Path, args: argparse.Namespace
 ) -> list[Contestant]:
-    """Ours and plain PyTorch on the same data."""
-    total = WARM_UP + asked.steps
+    """Returns sansgpu and plain PyTorch on the same data."""
+    total = WARM_UP + args.steps
     ours = {**SETTINGS, **settings, "training.max_steps": total, "training.compile": compile_setting(True)}
     label = Path(name).stem.replace(" ", "-")
-    line = command(folder / f"{label}-ours", {**ours, "training.threads": asked.threads}, config)
+    line = command(folder / f"{label}-ours", {**ours, "training.threads": args.threads}, config)
     job = folder / f"{label}.json"
     given = [part for part in overrides({**SETTINGS, **settings}) if part != "--set"]
     job.write_text(
@@ -74,7 +74,7 @@ def contestants(
                 "config": str(config),
                 "overrides": given,
                 "steps": total,
-                "threads": asked.threads,
+                "threads": args.threads,
                 "cache": str(folder / "cache"),
             }
         )
@@ -88,7 +88,7 @@ def contestants(
 
 
 def noted(file: Path, outcome: Outcome) -> Sample:
-    """The measured steps; the nodes that plain PyTorch was given, which are the same for both, are noted beside."""
+    """Returns the measured steps and writes the mean number of nodes per step, which only plain PyTorch prints."""
     counts = [event["nodes"] for _, event in outcome.named("step") if "nodes" in event]
     if counts:
         file.write_text(json.dumps(sum(counts[WARM_UP:]) / len(counts[WARM_UP:])))
@@ -96,36 +96,38 @@ def noted(file: Path, outcome: Outcome) -> Sample:
 
 
 def flops_a_node(width: int, inner: int, layers: int, vocabulary: int, nodes: float, masked: float) -> float:
-    """6 a matmul parameter, 12 L D T of attention over the T real nodes of a graph, and the head on masked nodes."""
+    """Returns the FLOPs per node: 6 per matmul parameter, 12 L D T for attention, and the head on masked nodes.
+
+    T is the number of real nodes per graph.
+    """
     blocks = layers * (4 * width * width + 2 * width * inner)
     return 6 * blocks + 12 * layers * width * nodes + 6 * masked * (vocabulary * width + width * width)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/graph_80m.yaml"))
     parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value, for both")
-    parser.add_argument("--data", default="python-stdlib-graph", help="the second kind of data")
+    parser.add_argument("--data", default="python-stdlib-graph", help="dataset of the second measurement")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="sansgpu-graph-") as name:
-        rows = measured(asked, Path(name))
+        rows = measured(args, Path(name))
     for part in rows:
-        title = f"{asked.config.name}, {part}: {rows[part][0]['nodes']:,.0f} real nodes a step"
+        title = f"{args.config.name}, {part}: {rows[part][0]['nodes']:,.0f} real nodes a step"
         print_table(title, COLUMNS, rows[part])
-    values = {**vars(asked), "config": str(asked.config)}
-    write_json(asked.json, "graph", values, [row for part in rows.values() for row in part])
+    values = {**vars(args), "config": str(args.config)}
+    write_json(args.json, "graph", values, [row for part in rows.values() for row in part])
 
 
-def measured(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
-    """Rows by kind of data."""
-    from sansgpu.config import load_config  # no torch: this process stays small
+def measured(args: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
+    """Returns the result rows by kind of data."""
+    from sansgpu.config import load_config  # does not import torch, as this process must stay small
 
-    config, _ = load_config(asked.config, asked.changes)
+    config, _ = load_config(args.config, args.changes)
     model = config.model
     data = folder / "filled.jsonl"
     lines = (json.dumps(row) for row in filled_rows(config.roots, model.leaf_slots, model.n_relations or RELATIONS))
@@ -136,14 +138,14 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
         "model.leaves": model.leaf_slots,
     }
     changes: dict[str, object] = {**shape, "data.long_tails": "drop"}
-    changes |= dict(change.split("=", 1) for change in asked.changes)
+    changes |= dict(change.split("=", 1) for change in args.changes)
     kinds: dict[str, dict[str, object]] = {
         "filled windows": {**changes, "data.dataset_name": data, "data.triples": "first"},
-        asked.data: {**changes, "data.dataset_name": asked.data},
+        args.data: {**changes, "data.dataset_name": args.data},
     }
     found = {}
     for name, settings in kinds.items():
-        rows = take_turns(contestants(name, asked.config, settings, folder, asked), asked.rounds)
+        rows = take_turns(contestants(name, args.config, settings, folder, args), args.rounds)
         noted_nodes = folder / f"{Path(name).stem.replace(' ', '-')}.nodes"
         if not noted_nodes.exists():
             raise SystemExit(f"{name}: {rows[-1].get('status')}")

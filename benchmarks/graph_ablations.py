@@ -1,9 +1,9 @@
-"""What each part of the method for texts and triples is good for.
+"""Ablations of the graph encoder and its training.
 
     python -m benchmarks.graph_ablations [--config FILE] [--set KEY=VALUE] [--steps 400] [--json FILE]
 
-Trains the same model with one thing changed at a time, on the same examples in the same order with the same masks, and
-evaluates each on the same held-out part. Without leaves there is nothing to fill but text.
+Trains the same model with one change at a time, on the same examples in the same order with the same masks, and
+evaluates each on the same held-out split. Without leaves, only text tokens are masked in training.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing changed."""
+    """A model or dataset with one change."""
 
     name: str
     changes: dict[str, Any]
-    shuffled: bool = False  # relations, in the training part
-    bare: bool = False  # no leaves in the training part
+    shuffled: bool = False  # random relations in the training split
+    bare: bool = False  # no triples in the training split
 
 
 def variants(config: Config) -> list[Variant]:
-    """The model as it is, and with one part changed."""
+    """Returns the configured model and all its variants."""
     model = config.model
     found = [Variant("as configured", {})]
     found.append(Variant("relations shuffled in training", {}, shuffled=True))
@@ -75,7 +75,7 @@ def variants(config: Config) -> list[Variant]:
 
 
 def shuffled(graphs: LeafyGraphs, relations: int) -> LeafyGraphs:
-    """With relations drawn at random."""
+    """Returns the graphs with random relations."""
     draws = np.random.Generator(np.random.PCG64(0))
     examples = [
         (window, [p._replace(relation=1 + int(draws.integers(relations))) for p in placed])
@@ -85,12 +85,12 @@ def shuffled(graphs: LeafyGraphs, relations: int) -> LeafyGraphs:
 
 
 def bare(graphs: LeafyGraphs) -> LeafyGraphs:
-    """The same windows in the same order, without triples."""
+    """Returns the same windows in the same order, without triples."""
     return replace(graphs, examples=[(window, []) for window, _ in graphs.examples])
 
 
 def measured(variant: Variant, config: Config, corpus: GraphCorpus, steps: int, plan: StepPlan) -> Row:
-    """Train one variant, and evaluate it."""
+    """Trains and evaluates a variant."""
     config = config.model_copy(update={"model": config.model.model_copy(update=variant.changes)})
     train = corpus.train
     if variant.shuffled:
@@ -111,14 +111,13 @@ def measured(variant: Variant, config: Config, corpus: GraphCorpus, steps: int, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/graph_small.yaml"))
     parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
-    config, _ = load_config(asked.config, asked.changes)
+    args = parser.parse_args(arguments)
+    config, _ = load_config(args.config, args.changes)
     cache, device = cache_dir(None), torch.device("cpu")
     torch.set_num_threads(resolve_threads(config.training))
     torch.set_flush_denormal(True)
@@ -134,9 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for variant in variants(config):
         print(variant.name, file=sys.stderr, flush=True)
-        rows.append(measured(variant, config, corpus, asked.steps, plan))
-    print_table(f"{asked.config.name}, {asked.steps} steps", COLUMNS, rows)
-    write_json(asked.json, "graph_ablations", {**vars(asked), "config": str(asked.config)}, rows)
+        rows.append(measured(variant, config, corpus, args.steps, plan))
+    print_table(f"{args.config.name}, {args.steps} steps", COLUMNS, rows)
+    write_json(args.json, "graph_ablations", {**vars(args), "config": str(args.config)}, rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The encoder of leafy chain graphs in plain PyTorch, fp32: `python -m benchmarks.graph_plain JOB.json`.
+"""A leafy chain graph encoder in plain PyTorch, fp32: `python -m benchmarks.graph_plain JOB.json`.
 
-Written from the paper (arXiv 2510.09580) as one would first write it: every leaf slot is there, padded; attention is
-two matrix products with the decay multiplied between them; the fusion goes triple by triple; logits are made of every
-node. It takes the same batches as ours, with the same masks. Prints JSON lines.
+A direct implementation of the paper (arXiv 2510.09580): all leaf slots are padded, attention is two matrix products
+with the decay multiplied in between, the fusion loops over triples, and logits are computed for every node. It uses the
+same batches and masks as sansgpu. Prints JSON lines.
 
 B graphs, R roots, K leaf slots, N = R (K + 1) nodes, D width, H heads.
 """
@@ -31,7 +31,7 @@ PAD = 0
 
 
 class PlainBlock(nn.Module):
-    """A post-norm block."""
+    """A post-norm transformer block."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class PlainBlock(nn.Module):
         self.dropout, self.attention_dropout = nn.Dropout(config.dropout), nn.Dropout(config.attention_dropout)
 
     def forward(self, x: torch.Tensor, decay: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, N, D); decay (H, N, N); hidden (B, 1, 1, N) bool: nodes that nobody sees."""
+        """Applies the block. x (B, N, D), decay (H, N, N), hidden (B, 1, 1, N) bool: padding that is masked out."""
         batch, nodes, width = x.shape
         q, k, v = (layer(x).view(batch, nodes, self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) * decay
@@ -56,7 +56,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainEncoder(nn.Module):
-    """The whole model, in the padded layout."""
+    """The complete model, in the padded layout."""
 
     def __init__(self, config: ModelConfig, roots: int) -> None:
         super().__init__()
@@ -64,7 +64,10 @@ class PlainEncoder(nn.Module):
         assert config.n_relations is not None
         parts = config.position, config.decay, config.fusion, config.slot_embedding, config.relation_rank
         if parts != ("none", "multiply_logits", "hgat", False, None):
-            raise SystemExit("the plain model is the published one: no positions, no slots, multiplied logits, H-GAT.")
+            raise SystemExit(
+                "the plain model supports only the published one: model.position none, decay multiply_logits, "
+                "fusion hgat, no slot_embedding and no relation_rank."
+            )
         width, self.config, self.roots = config.d_model, config, roots
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.matrix = nn.Embedding(config.n_relations + 1, width * width, padding_idx=0)
@@ -77,13 +80,13 @@ class PlainEncoder(nn.Module):
 
     @torch.no_grad()
     def take(self, ours: GraphEncoder) -> None:
-        """The same weights as our model's."""
+        """Copies the weights of a sansgpu model."""
         theirs = ours.state_dict()
         self.load_state_dict({name: theirs[self.our_name(name)] for name in self.state_dict()})
 
     @staticmethod
     def our_name(name: str) -> str:
-        """Of a weight, in our model."""
+        """Returns the name of a weight in the sansgpu model."""
         if name.startswith(("matrix.", "attention.")):
             return f"fusion.{name}"
         parts = name.split(".")
@@ -92,7 +95,7 @@ class PlainEncoder(nn.Module):
         return "decay_center" if name == "center" else ".".join(parts)
 
     def fused(self, x: torch.Tensor, triples: list[list[int]]) -> torch.Tensor:
-        """Triple by triple: (graph, relation, head's first node and tokens, tail's first node and tokens)."""
+        """Fuses triples (graph, relation, head's first node and tokens, tail's first node and tokens) one by one."""
         rows = list(x.flatten(0, 1).unbind(0))
         width, nodes = self.config.d_model, x.shape[1]
         for graph, relation, head, heads, tail, tails in triples:
@@ -110,7 +113,7 @@ class PlainEncoder(nn.Module):
     def loss(
         self, tokens: torch.Tensor, targets: torch.Tensor, triples: list[list[int]], filled: torch.Tensor
     ) -> torch.Tensor:
-        """Of every node, (B, N); 0 where nothing is predicted."""
+        """Returns the loss of every node, (B, N), 0 for nodes without a target."""
         x = self.dropout(self.fused(self.embedding(tokens), triples))
         exponent = F.gelu((self.distances + 1.0).sqrt() - self.center[:, None, None])
         decay = self.config.decay_base**exponent
@@ -122,7 +125,7 @@ class PlainEncoder(nn.Module):
 
 
 def all_distances(roots: int, leaves: int) -> torch.Tensor:
-    """(N, N) fp32 in the padded layout: roots, then the slots of each."""
+    """Returns node distances (N, N) fp32 in the padded layout: all roots, then the leaf slots of each root."""
     root = torch.cat((torch.arange(roots), torch.arange(roots).repeat_interleave(leaves)))
     slot = torch.cat((torch.full((roots,), -1), torch.arange(leaves).repeat(roots)))
     apart = (root[:, None] - root).abs()
@@ -135,7 +138,7 @@ def all_distances(roots: int, leaves: int) -> torch.Tensor:
 def padded(
     batch: GraphBatch, roots: int, leaves: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[list[int]], torch.Tensor]:
-    """Our batch in the padded layout: tokens, targets, triples, filled."""
+    """Converts a batch to the padded layout and returns tokens, targets, triples and the mask of real nodes."""
     shape = (len(batch), roots * (leaves + 1))
     graph = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
     root, slot = batch.nodes.long().unbind(1)
@@ -153,7 +156,7 @@ def padded(
 
 
 def run(config: Config, cache: Path, steps: int) -> None:
-    """Train, saying how long each step took."""
+    """Trains and prints the duration and loss of each step."""
     config, corpus = Graph.prepare(config, cache, lambda *_: None)
     training, model = config.training, config.model
     size, micro_batch = effective_batch(training), training.batch_size

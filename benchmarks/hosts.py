@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a cable between them, each with a name of its own."""
+"""Emulates two hosts on one machine: connected network namespaces with their own host names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NET = "10.77.{}.{}"
 
 
 def refused() -> str | None:
-    """Why no such hosts can be made here, or None."""
+    """Returns the reason why hosts cannot be emulated here, or None."""
     if not (shutil.which("ip") and shutil.which("unshare") and os.geteuid() == 0):
         return "network namespaces need root, iproute2 and unshare"
     probe = f"sansgpu-probe-{os.getpid()}"
@@ -26,13 +26,13 @@ def refused() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace. Its own name stands for its loopback there, as Debian has it."""
+    """A network namespace. Inside it, its own name resolves to its loopback address, as on Debian."""
 
     name: str
     address: str
 
     def start(self, arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """A Python process on this host."""
+        """Starts a Python process on this host."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name, *named, sys.executable, *arguments],
@@ -44,7 +44,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other, and nothing else."""
+    """Creates two hosts that can reach each other and nothing else."""
     number = os.getpid() % 250
     hosts = tuple(Host(f"sg{os.getpid()}{letter}", NET.format(number, 1 + i)) for i, letter in enumerate("ab"))
     ends = [f"v{os.getpid()}{letter}" for letter in "ab"]
@@ -69,12 +69,12 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def cut(host: Host, now: bool = True) -> None:
-    """Take the cable out, or put it in again: packets are lost without a word."""
+    """Disconnects or reconnects a host; packets are dropped silently."""
     _run(f"ip -n {host.name} link set eth0 {'down' if now else 'up'}")
 
 
 def shape(hosts: tuple[Host, Host], rate: str) -> None:
-    """Let the cable pass no more than `rate`, as tc has it (100mbit), both ways."""
+    """Limits the bandwidth in both directions to `rate`, in the syntax of tc (100mbit)."""
     for host in hosts:
         _run(f"tc -n {host.name} qdisc replace dev eth0 root tbf rate {rate} burst 256kb latency 100ms")
 

@@ -1,4 +1,4 @@
-"""Our kernels beside torch's, forward and backward, in turn: `python -m benchmarks.kernels`.
+"""Compares sansgpu's kernels with torch's, forward and backward: `python -m benchmarks.kernels`.
 
 B batch, T time, H query heads, K key-value heads, d head dim, N tokens, D width, V vocabulary.
 """
@@ -24,7 +24,7 @@ from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import available_cores
 
-Call = Callable[[], torch.Tensor]  # forward; its result is summed and sent backward
+Call = Callable[[], torch.Tensor]  # forward pass; backward starts from the sum of its result
 COLUMNS = {
     "kernel": ("name", "s"),
     "peer": ("peer", "s"),
@@ -37,53 +37,52 @@ COLUMNS = {
 def torch_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float
 ) -> torch.Tensor:
-    """torch's, with mask (B, 1, T, T) bool."""
+    """Computes attention with torch; mask (B, 1, T, T) bool, or causal if None."""
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
 def our_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Our summed loss. hidden (N, D), weight (V, D), targets (N,)."""
+    """Returns the summed loss with sansgpu. hidden (N, D), weight (V, D), targets (N,)."""
     return linear_cross_entropy(hidden, weight, targets)
 
 
 def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The two calls that most code makes."""
+    """Returns the summed loss with the two calls that most code makes."""
     logits = F.linear(hidden, weight.to(hidden.dtype))
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
 def torch_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunked: bool) -> torch.Tensor:
-    """torch's own fusion, whole or in chunks."""
+    """Returns the summed loss with torch's fused operation, optionally in chunks."""
     options = torch.nn.LinearCrossEntropyOptions() if chunked else None
     return F.linear_cross_entropy(hidden, weight.to(hidden.dtype), targets, reduction="sum", options=options)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Contenders on one shape; ours first."""
+    """The contenders on one shape, sansgpu first."""
 
     name: str
     contenders: dict[str, Call]
-    leaves: tuple[torch.Tensor, ...]  # whose gradients are computed
+    leaves: tuple[torch.Tensor, ...]  # tensors that need gradients
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention to measure."""
+    """The shape of an attention to measure."""
 
     batch: int
     heads: int
     time: int
     head_dim: int = 64
     kv_heads: int | None = None
-    documents: int = 1  # packed in a row, equally long
+    documents: int = 1  # per row, packed and of equal length
     dropout: float = 0.0
 
     @property
     def name(self) -> str:
-        """The shape, in short."""
         parts = [f"B{self.batch} H{self.heads} T{self.time} d{self.head_dim}"]
         parts += [f"K{self.kv_heads}"] if self.kv_heads else []
         parts += [f"{self.documents} documents"] if self.documents > 1 else []
@@ -104,7 +103,7 @@ QUICK_LOSS = ((64, 32, 500),)
 
 
 def attention_case(shape: AttentionShape, dtype: torch.dtype) -> Case:
-    """Ours and torch's on one shape."""
+    """Returns sansgpu's and torch's attention on one shape."""
     generator = torch.Generator().manual_seed(0)
     kv_heads = shape.kv_heads or shape.heads
     q, k, v = (
@@ -112,7 +111,7 @@ def attention_case(shape: AttentionShape, dtype: torch.dtype) -> Case:
         for heads in (shape.heads, kv_heads, kv_heads)
     )
     ids = torch.arange(shape.time).mul(shape.documents).div(shape.time, rounding_mode="floor")
-    ranges = causal_ranges(ids.expand(shape.batch, -1))  # made once a batch, so neither this nor the mask is timed
+    ranges = causal_ranges(ids.expand(shape.batch, -1))  # like the mask computed once per batch, and so not timed
     mask = visible_keys(ranges, shape.time) if shape.documents > 1 else None
     contenders: dict[str, Call] = {
         "ours": partial(attention, q, k, v, ranges, shape.dropout),
@@ -122,7 +121,7 @@ def attention_case(shape: AttentionShape, dtype: torch.dtype) -> Case:
 
 
 def loss_case(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> Case:
-    """Ours, the plain calls and torch's fusions on one shape; the weight is fp32, as a trained one is."""
+    """Returns sansgpu's, the plain and torch's fused losses on one shape, with an fp32 weight as in training."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(vocabulary, width, generator=generator) * 0.02).requires_grad_()
@@ -137,7 +136,7 @@ def loss_case(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> C
 
 
 def seconds(call: Call, leaves: tuple[torch.Tensor, ...]) -> float:
-    """One forward and backward."""
+    """Times one forward and backward pass."""
     start = time.perf_counter()
     result = call()
     result.backward(torch.ones_like(result))
@@ -148,12 +147,12 @@ def seconds(call: Call, leaves: tuple[torch.Tensor, ...]) -> float:
 
 
 def measure(case: Case, repeats: int) -> list[Row]:
-    """The contenders in turn; one row a peer."""
+    """Measures the contenders in turn and returns one row per peer."""
     taken: dict[str, list[float]] = {name: [] for name in case.contenders}
     for repeat in range(repeats + 1):
         for name, call in case.contenders.items():
             spent = seconds(call, case.leaves)
-            if repeat:  # the first only warms up
+            if repeat:  # the first is a warm-up
                 taken[name].append(spent)
     ours = taken.pop("ours")
     return [
@@ -177,27 +176,26 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def main() -> None:
-    """Measure every case."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="turns of every contender (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="toy shapes: does it work at all")
+    parser.add_argument("--repeats", type=int, default=15, help="measurements per contender (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="toy shapes, as a test of the benchmark")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(available_cores())
     keep_freed_memory()  # as in a run
     if reason := native.load(compiled_cache(say)):
-        say(f"plain torch does the work of our kernels: {reason}")
+        say(f"the native kernels are not available, plain torch is measured instead: {reason}")
     torch.manual_seed(0)
     rows: list[Row] = []
-    attentions, losses = (QUICK_ATTENTION, QUICK_LOSS) if given.quick else (ATTENTION, LOSS)
+    attentions, losses = (QUICK_ATTENTION, QUICK_LOSS) if args.quick else (ATTENTION, LOSS)
     makers = [partial(attention_case, shape) for shape in attentions] + [partial(loss_case, *s) for s in losses]
     for make in makers:
         for dtype in (torch.bfloat16, torch.float32):
             case = make(dtype)
             say(case.name)
-            rows += measure(case, given.repeats)
-    print_table(f"forward and backward, medians of {given.repeats}", COLUMNS, rows)
-    write_json(given.json, "kernels", vars(given), rows)
+            rows += measure(case, args.repeats)
+    print_table(f"forward and backward, medians of {args.repeats}", COLUMNS, rows)
+    write_json(args.json, "kernels", vars(args), rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Peak memory of real runs beside what was planned for them. `python -m benchmarks.memory`."""
+"""Compares the peak memory of runs with the estimates of `plan`: `python -m benchmarks.memory`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks.contest import Row, print_table, row_of, say, spawn, write_json
 
 Settings = dict[str, object]
 
-STEPS = 4  # with an evaluation and a snapshot on the way: the peak is reached at the second
-# A run that saves, as real ones do.
+STEPS = 4  # with two evaluations and snapshots; memory peaks at the second
+# With evaluations and snapshots, as in a real run.
 BASE: Settings = {
     "data.vocab_size": 8000,
     "training.max_steps": STEPS,
@@ -28,7 +28,7 @@ BASE: Settings = {
 
 
 def model(width: int, layers: int, feed_forward: int, vocabulary: int, window: int, activation: str) -> Settings:
-    """A shape with heads of 64."""
+    """Returns the settings of a model with head dimension 64."""
     return {
         "model.d_model": width,
         "model.n_layers": layers,
@@ -41,7 +41,7 @@ def model(width: int, layers: int, feed_forward: int, vocabulary: int, window: i
 
 
 def how(micro_batch: int, accumulation: int, optimizer: str, precision: str, compiled: bool) -> Settings:
-    """A way to train it."""
+    """Returns the settings of its training."""
     return {
         "training.batch_size": micro_batch,
         "training.gradient_accumulation_steps": accumulation,
@@ -77,7 +77,7 @@ COLUMNS = {
 
 
 def measure(name: str, config: str, settings: Settings) -> Row:
-    """One run. Raises NoResultError."""
+    """Measures a run. Raises NoResultError if it fails."""
     with tempfile.TemporaryDirectory(prefix="sansgpu-memory-") as folder:
         outcome = spawn(ours.command(Path(folder) / "run", {**BASE, **settings}, config))
     if outcome.code:
@@ -98,20 +98,19 @@ def measure(name: str, config: str, settings: Settings) -> Row:
 
 
 def main() -> None:
-    """Every run of the table, the large ones last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a toy, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="toy size, as a test of the benchmark")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows: list[Row] = []
-    for name, (config, settings) in (QUICK if given.quick else RUNS).items():
+    for name, (config, settings) in (QUICK if args.quick else RUNS).items():
         say(name)
         rows.append(row_of(name, partial(measure, name, config, settings)))
     errors = [abs(row["error"]) for row in rows if "error" in row]
     print_table("Peak memory of the process", COLUMNS, rows)
     if errors:
-        say(f"off by {mean(errors):.1%} in the mean, {max(errors):.1%} at most")
-    write_json(given.json, "memory", vars(given), rows)
+        say(f"mean error {mean(errors):.1%}, maximum {max(errors):.1%}")
+    write_json(args.json, "memory", vars(args), rows)
 
 
 if __name__ == "__main__":

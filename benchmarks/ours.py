@@ -1,4 +1,4 @@
-"""`sansgpu train --headless` as a contestant: a real process, read through its events."""
+"""`sansgpu train --headless` as a contestant: a separate process, measured by its events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.contest import WARM_UP, Contestant, Event, NoResultError, Outcome, Sample
 from sansgpu.machine.compilation import missing_for_compile
 
-# What a run of a few steps needs to be compared: an event a step, and nothing beside the steps.
+# Settings of a short measured run: an event per step, and nothing but steps.
 MEASURED = {
     "training.logging_steps": 1,
     "training.save_steps": 0,
@@ -25,12 +25,12 @@ MEASURED = {
 
 
 def overrides(settings: dict[str, object]) -> list[str]:
-    """Changes of a configuration, as every command takes them."""
+    """Returns settings as --set arguments."""
     return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
 
 
 def command(output: Path, settings: dict[str, object], config: str | Path | None = None) -> list[str]:
-    """The command line of a run; `config` is a file or a preset."""
+    """Returns the command line of a run; `config` is a file or a preset."""
     file = [str(config)] if config else []
     return [
         sys.executable,
@@ -46,27 +46,27 @@ def command(output: Path, settings: dict[str, object], config: str | Path | None
 
 
 def compile_setting(wanted: bool) -> str:
-    """As a long run would have it: `auto` would look at the few steps measured."""
+    """Returns the setting that `auto` would choose in a long run; in a short measured run it would be off."""
     return "on" if wanted and missing_for_compile() is None else "off"
 
 
 def contestant(name: str, output: Path, settings: dict[str, object], steps: int) -> Contestant:
-    """A run of `steps` steps behind the warm-up, stopped after the last: what it would save is not compared."""
+    """Returns a run of `steps` steps after the warm-up, killed after the last step, before it saves."""
     total = WARM_UP + steps
     settings = {**MEASURED, "training.max_steps": total, **settings}
     return Contestant(name, command(output, settings), sample, until=at_step(total))
 
 
 def at_step(last: int) -> Callable[[Event], bool]:
-    """Whether an event is that step's."""
+    """Returns a function that recognizes the event of step `last`."""
     return lambda event: event.get("event") == "step" and int(event["step"]) >= last
 
 
 def sample(outcome: Outcome) -> Sample:
-    """The measured steps. Raises NoResultError."""
+    """Returns the measured steps. Raises NoResultError if there are none."""
     steps = [event for _, event in outcome.named("step")]
     if len(steps) <= WARM_UP:
-        raise NoResultError(f"only {len(steps)} steps were made")
+        raise NoResultError(f"the run made only {len(steps)} steps")
     return Sample(
         step_seconds=[step["step_seconds"] for step in steps[WARM_UP:]],
         first_step_seconds=steps[0]["step_seconds"],

@@ -1,4 +1,4 @@
-"""sansgpu beside its peers: the same model, data and tokens a step, taking turns in one run.
+"""Compares sansgpu with its peers: the same model, data and tokens per step, measured in turns.
 
 `python -m benchmarks.peers --size cpu_small`
 """
@@ -28,9 +28,9 @@ from benchmarks.contest import (
 )
 from benchmarks.sizes import LEARNING_RATE, SIZES, WEIGHT_DECAY, Job, Size
 
-# Attention in a window of several documents: kept apart, each token has fewer keys, and the kernels a mask to obey.
+# Attention in packed windows: "apart" masks out other documents, "seen across" attends to them.
 APART, ACROSS = "apart", "seen across"
-NEEDS = {  # besides what sansgpu itself needs
+NEEDS = {  # packages that are not dependencies of sansgpu
     "hf-fp32": ("accelerate",),
     "hf-bf16": ("accelerate",),
     "hf-bf16-compile": ("accelerate",),
@@ -51,7 +51,7 @@ COLUMNS = {
 
 
 def contestants(size: Size, peers: list[str], data: str, steps: int, folder: Path) -> list[Contestant]:
-    """Ours, and one of every peer and micro-batch."""
+    """Returns sansgpu, and one contestant per peer and micro-batch size."""
     common = {
         "data.dataset_name": data,
         "training.optimizer": "adamw",
@@ -75,78 +75,77 @@ def contestants(size: Size, peers: list[str], data: str, steps: int, folder: Pat
 
 
 def with_cache(contestant: Contestant, folder: Path) -> Contestant:
-    """With a place of its own, empty at first, for what torch.compile makes."""
+    """Returns the contestant with its own, empty cache for torch.compile."""
     place = folder / "inductor" / f"{contestant.name} {contestant.variant}".replace(" ", "-")
     return replace(contestant, environment={**contestant.environment, "TORCHINDUCTOR_CACHE_DIR": str(place)})
 
 
 def read_steps(outcome: Outcome) -> Sample:
-    """The last JSON line of a peer: step_seconds with the warm-up, and loss."""
+    """Reads the last JSON line of a peer: step_seconds, including the warm-up, and loss."""
     result = next((event for _, event in reversed(outcome.events) if "step_seconds" in event), None)
     if result is None:
         raise NoResultError("it printed no JSON line with step_seconds")
     seconds = [float(value) for value in result["step_seconds"]]
     if len(seconds) <= WARM_UP:
-        raise NoResultError(f"only {len(seconds)} steps were made")
+        raise NoResultError(f"the run made only {len(seconds)} steps")
     loss = result.get("loss")
     return Sample(seconds[WARM_UP:], seconds[0], outcome.peak_rss_bytes, loss, outcome.wall_seconds)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="cpu_small")
-    parser.add_argument("--peers", default=",".join(NEEDS), help="comma-separated; of %(default)s")
-    parser.add_argument("--data", default=corpus.PYTHON_STDLIB, help="a source as data.dataset_name (%(default)s)")
-    parser.add_argument("--steps", type=int, default=8, help=f"steps that count, behind a warm-up of {WARM_UP}")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of every contestant")
+    parser.add_argument("--peers", default=",".join(NEEDS), help="comma-separated subset of %(default)s")
+    parser.add_argument("--data", default=corpus.PYTHON_STDLIB, help="value of data.dataset_name (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help=f"measured steps after a warm-up of {WARM_UP}")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of every contestant")
     parser.add_argument(
         "--folder-command",
         metavar="CMD",
-        help="one more contestant, run by the shell here: it finds the job's file in $BENCHMARK_JOB and prints a JSON "
-        "line with step_seconds (a list, the warm-up first) and loss",
+        help="shell command of one more contestant: it reads the job file $BENCHMARK_JOB and prints a JSON line with "
+        "step_seconds (a list that starts with the warm-up) and loss",
     )
-    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a checkout, for nanoGPT's own CPU setting")
+    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="checkout of nanoGPT; runs its CPU example, too")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    given.peers = [name for name in given.peers.split(",") if name]
-    if unknown := [name for name in given.peers if name not in NEEDS]:
+    args = parser.parse_args()
+    args.peers = [name for name in args.peers.split(",") if name]
+    if unknown := [name for name in args.peers if name not in NEEDS]:
         parser.error(f"--peers {', '.join(unknown)}: known are {', '.join(NEEDS)}")
-    if given.steps < 1 or given.rounds < 1:
-        parser.error("--steps and --rounds are at least 1")
-    if given.nanogpt and not shakespeare.text_of(given.nanogpt).is_file():
-        parser.error(f"{shakespeare.text_of(given.nanogpt)} does not exist; run nanoGPT's prepare.py first")
-    return given
+    if args.steps < 1 or args.rounds < 1:
+        parser.error("--steps and --rounds must be at least 1")
+    if args.nanogpt and not shakespeare.text_of(args.nanogpt).is_file():
+        parser.error(f"{shakespeare.text_of(args.nanogpt)} does not exist; run nanoGPT's prepare.py first")
+    return args
 
 
 def main() -> None:
-    """Hold the contest."""
-    given = arguments()
-    size = SIZES[given.size]
-    data = str(Path(given.data).resolve()) if os.path.exists(given.data) else given.data
+    args = arguments()
+    size = SIZES[args.size]
+    data = str(Path(args.data).resolve()) if os.path.exists(args.data) else args.data
     with tempfile.TemporaryDirectory(prefix="sansgpu-peers-") as name:
         folder = Path(name)
         say("preparing the data")
         facts = corpus.prepare(data, size.vocab_size, folder)
-        field = contestants(size, given.peers, data, given.steps, folder)
-        if given.folder_command:
-            job = Job("given", size, folder / "train.npy", size.micro_batches[-1], WARM_UP + given.steps, folder)
+        field = contestants(size, args.peers, data, args.steps, folder)
+        if args.folder_command:
+            job = Job("given", size, folder / "train.npy", size.micro_batches[-1], WARM_UP + args.steps, folder)
             environment = {"BENCHMARK_JOB": str(job.write(folder / "given.json"))}
-            shell = ["bash", "-c", given.folder_command]
+            shell = ["bash", "-c", args.folder_command]
             field.append(Contestant("given command", shell, read_steps, environment=environment))
-        rows = take_turns([with_cache(contestant, folder) for contestant in field], given.rounds)
+        rows = take_turns([with_cache(contestant, folder) for contestant in field], args.rounds)
     add_ratios(rows, "median_step_seconds", to="sansgpu")
     for row in rows:
         row["documents"] = APART if row["name"].startswith("sansgpu") else ACROSS if row["name"] in NEEDS else None
         if "median_step_seconds" in row:
             row["tokens_per_second"] = size.tokens_a_step / row["median_step_seconds"]
             row["peak_rss_gb"] = row["peak_rss_bytes"] / 1e9
-    title = f"{given.size}: {size.tokens_a_step:,} tokens a step, medians of {given.steps} steps x {given.rounds}"
+    title = f"{args.size}: {size.tokens_a_step:,} tokens a step, medians of {args.steps} steps x {args.rounds}"
     print_table(title, COLUMNS, rows)
-    settings: Row = {**vars(given), "size_keys": size.model_keys(), "data": facts}
-    if given.nanogpt:
-        settings["shakespeare"] = shakespeare.compare(shakespeare.text_of(given.nanogpt), given.nanogpt)
-    write_json(given.json, "peers", settings, rows)
+    settings: Row = {**vars(args), "size_keys": size.model_keys(), "data": facts}
+    if args.nanogpt:
+        settings["shakespeare"] = shakespeare.compare(shakespeare.text_of(args.nanogpt), args.nanogpt)
+    write_json(args.json, "peers", settings, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An expert's own loop: transformers' GPT-2, torch.compile, bf16 autocast, fused AdamW, clipped gradients.
+"""A hand-written training loop: transformers' GPT-2, torch.compile, bf16 autocast, fused AdamW, gradient clipping.
 
 B windows, T time, V vocabulary.
 """
@@ -20,12 +20,12 @@ from sansgpu.machine.compilation import missing_for_compile
 from sansgpu.machine.probe import available_cores, has_native_bf16
 
 SEED = 0
-WARM_UP_STEPS = 200  # of the learning rate, where a loss is to be reached
-EVALUATION_WINDOWS = 8  # at once
+WARM_UP_STEPS = 200  # of the learning rate in `run_minutes`
+EVALUATION_WINDOWS = 8  # batch size of evaluation
 
 
 def build_model(size: Size) -> Any:
-    """transformers' GPT-2 with new weights."""
+    """Returns transformers' GPT-2 with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(SEED)
@@ -33,12 +33,12 @@ def build_model(size: Size) -> Any:
 
 
 def take_threads() -> None:
-    """As many as ours would take."""
+    """Sets the number of threads that sansgpu would use."""
     torch.set_num_threads(available_cores())
 
 
 class PlainLoop:
-    """The model and its optimizer; one call a step."""
+    """A model and its optimizer."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -56,7 +56,7 @@ class PlainLoop:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def step(self, lr: float = LEARNING_RATE) -> float:
-        """One update; returns the mean loss."""
+        """Makes one update and returns the mean loss."""
         size, micro_batch = self.job.size, self.job.micro_batch
         windows = torch.from_numpy(self._reader.windows(self._step * size.windows_a_step, size.windows_a_step))
         total = 0.0
@@ -75,7 +75,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def validate(self, reader: Reader, size_bytes: int) -> dict[str, float]:
-        """Loss and bits per byte of a whole text; the last tokens that fill no window count as the others' mean."""
+        """Returns loss and bits per byte of a text; tokens after the last full window count with the mean loss."""
         self.model.eval()
         total, tokens = 0.0, 0
         for start in range(0, len(reader), EVALUATION_WINDOWS):
@@ -90,12 +90,12 @@ class PlainLoop:
 
 
 def autocast() -> AbstractContextManager[Any]:
-    """bf16 where this processor has it."""
+    """Returns a bf16 autocast context if the processor supports bf16."""
     return torch.autocast("cpu", torch.bfloat16) if has_native_bf16() else nullcontext()
 
 
 def run_steps(job: Job) -> dict[str, Any]:
-    """The seconds of every step of the job."""
+    """Trains for the steps of the job and returns their durations and the last loss."""
     loop, seconds, loss = PlainLoop(job), [], 0.0
     for _ in range(job.steps):
         start = time.perf_counter()
@@ -105,7 +105,7 @@ def run_steps(job: Job) -> dict[str, Any]:
 
 
 def run_minutes(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
-    """Train for the job's minutes behind the first step, which compiles; the learning rate is a cosine over them."""
+    """Trains for the job's minutes after the first step, which compiles, with a cosine schedule over that time."""
     loop = PlainLoop(job)
     loop.step(LEARNING_RATE / WARM_UP_STEPS)
     start, steps = time.perf_counter(), 1

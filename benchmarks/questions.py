@@ -1,12 +1,12 @@
-"""Learning to answer questions about a text: how good, how fast, against Hugging Face's Trainer.
+"""Trains question answering, compared with Hugging Face's Trainer in quality and speed.
 
     python -m benchmarks.questions --model FOLDER --train TRAIN.json --dev DEV.json [--epochs 3] [--batch 8]
         [--max-length 384] [--learning-rate 1e-4] [--seeds 1] [--threads N] [--json FILE]
 
-Both learn from the same windows and labels in the same order, in bf16, and answer the same questions after every epoch,
-by the same rules; the head and dropout are drawn by each for itself. Seconds are those of training: evaluations do not
-count, the first step does. The whole run is a process from its start to its end, with all that it reads, compiles,
-evaluates and saves. Of several seeds, medians.
+Both train on the same windows and labels in the same order, in bf16, and answer the same questions after every epoch by
+the same rules; the head's initialization and dropout differ. Seconds of training include the first step but no
+evaluations. Those of the whole run are from the start of the process to its end, including reading, compiling,
+evaluating and saving. Several seeds are reported as medians.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Score:
-    """After an epoch: `seconds` of training so far, the loss of the held out, the rest in per cent."""
+    """The scores after an epoch: seconds of training so far, validation loss, exact match and F1 in per cent."""
 
     seconds: float
     loss: float
@@ -60,46 +60,46 @@ class Score:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a process learned, and what it took."""
+    """The scores and resource use of a run."""
 
     epochs: list[Score]
-    tokens: int  # that were trained on, without padding
+    tokens: int  # trained on, without padding
     first_step_seconds: float | None
     peak_rss_bytes: int
     wall_seconds: float
-    load_average: float  # of the machine, when it began
+    load_average: float  # of the machine at the start
 
     @property
     def best_f1(self) -> float:
-        """F1 after its best epoch."""
+        """The F1 of the best epoch."""
         return max(score.f1 for score in self.epochs)
 
     def seconds_to(self, f1: float) -> float:
-        """Seconds of training until an epoch ended with this F1."""
+        """Returns the seconds of training until the first epoch that reached this F1."""
         return next(score.seconds for score in self.epochs if score.f1 >= f1)
 
 
-def settings(asked: argparse.Namespace, seed: int) -> dict[str, object]:
-    """What both sides train; every other key is as `task: qa` has it."""
+def settings(args: argparse.Namespace, seed: int) -> dict[str, object]:
+    """Returns the settings of both contestants; all other keys have the defaults of `task: qa`."""
     return {
         "task": "qa",
         "device": "cpu",
-        "model.name_or_path": asked.model.absolute(),
-        "data.dataset_name": asked.train.absolute(),
-        "data.validation_name": asked.dev.absolute(),
-        "data.max_length": asked.max_length,
-        "training.batch_size": asked.batch,
+        "model.name_or_path": args.model.absolute(),
+        "data.dataset_name": args.train.absolute(),
+        "data.validation_name": args.dev.absolute(),
+        "data.max_length": args.max_length,
+        "training.batch_size": args.batch,
         "training.gradient_accumulation_steps": 1,
         "training.precision": "bf16",
-        "training.learning_rate": asked.learning_rate,
-        "training.num_epochs": asked.epochs,
-        "training.threads": asked.threads,
+        "training.learning_rate": args.learning_rate,
+        "training.num_epochs": args.epochs,
+        "training.threads": args.threads,
         "training.seed": seed,
     }
 
 
 def learn_theirs(given: dict[str, object], folder: Path) -> tuple[Learned, int]:
-    """The Trainer's run, and the steps of an epoch. Raises NoResultError."""
+    """Runs the Trainer and returns its result and the steps per epoch. Raises NoResultError if it fails."""
     job, load = folder / "hf.json", os.getloadavg()[0]
     changes = [part for part in overrides(given) if part != "--set"]
     threads = given["training.threads"]
@@ -113,7 +113,7 @@ def learn_theirs(given: dict[str, object], folder: Path) -> tuple[Learned, int]:
 
 
 def learn_ours(given: dict[str, object], steps_per_epoch: int, output: Path) -> Learned:
-    """Our run. Raises NoResultError."""
+    """Runs sansgpu and returns its result. Raises NoResultError if it fails."""
     watched: dict[str, object] = {
         "training.eval_steps": steps_per_epoch,
         "training.logging_steps": 1,
@@ -130,12 +130,11 @@ def learn_ours(given: dict[str, object], steps_per_epoch: int, output: Path) -> 
 
 
 def score(event: Event, seconds: float) -> Score:
-    """An evaluation, after so many seconds of training."""
     return Score(seconds, event["loss"], event["exact_match"], event["f1"])
 
 
 def finished(line: list[str]) -> Outcome:
-    """A command run to its end. Raises NoResultError."""
+    """Runs a command to its end. Raises NoResultError if it fails."""
     outcome = spawn(line)
     if outcome.code or not outcome.named("eval"):
         raise outcome.no_result()
@@ -143,7 +142,7 @@ def finished(line: list[str]) -> Outcome:
 
 
 def row(name: str, runs: list[Learned], f1_of_seeds: list[float]) -> Row:
-    """Medians over the seeds; `f1_of_seeds` is what both reached with each."""
+    """Returns medians over seeds; `f1_of_seeds` are the F1 scores per seed that both contestants reached."""
     by_epoch = list(zip(*(run.epochs for run in runs), strict=True))
     reached = [run.seconds_to(f1) for run, f1 in zip(runs, f1_of_seeds, strict=True)]
     return {
@@ -163,7 +162,7 @@ def row(name: str, runs: list[Learned], f1_of_seeds: list[float]) -> Row:
 
 
 def rows_of(ours: list[Learned], theirs: list[Learned]) -> list[Row]:
-    """Both, with our speed over theirs as the median of each seed's."""
+    """Returns the rows of both, with the median over seeds of the ratio of their speeds."""
     reached = [min(one.best_f1, other.best_f1) for one, other in zip(ours, theirs, strict=True)]
     found = [row(OURS, ours, reached), row(HF, theirs, reached)]
     speeds = [their.epochs[-1].seconds / our.epochs[-1].seconds for our, their in zip(ours, theirs, strict=True)]
@@ -172,36 +171,35 @@ def rows_of(ours: list[Learned], theirs: list[Learned]) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument("--train", type=Path, required=True, help="questions as task qa takes them")
-    parser.add_argument("--dev", type=Path, required=True, help="those held out")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--train", type=Path, required=True, help="questions in a format of task qa")
+    parser.add_argument("--dev", type=Path, required=True, help="held-out questions")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=8, help="windows a step")
-    parser.add_argument("--max-length", type=int, default=384, help="tokens of a window")
+    parser.add_argument("--batch", type=int, default=8, help="windows per step")
+    parser.add_argument("--max-length", type=int, default=384, help="tokens per window")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 1")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     ours: list[Learned] = []
     theirs: list[Learned] = []
     with tempfile.TemporaryDirectory(prefix="sansgpu-questions-") as name:
-        for seed in range(1, asked.seeds + 1):
-            given, folder = settings(asked, seed), Path(name)
+        for seed in range(1, args.seeds + 1):
+            given, folder = settings(args, seed), Path(name)
             try:
-                say(f"seed {seed} of {asked.seeds}: {HF}")
+                say(f"seed {seed} of {args.seeds}: {HF}")
                 learned, steps_per_epoch = learn_theirs(given, folder)
                 theirs.append(learned)
-                say(f"seed {seed} of {asked.seeds}: {OURS}")
+                say(f"seed {seed} of {args.seeds}: {OURS}")
                 ours.append(learn_ours(given, steps_per_epoch, folder / f"seed-{seed}"))
             except NoResultError as failure:
                 sys.exit(str(failure))
     rows = rows_of(ours, theirs)
-    title = f"{asked.epochs} epochs, {asked.batch} windows a step, bf16, {asked.threads} threads"
+    title = f"{args.epochs} epochs, {args.batch} windows per step, bf16, {args.threads} threads"
     print_table(title, COLUMNS, rows)
-    write_json(asked.json, "questions", vars(asked), rows)
+    write_json(args.json, "questions", vars(args), rows)
 
 
 if __name__ == "__main__":

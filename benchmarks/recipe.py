@@ -1,7 +1,7 @@
-"""Time to quality: how long ours takes to the bits per byte that a plain loop reaches in some minutes.
+"""Time to quality: how long sansgpu takes to the bits per byte that a plain training loop reaches in some minutes.
 
 `python -m benchmarks.recipe --data TEXT --valid TEXT --minutes 20`. The baseline is a GPT-2 of cpu_small's size
-without dropout, 32,000 tokens, bf16, compiled, AdamW. Each starts from the text, with nothing in a cache.
+without dropout, with 32,000 tokens, bf16, torch.compile and AdamW. Both start from the text with empty caches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS = {
 
 
 def run_baseline(data: str, valid: Path, minutes: float, size_name: str, micro_batch: int, folder: Path) -> Row:
-    """The plain loop. Its wall time is from text to trained: tokenizing, start, compiling, steps; not evaluating."""
+    """Runs the plain loop. Its wall time covers tokenization, start, compilation and steps, but not evaluation."""
     size = replace(SIZES[size_name], dropout=0.0)
     facts = corpus.prepare(data, size.vocab_size, folder, valid, cache=folder / "cache")
     job = Job(
@@ -66,7 +66,7 @@ def run_baseline(data: str, valid: Path, minutes: float, size_name: str, micro_b
 
 
 def run_ours(data: str, valid: Path, config: Path, settings: list[str], target: float, folder: Path) -> Row:
-    """Ours up to the evaluation that meets the target; the best one where none does. Raises NoResultError."""
+    """Runs sansgpu until an evaluation meets the target; returns the best evaluation. Raises NoResultError."""
 
     def meets(event: Event) -> bool:
         return event.get("event") == "eval" and event["bits_per_byte"] <= target
@@ -98,36 +98,35 @@ def run_ours(data: str, valid: Path, config: Path, settings: list[str], target: 
 
 
 def main() -> None:
-    """The baseline first, as it sets the target."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recipe", description=__doc__)
     parser.add_argument("config", type=Path, nargs="?", default=ROOT / "configs" / "default.yaml", metavar="CONFIG")
-    parser.add_argument("--data", required=True, metavar="FILE", help="the text to train on")
-    parser.add_argument("--valid", required=True, type=Path, metavar="FILE", help="the text to be predicted")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of the baseline's steps (%(default)s)")
-    parser.add_argument("--target", type=float, help="bits per byte, instead of running the baseline")
-    parser.add_argument("--size", choices=SIZES, default="cpu_small", help="of the baseline (%(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=4, help="windows, of the baseline (%(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for ours; repeatable")
+    parser.add_argument("--data", required=True, metavar="FILE", help="training text")
+    parser.add_argument("--valid", required=True, type=Path, metavar="FILE", help="validation text")
+    parser.add_argument("--minutes", type=float, default=20.0, help="training time of the baseline (%(default)s)")
+    parser.add_argument("--target", type=float, help="target bits per byte; skips the baseline")
+    parser.add_argument("--size", choices=SIZES, default="cpu_small", help="size of the baseline (%(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=4, help="windows per micro-batch, baseline (%(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for sansgpu; repeatable")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    data = str(Path(given.data).resolve())
+    args = parser.parse_args()
+    data = str(Path(args.data).resolve())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="sansgpu-recipe-") as name:
-        target = given.target
+        target = args.target
         if target is None:
             folder = Path(name) / "baseline"
             folder.mkdir()
-            say(f"the baseline, {given.minutes:g} minutes")
-            rows.append(run_baseline(data, given.valid, given.minutes, given.size, given.micro_batch, folder))
+            say(f"the baseline, {args.minutes:g} minutes")
+            rows.append(run_baseline(data, args.valid, args.minutes, args.size, args.micro_batch, folder))
             target = rows[0]["bits_per_byte"]
         say(f"sansgpu, to {target:.4f} bits per byte")
         folder = Path(name) / "ours"
         folder.mkdir()
-        rows.append(run_ours(data, given.valid, given.config, given.set, target, folder))
+        rows.append(run_ours(data, args.valid, args.config, args.set, target, folder))
     if rows[-1]["reached"]:
         add_ratios(rows, "wall_seconds", to=rows[-1]["name"])
     print_table(f"from text to {target:.4f} bits per byte", COLUMNS, rows)
-    write_json(given.json, "recipe", {**vars(given), "target": target}, rows)
+    write_json(args.json, "recipe", {**vars(args), "target": target}, rows)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def record_all(kinds: Sequence[str]) -> dict[str, Results]:
 
 
 def differences(before: Any, after: Any, place: str = "") -> list[str]:
-    """Where two recorded values differ, as paths of keys."""
+    """Returns the key paths at which two recorded values differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         before = {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
         keys = dict.fromkeys((*before, *after))

@@ -1,4 +1,4 @@
-"""Tokens/s, MFU and peak memory of sansgpu over one axis: `python -m benchmarks.scaling --over length`."""
+"""Measures tokens/s, MFU and peak memory of sansgpu along one axis: `python -m benchmarks.scaling --over length`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.contest import WARM_UP, Row, print_table, row_of, say, spawn, wr
 from benchmarks.corpus import PYTHON_STDLIB
 
 Settings = dict[str, object]
-BASE: Settings = {  # the built-in default's model; data.vocab_size stays, so that all read the same tokens
+BASE: Settings = {  # the built-in default's model; data.vocab_size is fixed, so that all runs use the same tokens
     "model.d_model": 256,
     "model.n_heads": 4,
     "model.n_layers": 6,
@@ -25,8 +25,8 @@ BASE: Settings = {  # the built-in default's model; data.vocab_size stays, so th
     "data.vocab_size": 8192,
     "training.gradient_accumulation_steps": 16,
 }
-TOKENS_A_STEP = 4096  # but where the micro-batch is the axis
-SHAPES = {  # parameters with 8,192 tokens: width, layers, heads; SwiGLU of 8/3 the width
+TOKENS_A_STEP = 4096  # except on the micro-batch axis
+SHAPES = {  # parameters with a vocabulary of 8,192: (width, layers, heads); SwiGLU with 8/3 of the width
     "10M": (256, 10, 4),
     "30M": (512, 8, 8),
     "90M": (768, 12, 12),
@@ -47,7 +47,7 @@ COLUMNS = {
 
 
 def lengths() -> dict[str, Settings]:
-    """Sequence lengths at equal tokens a step."""
+    """Returns sequence lengths at equal tokens per step."""
     return {
         f"{length:,} tokens": {
             "model.max_seq_len": length,
@@ -58,12 +58,12 @@ def lengths() -> dict[str, Settings]:
 
 
 def vocabularies() -> dict[str, Settings]:
-    """Rows of the embedding and the head; the data uses the first 8,192 of them."""
+    """Returns sizes of embedding and head; the data only uses the first 8,192 tokens."""
     return {f"{size}k tokens": {"model.vocab_size": size * 1024} for size in (8, 16, 32, 64, 128)}
 
 
 def parameters() -> dict[str, Settings]:
-    """Model sizes at a window of 512."""
+    """Returns model sizes with windows of 512 tokens."""
     return {
         name: {
             "model.d_model": width,
@@ -78,7 +78,7 @@ def parameters() -> dict[str, Settings]:
 
 
 def micro_batches() -> dict[str, Settings]:
-    """The same 32 windows a step, cut differently."""
+    """Returns micro-batch sizes at 32 windows per step."""
     return {
         f"{size} x {32 // size}": {
             "training.batch_size": size,
@@ -97,7 +97,7 @@ AXES = {
 
 
 def measure(name: str, settings: Settings, steps: int, output: Path) -> Row:
-    """One run of a few steps. Raises NoResultError."""
+    """Measures a run of a few steps. Raises NoResultError if it fails."""
     contestant = ours.contestant(name, output, settings, steps)
     outcome = spawn(contestant.command, contestant.until)
     if outcome.code:
@@ -120,29 +120,28 @@ def measure(name: str, settings: Settings, steps: int, output: Path) -> Row:
 
 
 def main() -> None:
-    """Walk along the axis."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     parser.add_argument("--over", choices=AXES, required=True)
-    parser.add_argument("--steps", type=int, default=5, help=f"steps that count, behind a warm-up of {WARM_UP}")
-    parser.add_argument("--data", default=PYTHON_STDLIB, help="a source as data.dataset_name (%(default)s)")
-    parser.add_argument("--no-compile", action="store_true", help="sooner done, slower steps")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run; repeatable")
+    parser.add_argument("--steps", type=int, default=5, help=f"measured steps after a warm-up of {WARM_UP}")
+    parser.add_argument("--data", default=PYTHON_STDLIB, help="value of data.dataset_name (%(default)s)")
+    parser.add_argument("--no-compile", action="store_true", help="finish sooner, with slower steps")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run; repeatable")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    data = str(Path(given.data).resolve()) if os.path.exists(given.data) else given.data
-    common = {**BASE, "data.dataset_name": data, "training.compile": ours.compile_setting(not given.no_compile)}
-    chosen = dict(setting.split("=", 1) for setting in given.set)
+    args = parser.parse_args()
+    data = str(Path(args.data).resolve()) if os.path.exists(args.data) else args.data
+    common = {**BASE, "data.dataset_name": data, "training.compile": ours.compile_setting(not args.no_compile)}
+    chosen = dict(setting.split("=", 1) for setting in args.set)
     rows: list[Row] = []
-    for name, settings in AXES[given.over]().items():
-        say(f"{given.over} {name}")
+    for name, settings in AXES[args.over]().items():
+        say(f"{args.over} {name}")
         with tempfile.TemporaryDirectory(prefix="sansgpu-scaling-") as folder:
             chosen_here = {**common, **settings, **chosen}
-            rows.append(row_of(name, partial(measure, name, chosen_here, given.steps, Path(folder) / "run")))
+            rows.append(row_of(name, partial(measure, name, chosen_here, args.steps, Path(folder) / "run")))
         first = next((row["tokens_per_second"] for row in rows if "tokens_per_second" in row), None)
         if first and "tokens_per_second" in rows[-1]:
             rows[-1]["ratio"] = rows[-1]["tokens_per_second"] / first
-    print_table(f"sansgpu over {given.over}, medians of {given.steps} steps", COLUMNS, rows)
-    write_json(given.json, "scaling", vars(given), rows)
+    print_table(f"sansgpu over {args.over}, medians of {args.steps} steps", COLUMNS, rows)
+    write_json(args.json, "scaling", vars(args), rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""nanoGPT's own CPU setting beside configs/shakespeare_char.yaml: seconds from the process's start to a loss.
+"""Compares nanoGPT's CPU example with configs/shakespeare_char.yaml: seconds from process start to a loss.
 
 `python -m benchmarks.shakespeare --data input.txt [--nanogpt FOLDER]`
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import ours
 from benchmarks.contest import ROOT, NoResultError, Row, add_ratios, print_table, say, spawn, write_json
 
-TARGET = 1.88  # what nanoGPT's README gives for this setting
+TARGET = 1.88  # validation loss in nanoGPT's README for this example
 CONFIG = ROOT / "configs" / "shakespeare_char.yaml"
 NANOGPT_ARGUMENTS = (
     *("--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64", "--batch_size=12"),
@@ -36,12 +36,12 @@ COLUMNS = {
 
 
 def text_of(nanogpt: Path) -> Path:
-    """The text that a checkout of nanoGPT trains on, once prepared."""
+    """Returns the path of the training text that nanoGPT's prepare.py downloads."""
     return nanogpt / "data" / "shakespeare_char" / "input.txt"
 
 
 def compare(text: Path, nanogpt: Path | None, target: float = TARGET, rounds: int = 1) -> list[Row]:
-    """Both, taking turns; without a checkout of nanoGPT ours alone. One row a run."""
+    """Runs both in turns, or sansgpu alone without a checkout of nanoGPT; returns one row per run."""
     rows: list[Row] = []
     race: dict[str, Callable[[Path], Row]] = {"sansgpu": partial(run_ours, text, target)}
     if nanogpt is not None:
@@ -60,7 +60,7 @@ def compare(text: Path, nanogpt: Path | None, target: float = TARGET, rounds: in
 
 
 def run_ours(text: Path, target: float, output: Path) -> Row:
-    """Our run to its end. Raises NoResultError."""
+    """Runs sansgpu to its end. Raises NoResultError if it fails."""
     settings = {"data.dataset_name": text.resolve(), "training.report_to": "none"}
     outcome = spawn(ours.command(output, settings, CONFIG))
     losses = [(seconds, event["step"], event["loss"]) for seconds, event in outcome.named("eval")]
@@ -70,7 +70,7 @@ def run_ours(text: Path, target: float, output: Path) -> Row:
 
 
 def run_nanogpt(checkout: Path, text: Path, target: float, folder: Path) -> Row:
-    """nanoGPT's train.py in a copy of the checkout, on the same text. Raises NoResultError."""
+    """Runs nanoGPT's train.py in a copy of the checkout on the same text. Raises NoResultError if it fails."""
     shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git", "out*"))
     data = text_of(folder)
     shutil.copyfile(text, data)
@@ -90,7 +90,7 @@ def run_nanogpt(checkout: Path, text: Path, target: float, folder: Path) -> Row:
 
 
 def _row(name: str, losses: list[tuple[float, int, float]], wall: float, peak: int, target: float) -> Row:
-    """`losses` are (seconds since the start, step, validation loss)."""
+    """Returns a result row; `losses` are (seconds since the start, step, validation loss)."""
     row: Row = {"name": name, "wall_seconds": wall, "peak_rss_bytes": peak}
     row |= {"steps": losses[-1][1], "loss": losses[-1][2], "evaluations": losses}
     reached = next((entry for entry in losses if entry[2] <= target), None)
@@ -100,19 +100,18 @@ def _row(name: str, losses: list[tuple[float, int, float]], wall: float, peak: i
 
 
 def main() -> None:
-    """Hold the race."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shakespeare", description=__doc__)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="the text; by default the checkout's")
-    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a checkout of nanoGPT; without, ours alone")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="training text; default: the one in the checkout")
+    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="checkout of nanoGPT; default: only run sansgpu")
     parser.add_argument("--target", type=float, default=TARGET, help="validation loss (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    text = given.data or (text_of(given.nanogpt) if given.nanogpt else None)
+    args = parser.parse_args()
+    text = args.data or (text_of(args.nanogpt) if args.nanogpt else None)
     if text is None or not text.is_file():
         parser.error("give the text with --data FILE" if text is None else f"{text} does not exist; give --data FILE")
-    rows = compare(text, given.nanogpt, given.target, given.rounds)
-    write_json(given.json, "shakespeare", {**vars(given), "text_bytes": text.stat().st_size}, rows)
+    rows = compare(text, args.nanogpt, args.target, args.rounds)
+    write_json(args.json, "shakespeare", {**vars(args), "text_bytes": text.stat().st_size}, rows)
 
 
 if __name__ == "__main__":

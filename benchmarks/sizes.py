@@ -1,4 +1,4 @@
-"""The models compared, in the words of each side. T window, W windows a step."""
+"""The compared models, with their settings for transformers and for sansgpu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2-layout model and its batch."""
+    """A model in GPT-2's architecture and its batch."""
 
     vocab_size: int
     d_model: int
@@ -20,17 +20,16 @@ class Size:
     window: int
     windows_a_step: int
     dropout: float
-    micro_batches: tuple[int, ...]  # that the peers try; ours chooses its own
-    compile: bool = True  # for a toy compiling takes longer than all else
-    modern_d_ff: int | None = None  # of a SwiGLU model with as many parameters
+    micro_batches: tuple[int, ...]  # tried by the peers; sansgpu chooses its own
+    compile: bool = True  # off for toys, where compilation would take most of the time
+    modern_d_ff: int | None = None  # d_ff of a SwiGLU model with as many parameters
 
     @property
     def tokens_a_step(self) -> int:
-        """Tokens a step."""
         return self.window * self.windows_a_step
 
     def gpt2(self) -> dict[str, Any]:
-        """Arguments of transformers.GPT2Config."""
+        """Returns the arguments of transformers.GPT2Config."""
         return {
             "vocab_size": self.vocab_size,
             "n_embd": self.d_model,
@@ -47,7 +46,7 @@ class Size:
         }
 
     def model_keys(self) -> dict[str, object]:
-        """Our configuration's keys of the same model."""
+        """Returns sansgpu's settings for the same model."""
         return {
             "model.vocab_size": self.vocab_size,
             "model.d_model": self.d_model,
@@ -66,30 +65,29 @@ class Size:
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer's process is asked to do."""
+    """A job for a peer's process."""
 
     kind: str
     size: Size
-    tokens: Path  # train.npy, and valid.npy beside it where it is measured
+    tokens: Path  # train.npy; valid.npy is in the same folder if needed
     micro_batch: int
     steps: int
     output: Path
-    minutes: float = 0.0  # of training, instead of steps
-    valid_bytes: int = 0  # of the text of valid.npy
+    minutes: float = 0.0  # training time, if not limited by steps
+    valid_bytes: int = 0  # UTF-8 bytes of the text in valid.npy
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches a step."""
+        """The micro-batches per step."""
         return -(-self.size.windows_a_step // self.micro_batch)
 
     def write(self, file: Path) -> Path:
-        """This job as a file; returns it."""
+        """Writes the job to a JSON file and returns its path."""
         file.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
         return file
 
     @staticmethod
     def read(file: Path) -> Job:
-        """The job in a file."""
         values = json.loads(file.read_text(encoding="utf-8"))
         size = {**values["size"], "micro_batches": tuple(values["size"]["micro_batches"])}
         paths = {key: Path(values[key]) for key in ("tokens", "output")}
@@ -101,5 +99,5 @@ SIZES = {
     "cpu_small": Size(32000, 256, 4, 4, 1024, 512, 16, 0.1, (2, 16)),  # configs/cpu_small.yaml
     "m80": Size(8000, 768, 12, 12, 3072, 512, 4, 0.0, (4,), modern_d_ff=2048),
 }
-LEARNING_RATE = 0.0008  # of every contestant, constant
+LEARNING_RATE = 0.0008  # constant, for every contestant
 WEIGHT_DECAY = 0.01

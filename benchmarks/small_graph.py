@@ -1,11 +1,11 @@
-"""How well the tails of a small knowledge graph are predicted: made-up entities and relations, few of both.
+"""Measures link prediction on a small synthetic knowledge graph.
 
     python -m benchmarks.small_graph [--steps 600] [--set KEY=VALUE] [--json FILE]
 
-The graph has the shape of a small ontology. Its entities form two trees of types, and a relation holds between every
-type of one branch and every type of another, except for a few branches and pairs. Names have one to four words joined
-by `_`. Trains on 5,242 facts, ranks all 135 entities for each of 655 others, and prints the filtered MRR and Hits@10
-beside those of ranking by how often an entity is the relation's tail.
+The graph resembles a small ontology. Its entities form two trees of types, and a relation holds between every type of
+one branch and every type of another, except for a few branches and pairs. Names have one to four words joined by `_`.
+Trains on 5,242 facts, ranks all 135 entities as tails of each of 655 held-out facts, and prints the filtered MRR and
+Hits@10, with a baseline that ranks entities by how often they are the relation's tail.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from sansgpu.jobs.link_prediction import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
 
 ENTITIES, RELATIONS = 135, 46
-BLOCK = 70  # facts that typically relate one branch to another
+BLOCK = 70  # typical number of facts between two related branches
 SPLIT = {"train.tsv": 0.8, "dev.tsv": 0.1, "test.tsv": 0.1}
-HOLES = 0.01  # share of the pairs of two related branches that are not related after all
-MOST_BRANCHES = 3  # pairs of branches that one relation holds between
+DROPPED_RATIO = 0.01  # random share of the facts between related branches that is left out
+MAX_BRANCH_PAIRS = 3  # pairs of related branches per relation
 CONFIG = Path(__file__).parent.parent / "configs" / "knowledge_graph.yaml"
 COLUMNS = {
     "": ("name", "s"),
@@ -60,7 +60,7 @@ VERBS = (
 
 
 def names(count: int, draws: random.Random) -> list[str]:
-    """Different names of one to four words."""
+    """Returns distinct names of one to four words."""
     found: dict[str, None] = {}
     things = THINGS.split()
     while len(found) < count:
@@ -73,7 +73,7 @@ def names(count: int, draws: random.Random) -> list[str]:
 
 
 def branches(count: int, draws: random.Random) -> list[list[int]]:
-    """The subtree of each of `count` types, itself included: two trees, grown one child at a time."""
+    """Grows two random trees with `count` types in all and returns the subtree of each type, itself included."""
     parents = [-1, -1]
     for number in range(2, count):
         parents.append(draws.randrange(max(0, number - 40), number))
@@ -85,13 +85,13 @@ def branches(count: int, draws: random.Random) -> list[list[int]]:
 
 
 def facts(seed: int = 3, entities: int = ENTITIES, relations: int = RELATIONS, block: int = BLOCK) -> list[list[str]]:
-    """[head, relation, tail] of all facts in random order, a function of the arguments."""
+    """Returns [head, relation, tail] of all facts in random order; equal arguments give equal facts."""
     draws = random.Random(seed)
     named, trees, verbs = names(entities, draws), branches(entities, draws), VERBS.split()
     found: list[tuple[int, int, int]] = []
     for relation in range(relations):
         pairs: set[tuple[int, int]] = set()
-        for _ in range(draws.randint(1, MOST_BRANCHES)):
+        for _ in range(draws.randint(1, MAX_BRANCH_PAIRS)):
             pairs |= set(_pairs(trees, block, draws))
         found += [(head, relation, tail) for head, tail in sorted(pairs)]
     draws.shuffle(found)
@@ -99,7 +99,7 @@ def facts(seed: int = 3, entities: int = ENTITIES, relations: int = RELATIONS, b
 
 
 def _pairs(trees: list[list[int]], size: int, draws: random.Random) -> Iterator[tuple[int, int]]:
-    """Pairs of two branches that make up about `size`; a branch below the first is excepted, and a few pairs are."""
+    """Yields about `size` pairs of types of two branches, except for a sub-branch of the first and a few pairs."""
     while True:
         heads, tails = draws.choice(trees), draws.choice(trees)
         if size / 3 < len(heads) * len(tails) < 3 * size:
@@ -108,12 +108,12 @@ def _pairs(trees: list[list[int]], size: int, draws: random.Random) -> Iterator[
     excepted = set() if len(excepted) * 3 > len(heads) else excepted
     for head in heads:
         for tail in tails:
-            if head not in excepted and draws.random() >= HOLES:
+            if head not in excepted and draws.random() >= DROPPED_RATIO:
                 yield head, tail
 
 
 def write_graph(folder: Path, rows: list[list[str]]) -> Path:
-    """A folder of train.tsv, dev.tsv and test.tsv."""
+    """Writes train.tsv, dev.tsv and test.tsv to `folder` and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     start = 0.0
     for name, share in SPLIT.items():
@@ -124,7 +124,7 @@ def write_graph(folder: Path, rows: list[list[str]]) -> Path:
 
 
 def measured(folder: Path, changes: Sequence[str]) -> Row:
-    """Train on the graph and rank the tails of its test part."""
+    """Trains on the graph and ranks the tails of its test split."""
     graph = write_graph(folder / "graph", facts())
     settings = (f"data.dataset_name={graph}", "training.report_to=none", *changes)
     start, cpu = time.perf_counter(), time.process_time()
@@ -138,22 +138,21 @@ def measured(folder: Path, changes: Sequence[str]) -> Row:
 
 
 def _quiet(*said: Any) -> None:
-    """Progress is not printed."""
+    """Ignores progress messages."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="by default as many as the configuration")
+    parser.add_argument("--steps", type=int, help="default: those of the configuration")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
-    changes = [*asked.changes, *([f"training.max_steps={asked.steps}"] if asked.steps else [])]
-    load_config(CONFIG, changes)  # refuses what it does not know before any work
+    args = parser.parse_args(arguments)
+    changes = [*args.changes, *([f"training.max_steps={args.steps}"] if args.steps else [])]
+    load_config(CONFIG, changes)  # reports invalid settings before any work
     with tempfile.TemporaryDirectory(prefix="sansgpu-small-graph-") as name:
         row = measured(Path(name), changes)
     print_table(f"{row['candidates']} entities, {row['queries']} held-out facts", COLUMNS, [row])
-    write_json(asked.json, "small_graph", vars(asked), [row])
+    write_json(args.json, "small_graph", vars(args), [row])
 
 
 if __name__ == "__main__":

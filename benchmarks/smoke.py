@@ -1,7 +1,6 @@
-"""Fine-tunes, saves, resumes and talks: `python -m benchmarks.smoke [--keep FOLDER]`, in a minute.
+"""Smoke test: fine-tunes, saves, resumes and chats within a minute: `python -m benchmarks.smoke [--keep FOLDER]`.
 
-On a random model of Qwen2's architecture that it makes, or with SANSGPU_LIVE_MODEL=Qwen/Qwen2.5-0.5B-Instruct on a
-real one.
+Uses a random model of Qwen2's architecture, or the model in SANSGPU_LIVE_MODEL, e.g. Qwen/Qwen2.5-0.5B-Instruct.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ STEPS = 10
 
 
 def sansgpu(*arguments: str) -> str:
-    """Run a command, shown as it is typed; returns what it printed. Raises SystemExit where it fails."""
+    """Prints and runs a command and returns its stdout. Raises SystemExit if it fails."""
     print("$ sansgpu", *arguments, flush=True)
     process = subprocess.run([sys.executable, "-m", "sansgpu", *arguments], stdout=subprocess.PIPE, text=True)
     print(process.stdout, end="", flush=True)
@@ -34,7 +33,7 @@ def sansgpu(*arguments: str) -> str:
 
 
 def smoke(folder: Path, model: str) -> None:
-    """Ten steps in one go and in two, which must be the same; then a conversation."""
+    """Trains ten steps in one run and in a resumed run, compares their final states, and chats with the model."""
     rows, config = folder / "rows.jsonl", folder / "smoke.yaml"
     rows.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS * 6), encoding="utf-8")
     config.write_text(
@@ -59,17 +58,16 @@ def smoke(folder: Path, model: str) -> None:
     sansgpu("train", "--resume", "--output-dir", str(resumed))
     ids = [json.loads(sansgpu("snapshots", "show", str(run), "--json"))["content_id"] for run in (straight, resumed)]
     if ids[0] != ids[1]:
-        raise SystemExit(f"smoke: the resumed run ended in another state: {ids[0]} and {ids[1]}")
-    print("The run that was resumed in the middle ended in the same state:", ids[0])
+        raise SystemExit(f"smoke: the resumed run ended in a different state: {ids[1]} instead of {ids[0]}")
+    print("The resumed run ended in the same state:", ids[0])
     sansgpu("eval", str(straight), "--json")
     for question, _ in ROWS[:2]:
         sansgpu("chat", str(straight), "--prompt", question, "--max-new-tokens", "16", "--temperature", "0")
 
 
 def main() -> None:
-    """Everything, in a folder that is deleted unless it is to be kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="work in this folder, and leave it")
+    parser.add_argument("--keep", type=Path, help="work in this folder and do not delete it")
     keep = parser.parse_args().keep
     with tempfile.TemporaryDirectory(prefix="sansgpu-smoke-") as temporary:
         folder = keep or Path(temporary)

@@ -1,9 +1,9 @@
-"""How long training stands still for a snapshot, and how long the snapshot takes to be whole on the disk.
+"""Measures how long training waits for a snapshot, and how long the snapshot takes to be complete on the disk.
 
     python -m benchmarks.snapshot_delay --parameters 100e6 --json delay.json
 
-`blocked` is the time the training loop waits, `written` the time from then until the snapshot is whole, `work` how
-much longer a fixed piece of computation, as a step is, takes while it is written (1.0: no longer).
+`blocked` is the time the training loop waits, `written` the time from then until the snapshot is complete, `work` the
+slowdown of matrix products while it is being written (1.0: none).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row = dict[str, str | float]
 
 
 def state_of(parameters: float) -> tuple[Tensors, Tensors]:
-    """Weights of a decoder of about so many parameters, and the moments that AdamW has for them."""
+    """Returns the weights and AdamW moments of a decoder with about `parameters` parameters."""
     shapes = [
         ModelConfig(d_model=width, n_heads=width // 32, n_layers=LAYERS, d_ff=4 * width, vocab_size=VOCABULARY)
         for width in range(32, 2049, 32)
@@ -40,51 +40,50 @@ def state_of(parameters: float) -> tuple[Tensors, Tensors]:
 
 
 def size_of(shape: ModelConfig) -> int:
-    """Parameters of a decoder."""
+    """Returns the number of parameters of a decoder."""
     return sum(p.numel() for p in TransformerLM(shape, seed=None).parameters())
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Wall time of a call."""
+    """Returns the wall time of a call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def matmuls() -> None:
-    """About half a second of what a step mostly is."""
+    """Computes matrix products, the main work of a step, for about half a second."""
     left = torch.ones(2048, 2048)
     for _ in range(6):
         left @ left
 
 
 def measure(weights: Tensors, moments: Tensors, folder: Path, room: int | None) -> list[Row]:
-    """A row for each save. With `room` 0 memory has no place for a copy."""
+    """Returns a row per save. `room` is the available memory in bytes; with 0 no copy is made."""
     more: dict[str, Callable[[], int]] = {} if room is None else {"room": lambda: room}
     writer = SnapshotWriter(folder / "snapshots", 1, folder / "metrics.jsonl", lambda message: None, **more)
     way = "from a copy, behind training" if room is None else "before training goes on"
     prepare = seconds_of(lambda: writer.prepare(weights, moments))
-    writer.wait()  # for the memory of copies: in a run it is touched behind the steps before the first save
+    writer.wait()  # for the memory of the copy, which in a run is touched in the background before the first save
     alone = [seconds_of(matmuls) for _ in range(9)][1:]
     rows: list[Row] = []
     for save in range(1, SAVES + 1):
         blocked = seconds_of(partial(writer.begin, save, weights, moments, {}, None))
-        start, beside = time.perf_counter(), []
+        start, concurrent = time.perf_counter(), []
         while writer.busy:
-            beside.append(seconds_of(matmuls))
+            concurrent.append(seconds_of(matmuls))
         writer.wait()
         written = time.perf_counter() - start if room is None else 0.0
-        slower = (sum(beside) / len(beside)) / sorted(alone)[len(alone) // 2] if beside else 1.0
+        slower = (sum(concurrent) / len(concurrent)) / sorted(alone)[len(alone) // 2] if concurrent else 1.0
         rows.append({"way": way, "save": save, "blocked": blocked, "written": written, "work": slower})
     rows[0]["blocked"] = float(rows[0]["blocked"]) + prepare
     return rows
 
 
 def main() -> None:
-    """Measure both ways, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=100e6)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     keep_freed_memory()
@@ -93,7 +92,7 @@ def main() -> None:
     size = sum(t.nbytes for t in (*weights.values(), *moments.values()))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         rows = [r for room in (None, 0) for r in measure(weights, moments, Path(scratch) / str(room), room)]
-    print(f"{parameters / 1e6:.1f}M parameters, {size / 1e9:.2f} GB a snapshot, {torch.get_num_threads()} threads")
+    print(f"{parameters / 1e6:.1f}M parameters, {size / 1e9:.2f} GB per snapshot, {torch.get_num_threads()} threads")
     print(f"{'way':30}{'save':>5}{'blocked s':>11}{'written s':>11}{'work':>7}")
     for row in rows:
         print(f"{row['way']:30}{row['save']:>5}{row['blocked']:>11.3f}{row['written']:>11.2f}{row['work']:>7.2f}")

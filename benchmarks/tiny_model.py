@@ -1,4 +1,4 @@
-"""Makes small Hugging Face folders with random weights: a model of any architecture, a tokenizer, a chat template.
+"""Makes small Hugging Face folders with a random model of any architecture, a tokenizer and a chat template.
 
 python -m benchmarks.tiny_model FOLDER [--architecture qwen2]
 """
@@ -25,13 +25,13 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 VOCABULARY, CONTEXT = 1024, 512
-PIECES_A_TOKEN = 25  # of the vocabulary: how much of the library a tokenizer is trained on
+TOKENS_PER_PIECE = 25  # a tokenizer is trained on vocabulary size / this pieces of Python's standard library
 _LAYERED = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": CONTEXT,
 }  # fmt: skip
 _GROUPED = {**_LAYERED, "num_key_value_heads": 2, "head_dim": 16}
-# What each architecture's config calls the same few sizes.
+# The same sizes by each architecture's configuration keys.
 CAUSAL: dict[str, dict[str, Any]] = {
     "llama": {**_GROUPED, "tie_word_embeddings": False},
     "smollm": {**_GROUPED, "model_type": "llama", "tie_word_embeddings": True},
@@ -47,16 +47,16 @@ CAUSAL: dict[str, dict[str, Any]] = {
 }
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _LAYERED,
-    "roberta": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # positions begin behind it
+    "roberta": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # positions start after it
     "distilbert": {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4, "max_position_embeddings": CONTEXT},
     "modernbert": {**_LAYERED, "local_attention": 32, "global_attn_every_n_layers": 2},
 }
 
 
 def make_tokenizer(encoder: bool, vocabulary: int = VOCABULARY) -> Any:
-    """A byte-level tokenizer trained on some of Python's own source; of an encoder with [CLS] and [SEP]."""
+    """Trains a byte-level tokenizer on a part of Python's own source; for an encoder it adds [CLS] and [SEP]."""
     pieces = open_sources(DataConfig()).train.read()
-    texts = [piece.text for piece in islice(pieces, vocabulary // PIECES_A_TOKEN)]
+    texts = [piece.text for piece in islice(pieces, vocabulary // TOKENS_PER_PIECE)]
     backend = BPETokenizer.train(texts, vocabulary - len(SPECIAL) + 1).backend
     backend.add_special_tokens(list(SPECIAL))
     backend.encode_special_tokens = False
@@ -82,7 +82,7 @@ def make_folder(
     narrow: bool = False,
     **changes: Any,
 ) -> Path:
-    """A folder that transformers loads, its tokenizer of so many tokens, `narrow` in bf16; `changes` to config.json."""
+    """Writes a folder that transformers can load; with `narrow` in bf16. `changes` override keys of config.json."""
     encoder = architecture in ENCODERS
     tokenizer = make_tokenizer(encoder, vocabulary)
     if encoder and architecture not in ("bert", "modernbert"):
@@ -102,13 +102,12 @@ def make_folder(
 
 
 def main() -> None:
-    """Make one folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--architecture", choices=[*CAUSAL, *ENCODERS], default="qwen2")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens of the tokenizer")
-    parser.add_argument("--shape", type=json.loads, default={}, help="keys of config.json, as a JSON object")
-    parser.add_argument("--bf16", action="store_true", help="weights of 16 bits")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="vocabulary size")
+    parser.add_argument("--shape", type=json.loads, default={}, help="JSON object with keys of config.json")
+    parser.add_argument("--bf16", action="store_true", help="save weights in bf16")
     arguments = parser.parse_args()
     sizes = {"vocabulary": arguments.vocabulary, "narrow": arguments.bf16, **arguments.shape}
     print(make_folder(arguments.folder, arguments.architecture, **sizes))

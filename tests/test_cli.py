@@ -96,7 +96,7 @@ def test_a_message_with_a_very_long_name_keeps_its_beginning_and_end(capsys: pyt
 def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert train("--target-device", "gpu") == 2
-    assert "cuda was asked for" in sentence(capsys)
+    assert "device is cuda, but" in sentence(capsys)
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -237,7 +237,7 @@ def test_what_the_template_refuses_is_named_in_its_words() -> None:
     ):
         with pytest.raises(BadRowError, match=f"^{WHERE} is rejected by the chat template .*{reason}"):
             mask_of(TOKENIZERS[name], messages=messages)
-    with pytest.raises(ConfigError, match="line 2 of the chat template is no Jinja") as caught:
+    with pytest.raises(ConfigError, match="line 2 of the chat template is not valid Jinja") as caught:
         mask_of(tokenizer_of("a\n{% endfor %}"), messages=conversation_of("a?", "b"))
     assert not isinstance(caught.value, BadRowError)
 

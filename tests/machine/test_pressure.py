@@ -37,7 +37,7 @@ def test_with_memory_left_nothing_changes() -> None:
     for _ in range(20):
         assert guard.allowed(16) == 16
         machine.passes(1.0)
-        guard.look()
+        guard.check()
     assert machine.said == []
 
 
@@ -47,7 +47,7 @@ def test_short_memory_cuts_the_micro_batch_then_sheds_then_says_so_once() -> Non
     machine.free = LEAST_FREE_BYTES - 1
     assert [guard.allowed(3) for _ in range(5)] == [1, 1, 1, 1, 1]
     assert ["cut from 3 to 1" in machine.said[0], "copies are gone" in machine.said[1]] == [True, True]
-    assert "nothing left to give up" in machine.said[2]
+    assert "nothing left to free" in machine.said[2]
     assert len(machine.said) == 3
 
 
@@ -66,12 +66,12 @@ def test_a_forward_pass_is_ended_on_its_way_and_tried_again_smaller() -> None:
     guard = machine.guard(8)
     guard.allowed(8)
     machine.passes(0.2)
-    guard.look()
+    guard.check()
     machine.free = 10 * MEGABYTE
-    guard.look()  # too soon after the last look
+    guard.check()  # too soon after the last check
     machine.passes(0.2)
     with pytest.raises(MemoryShortError):
-        guard.look()
+        guard.check()
     assert guard.allowed(8) < 8
     assert guard.micro_batch < 8
 

@@ -171,5 +171,5 @@ def test_the_way_to_rank_0_names_the_interface() -> None:
     assert interface_for("127.0.0.1", name) == (name, "127.0.0.1")
     with pytest.raises(ConfigError, match=r"training.network_interface is eth77, but .* has "):
         interface_for("127.0.0.1", "eth77")
-    with pytest.raises(ConfigError, match="has no way to no-such-host"):
+    with pytest.raises(ConfigError, match="has no route to no-such-host"):
         way_to("no-such-host.invalid")

@@ -175,12 +175,12 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "normalizer that aborts": ({"normalizer": charsmap(b"\xff" * 64)}, "fails in its library (signal 6)"),
     "normalizer that panics": ({"normalizer": charsmap(b"\0" * 64)}, "index out of bounds"),
     "empty pattern": ({"normalizer": replace({"String": ""}, "x")}, "index out of bounds"),
-    "replacements": ({"normalizer": LONGER}, "longer without end"),
+    "replacements": ({"normalizer": LONGER}, "lengthen a text without limit"),
     "replacements in the decoder": (
         {"decoder": {"type": "Sequence", "decoders": LONGER["normalizers"]}},
-        "without end",
+        "without limit",
     ),
-    "begin": ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "without end"),
+    "begin": ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "without limit"),
     "backtracking": ({"pre_tokenizer": split(r"(.*)*(.*)*(.*)*\d\d!")}, "retry-limit-in-match"),
     "pieces of nothing": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
     "post-processor": ({"post_processor": NOWHERE}, "index out of bounds"),
@@ -230,7 +230,7 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     ),
     "long text": ("{{ 'x' * (70 * 1024 * 1024) }}", "more than 64 million characters"),
     "recursion": ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
-    "syntax": ("{% for %}", "line 1 of the chat template is no Jinja"),
+    "syntax": ("{% for %}", "line 1 of the chat template is not valid Jinja"),
 }
 
 

@@ -102,8 +102,8 @@ def check_places(group: Group, shapes: list[list[int]]) -> None:
 def check_agreement(group: Group) -> None:
     assert group.gather(f"r{group.rank}") == [f"r{rank}" for rank in range(group.size)]
     assert group.decide(lambda: {"rank": group.rank}) == {"rank": 0}
-    assert group.most(float(group.rank)) == group.size - 1
-    sums = group.add_up({"all": 0.1, f"only {group.rank}": 2.5})
+    assert group.all_reduce_max(float(group.rank)) == group.size - 1
+    sums = group.all_reduce_sums({"all": 0.1, f"only {group.rank}": 2.5})
     expected = sum(0.1 for _ in range(group.size))
     assert sums == {"all": expected, **{f"only {rank}": 2.5 for rank in range(group.size)}}
 

@@ -172,7 +172,7 @@ def test_too_many_threads_are_refused(home: Path) -> None:
     code, out = finish(torchrun(2), arguments(home, "threads", training__threads=many), home / "cache")
     assert code != 0
     assert len(spoken(out)) == 1
-    assert f"2 processes of {many} threads each are more than the {many} processors" in out
+    assert f"2 processes with {many} threads each exceed the {many} processors" in out
 
 
 @pytest.mark.long

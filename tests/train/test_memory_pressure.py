@@ -54,7 +54,7 @@ def test_a_micro_batch_is_cut_on_its_way_and_the_batch_stays(
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "plenty")]) == 0
     looks = iter(range(10**9))
     # Memory is short at some looks, most of them inside a forward pass, and there again after each cut.
-    monkeypatch.setattr("sansgpu.machine.pressure.LOOK_SECONDS", 1e-9)
+    monkeypatch.setattr("sansgpu.machine.pressure.CHECK_SECONDS", 1e-9)
     monkeypatch.setattr(loop, "available_memory", lambda device: 1 << 20 if next(looks) in (9, 30, 60) else 1 << 40)
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "short")]) == 0
     said = [event["message"] for event in events(tmp_path / "short") if event["event"] == "warning"]

@@ -111,7 +111,7 @@ def test_a_limit_that_ends_the_run_long_before_its_time_is_said(home: Path, tmp_
 def test_no_time_is_left(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl")
     assert cli(["train", *chosen, "--until", "2020-01-01T07:00", "--output-dir", str(tmp_path / "r")]) == 2
-    assert "is over; give a later one" in capsys.readouterr().err
+    assert "is in the past; give a later time" in capsys.readouterr().err
     assert cli(["train", *chosen, "--until", "tomorrow", "--output-dir", str(tmp_path / "r")]) == 2
     assert "write 07:00" in capsys.readouterr().err
 

@@ -1,1 +1,1 @@
-"""What this machine is and can do. The only room that reads the environment."""
+"""Hardware, memory, processes and collectives. The only package that reads environment variables."""

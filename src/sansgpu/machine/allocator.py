@@ -1,4 +1,4 @@
-"""The C allocator, tuned for tensors."""
+"""Settings of the C allocator for tensor workloads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import ctypes
 import sys
 from collections.abc import Callable
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc reuse large blocks; by default it gives each back to the kernel, and takes page faults for the next.
+    """Makes glibc reuse large blocks instead of returning them to the kernel, which causes page faults.
 
-    Worth 10-25 % of a step of a 7M-parameter model. Returns whether there was a glibc to ask.
+    Saves 10-25 % of a step of a 7M-parameter model. Returns whether glibc accepted the settings.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -24,13 +24,13 @@ _others: list[Callable[[], object]] = []
 
 
 def also_give_back(give: Callable[[], object]) -> None:
-    """Another allocator that can give memory back."""
+    """Registers a function of another allocator for `give_back_memory` to call."""
     if give not in _others:
         _others.append(give)
 
 
 def give_back_memory() -> None:
-    """Give the kernel back what is free in the heap."""
+    """Returns free heap memory to the kernel."""
     for give in _others:
         give()
     if sys.platform.startswith("linux"):

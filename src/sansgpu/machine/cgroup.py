@@ -1,4 +1,4 @@
-"""The limits of the container this process runs in: cgroup v2, v1, or both side by side."""
+"""The limits of the container this process runs in: cgroup v2, v1, or both at once."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-_PROGRAMS = 512 << 20  # bytes of files in use that are code, and slow to do without
-_NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 where there is none
+_PROGRAM_CACHE_BYTES = 512 << 20  # of the active page cache: program code, which is slow to reload
+_NO_LIMIT = 1 << 60  # without a limit, version 1 reports a number near 2^63
 
 
 def memory_left(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes this process can still take before a limit of its group, or of one above it; None without a limit.
+    """Returns the bytes left before this process reaches a limit of its group or a parent group; None without a limit.
 
-    What the group holds of files is no hindrance: the kernel drops it first, but for programs that run.
+    Page cache does not count as used, because the kernel drops it first, except for the code of running programs.
     """
     left = [limit - used for limit, used in _memory(root, process)]
     return max(0, min(left)) if left else None
 
 
 def memory_limit(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The tightest limit in bytes, or None."""
+    """Returns the tightest memory limit in bytes, or None."""
     return min((limit for limit, _ in _memory(root, process)), default=None)
 
 
 def cpu_quota(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores' worth of time this process may use, or None without a limit."""
+    """Returns the CPU time this process may use in cores, or None without a limit."""
     quotas = []
     for folder in _folders(root, process, "cpu"):
         period = _number(folder / "cpu.cfs_period_us")
@@ -39,19 +39,19 @@ def cpu_quota(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> f
 
 
 def throttled_seconds(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Seconds for which the processor was withheld so far because the group's time was used up; None where not told."""
-    told = []
+    """Returns the total seconds for which the CPU quota paused this process, or None if it is not reported."""
+    found = []
     for folder in _folders(root, process, "cpu"):
         counts = dict(line.split() for line in _lines(folder / "cpu.stat") if len(line.split()) == 2)
         if "throttled_usec" in counts:
-            told.append(int(counts["throttled_usec"]) / 1e6)
+            found.append(int(counts["throttled_usec"]) / 1e6)
         elif "throttled_time" in counts:
-            told.append(int(counts["throttled_time"]) / 1e9)
-    return max(told, default=None)
+            found.append(int(counts["throttled_time"]) / 1e9)
+    return max(found, default=None)
 
 
 def _memory(root: Path, process: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use but for files) of every group with a limit."""
+    """Yields (limit, bytes in use without page cache) of every group with a limit."""
     for folder in _folders(root, process, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
@@ -61,11 +61,11 @@ def _memory(root: Path, process: Path) -> Iterator[tuple[int, int]]:
                 int(statistics.get(f"total_{kind}_file", statistics.get(f"{kind}_file", 0)))
                 for kind in ("inactive", "active")
             )
-            yield limit, max(0, used - idle - max(0, active - _PROGRAMS))
+            yield limit, max(0, used - idle - max(0, active - _PROGRAM_CACHE_BYTES))
 
 
 def _folders(root: Path, process: Path, controller: str) -> Iterator[Path]:
-    """The process's group and those above it, of the version 1 controller and of version 2."""
+    """Yields the folders of the process's group and its parent groups, for the version 1 controller and version 2."""
     for line in _lines(process):
         _, controllers, place = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -75,7 +75,7 @@ def _folders(root: Path, process: Path, controller: str) -> Iterator[Path]:
         if top is None:
             continue
         inside = Path(place.lstrip("/"))
-        # A container often sees its own group as the root, while /proc still names the path outside.
+        # In a container its own group is often mounted as the root, while /proc shows the path on the host.
         yield from (top / part for part in [inside, *inside.parents] if (top / part).is_dir())
 
 

@@ -1,12 +1,12 @@
-"""Processes that end with the one that started them."""
+"""Child processes that end with their parent."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Asks the kernel for SIGKILL when the parent is gone (1: PR_SET_PDEATHSIG), and becomes the command, which keeps that.
-_TIE = """
+# Requests SIGKILL at the parent's death (1: PR_SET_PDEATHSIG), which survives the exec of the command.
+_EXEC_WITH_DEATH_SIGNAL = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 if os.getppid() == int(sys.argv[1]):
@@ -15,10 +15,10 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def ending_with_us(command: list[str]) -> list[str]:
-    """`command` so that it is killed when the thread that starts it is no more, however that ends.
+    """Returns `command` wrapped so that the kernel kills it when the thread that starts it ends.
 
-    Elsewhere than on Linux it stays as it is: the kernel cannot be asked.
+    Returns it unchanged on systems other than Linux, whose kernels lack this feature.
     """
     if not sys.platform.startswith("linux"):
         return command
-    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_DEATH_SIGNAL, str(os.getpid()), *command]

@@ -1,4 +1,4 @@
-"""When torch.compile pays for a run, and the folder of its graphs."""
+"""Decides when torch.compile pays off, and sets the cache folder of compiled graphs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.machine.compiled import compiled_in, require_safe_path
 
 INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
-COMPILE_SECONDS = 30.0  # of a 12-layer model on two cores, training and evaluation graphs, and timing it
-SHAPES = 64  # of a block in one process: micro-batches that are measured, or cut as memory runs short; torch stops at 8
-SAVED_SHARE = 0.25  # of an eager step, as measured for 10M-100M parameters
-# What an eager step reaches a core. An assumption and no measurement, so that equal runs decide alike.
+COMPILE_SECONDS = 30.0  # to compile training and evaluation graphs of a 12-layer model on two cores and time them
+MAX_GRAPHS = 64  # per block and process: micro-batch sizes vary in calibration and under memory pressure; default is 8
+SAVED_RATIO = 0.25  # of an eager step, measured for 10M-100M parameters
+# FLOP/s of an eager step per core. Assumed rather than measured, so that the decision is reproducible.
 EAGER_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
 
 
 def is_long(total_flops: float, precision: str, threads: int) -> bool:
-    """Whether a run is so long that what compiling may save exceeds what it takes."""
+    """Returns whether a run with these total FLOPs is long enough for compilation to pay off."""
     return is_long_time(total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads))
 
 
 def is_long_time(seconds: float) -> bool:
-    """The same, where the time is known."""
-    return seconds * SAVED_SHARE > COMPILE_SECONDS
+    """Returns whether an eager run of `seconds` is long enough for compilation to pay off."""
+    return seconds * SAVED_RATIO > COMPILE_SECONDS
 
 
 def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:
-    """`on`, `off`, or `measure` where it is left to us and the run is long.
+    """Returns `on`, `off`, or `measure` if `training.compile` is auto and the run is long.
 
-    Raises ConfigError where it was asked for and cannot be had.
+    Raises ConfigError if compilation is requested but impossible here.
     """
     missing = missing_for_compile() if device == "cpu" else None
     if training.compile == "on" and missing:
@@ -43,12 +43,12 @@ def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:
 
 
 def cxx() -> str | None:
-    """The C++ compiler's path, or None."""
+    """Returns the path of the C++ compiler, or None."""
     return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 
 
 def missing_for_compile() -> str | None:
-    """What torch.compile lacks on this machine, or None."""
+    """Returns the name of the first requirement of torch.compile that this machine lacks, or None."""
     if cxx() is None:
         return "a C++ compiler"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
@@ -57,14 +57,14 @@ def missing_for_compile() -> str | None:
 
 
 def compile_into(folder: Path) -> None:
-    """Start without compiled graphs, and write new ones to `folder`."""
+    """Sets `folder` as the cache of compiled graphs for this process."""
     os.environ[INDUCTOR_DIR] = str(folder / "inductor")
 
 
 def keep_compiled(cache: Path, warn: Callable[[str], None]) -> None:
-    """Have torch.compile read and write its graphs in `cache`, not in the temporary folder, which a reboot empties.
+    """Sets `cache` as the cache of compiled graphs, because torch's default is a temporary folder.
 
-    The user's own $TORCHINDUCTOR_CACHE_DIR goes first, unless other users could change what is in it.
+    $TORCHINDUCTOR_CACHE_DIR takes precedence unless other users could change its content.
     """
     if chosen := os.environ.get(INDUCTOR_DIR):
         try:
@@ -78,7 +78,7 @@ def keep_compiled(cache: Path, warn: Callable[[str], None]) -> None:
 
 
 def expect_shapes() -> None:
-    """Have torch compile one graph for each shape there may be in a process."""
-    import torch._dynamo.config  # two seconds of imports that only compiling needs
+    """Raises torch's limit on recompilations, because micro-batch shapes vary within a process."""
+    import torch._dynamo.config  # takes two seconds to import
 
-    torch._dynamo.config.recompile_limit = SHAPES
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS

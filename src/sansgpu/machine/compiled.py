@@ -1,7 +1,7 @@
-"""A private folder for compiled code.
+"""The private folder for compiled code.
 
-Loading a shared library runs it. So the folder that libraries are loaded from is never named by a run or a
-configuration, and is used only if nobody but this user (and root) could have put anything into it.
+Loading a shared library runs it. Therefore the folder is never taken from a run or a configuration, and is used only if
+nobody but this user and root can write to it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pathlib import Path
 
 from sansgpu.machine.probe import cache_dir, user_cache_dir
 
-ROOT = 0  # the superuser's id
-PRIVATE = 0o700
+ROOT_UID = 0
+PRIVATE_MODE = 0o700
 
-_made: list[Path] = []  # temporary folders of this process: safe by their random names, whatever is above them
+_temporary_folders: list[Path] = []  # of this process; their random names make them safe wherever they are
 
 
 class NotPrivateError(OSError):
-    """Other users could change what is in a folder."""
+    """Raised if other users could change the content of a folder."""
 
 
 def compiled_cache(warn: Callable[[str], None]) -> Path:
-    """The cache that compiled code is read from and written to: $SANSGPU_CACHE, or else the user's own cache folder.
+    """Returns the cache folder for compiled code: $SANSGPU_CACHE, or else the user's own cache folder.
 
-    `compiled_in` gives the private folder in it. If other users could change that folder in both caches, `warn` gets
-    the reason, and the code is compiled for this process alone in a temporary folder.
+    `compiled_in` returns the private folder in it. If that folder is not private in either cache, warns with the reason
+    and returns a temporary folder for this process.
     """
     for root in dict.fromkeys([cache_dir(None), user_cache_dir()]):
         try:
@@ -47,9 +47,9 @@ def compiled_cache(warn: Callable[[str], None]) -> Path:
 
 
 def compiled_in(root: Path) -> Path:
-    """This user's folder of compiled code in a cache, `compiled-UID`, made with mode 0700 if it is missing.
+    """Returns this user's folder `compiled-UID` in a cache, and creates it with mode 0700 if it is missing.
 
-    Raises NotPrivateError if other users could change it, and OSError if it cannot be made.
+    Raises NotPrivateError if other users could change it, and OSError if it cannot be created.
     """
     folder = root / (f"compiled-{os.getuid()}" if hasattr(os, "getuid") else "compiled")
     root.mkdir(parents=True, exist_ok=True)
@@ -58,14 +58,14 @@ def compiled_in(root: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can read and write, or check that an existing one is.
+    """Creates a folder that only this user can access, or checks that an existing one is private.
 
-    Raises NotPrivateError if it is a link, belongs to another user or lets others in, or if others could replace a
-    folder on the way to it, as sshd's StrictModes; and OSError if it cannot be made.
+    Raises NotPrivateError if it is a link, belongs to another user or has a wider mode, or if other users could replace
+    one of its parent folders (like sshd's StrictModes). Raises OSError if it cannot be created.
     """
-    folder.mkdir(mode=PRIVATE, exist_ok=True)
+    folder.mkdir(mode=PRIVATE_MODE, exist_ok=True)
     if not hasattr(os, "getuid"):
-        return  # Windows: profiles are private by their access lists
+        return  # on Windows, access control lists keep user profiles private
     facts = folder.lstat()
     if stat.S_ISLNK(facts.st_mode):
         raise NotPrivateError(f"{folder} is a link")
@@ -77,36 +77,36 @@ def make_private(folder: Path) -> None:
 
 
 def require_safe_path(folder: Path) -> None:
-    """Raises NotPrivateError if another user could replace `folder`, or a folder or link on the way to it."""
-    if not hasattr(os, "getuid") or any(folder.is_relative_to(made) for made in _made):
+    """Raises NotPrivateError if another user could replace `folder` or a folder or link in its path."""
+    if not hasattr(os, "getuid") or any(folder.is_relative_to(made) for made in _temporary_folders):
         return
     for step in _steps(folder):
         facts = step.lstat()
-        if facts.st_uid not in (ROOT, os.getuid()):
+        if facts.st_uid not in (ROOT_UID, os.getuid()):
             raise NotPrivateError(f"{step} belongs to another user")
         if not stat.S_ISLNK(facts.st_mode) and _is_open(facts):
             raise NotPrivateError(f"{step} can be written by other users")
 
 
 def require_own_file(path: Path) -> None:
-    """Raises NotPrivateError unless `path` is a plain file of this user's."""
+    """Raises NotPrivateError unless `path` is a regular file owned by this user."""
     facts = path.lstat()
     if not stat.S_ISREG(facts.st_mode):
-        raise NotPrivateError(f"{path} is no plain file")
+        raise NotPrivateError(f"{path} is not a regular file")
     if hasattr(os, "getuid") and facts.st_uid != os.getuid():
         raise NotPrivateError(f"{path} belongs to another user")
 
 
 def _is_open(facts: os.stat_result) -> bool:
-    """Whether users other than the owner could rename what is in a folder."""
-    if facts.st_mode & stat.S_ISVTX:  # as /tmp: only the owner of an entry renames it
+    """Returns whether users other than the owner could rename entries of a folder."""
+    if facts.st_mode & stat.S_ISVTX:  # sticky, like /tmp: only the owner of an entry can rename it
         return False
-    own_group = facts.st_gid == os.getuid()  # a user's private group has the user's number
+    own_group = facts.st_gid == os.getuid()  # a user's private group has the user's id
     return bool(facts.st_mode & stat.S_IWOTH or (facts.st_mode & stat.S_IWGRP and not own_group))
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """Every folder and link that the system passes on the way to `path`, which exists."""
+    """Yields every folder and link that resolving the existing `path` visits."""
     left = list(reversed(path.absolute().parts))
     here = Path(left.pop())
     yield here
@@ -118,14 +118,14 @@ def _steps(path: Path) -> Iterator[Path]:
         here = here / part
         yield here
         if here.is_symlink():
-            left.extend(reversed(here.readlink().parts))  # an absolute one begins with /, and `here / "/"` is /
+            left.extend(reversed(here.readlink().parts))  # an absolute target starts with /, and `here / "/"` is /
             here = here.parent
 
 
 @cache
 def _temporary() -> Path:
-    """A folder that is deleted when the process ends."""
+    """Creates a folder that is deleted when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="sansgpu-compiled-"))
-    _made.append(folder)
+    _temporary_folders.append(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,6 +1,6 @@
-"""Runs what files of others make a library do in a child process, which may hang, abort or fill memory at no cost.
+"""Runs library code on untrusted files in a child process, which may hang, abort or run out of memory harmlessly.
 
-The child is forked: nothing has to be imported again, so that it answers after milliseconds.
+The child is forked, so it needs no imports and answers within milliseconds.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-MEMORY_BYTES = 1 << 30  # that the child may take besides what this process has
-IDLE_SECONDS = 2.0  # after which a child ends; as long as it lives, pages that this process writes are copied
-_NO_MEMORY, _FAILED = 3, 4  # exit codes of a child
+MEMORY_BYTES = 1 << 30  # the child's memory limit on top of what this process uses
+IDLE_SECONDS = 2.0  # after which a child exits, because copy-on-write slows this process down while it lives
+_NO_MEMORY, _FAILED = 3, 4  # exit codes of the child
 
 
 class ContainedError(Exception):
-    """A request ended its child. The message is a clause: what it did."""
+    """Raised if a request ended its child. The message is a verb phrase, e.g. "does not end within 2 seconds"."""
 
 
 class Contained:
     """A function from bytes to bytes that runs in a child process with bounded time and memory.
 
-    `cpu_seconds` are those of one request, counted in processor time: a busy machine changes no result.
-    Where the system cannot fork (Windows), it runs in this process, without bounds.
+    `cpu_seconds` limits the CPU time of a request, so that results do not depend on the load of the machine.
+    On systems without fork (Windows) the function runs in this process without bounds.
     """
 
     def __init__(self, serve: Callable[[bytes], bytes], cpu_seconds: int) -> None:
@@ -40,7 +40,7 @@ class Contained:
         self._pipe: Connection | None = None
 
     def ask(self, request: bytes) -> bytes:
-        """Returns what the function returns. Raises ContainedError if the child failed or was ended."""
+        """Returns the function's result. Raises ContainedError if the child failed or was killed."""
         if not hasattr(os, "fork"):
             return self._serve(request)
         with self._lock:
@@ -53,15 +53,15 @@ class Contained:
                     return self._pipe.recv_bytes()
                 except (EOFError, OSError):
                     status = self._reap()
-                    if status != 0:  # else it had been idle and ended between two requests
+                    if status != 0:  # otherwise it was idle and exited between two requests
                         raise ContainedError(_reason(status, self._cpu_seconds)) from None
-                except BaseException:  # an interrupt: the answer would be taken for the next one's
+                except BaseException:  # an interrupt: its pending answer must not be read by the next request
                     os.kill(self._child, signal.SIGKILL)
                     self._reap()
                     raise
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child process."""
         with self._lock:
             if self._pipe is not None and self._parent == os.getpid():
                 self._reap()
@@ -72,12 +72,12 @@ class Contained:
         self._child = os.fork()
         if not self._child:
             here.close()
-            _answer(there, self._serve, self._cpu_seconds)
+            _serve_requests(there, self._serve, self._cpu_seconds)
         there.close()
         self._pipe = here
 
     def _reap(self) -> int:
-        """Waits for the child's end and returns its exit status; a negative one is the signal that ended it."""
+        """Waits for the child to exit and returns its exit status, negative if a signal killed it."""
         assert self._pipe is not None
         self._pipe.close()
         self._pipe = None
@@ -85,15 +85,15 @@ class Contained:
         return os.waitstatus_to_exitcode(status)
 
 
-def _answer(pipe: Connection, serve: Callable[[bytes], bytes], cpu_seconds: int) -> None:
-    """The child's life. Never returns."""
+def _serve_requests(pipe: Connection, serve: Callable[[bytes], bytes], cpu_seconds: int) -> None:
+    """Answers requests in the child process. Never returns."""
     import resource  # not on Windows
 
     code = _FAILED
     faulthandler.disable()  # an abort is expected here
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a Rust library writes there why it fails
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, with which this process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust libraries print their panics to stderr
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; this process exits with it
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
@@ -106,7 +106,7 @@ def _answer(pipe: Connection, serve: Callable[[bytes], bytes], cpu_seconds: int)
             signal.setitimer(signal.ITIMER_PROF, 0)
             pipe.send_bytes(answer)
         code = 0
-    except EOFError:  # the parent has ended, or needs no more
+    except EOFError:  # the parent exited or closed the pipe
         code = 0
     except MemoryError:
         code = _NO_MEMORY
@@ -124,7 +124,7 @@ def _limit(kind: int, value: int) -> None:
 
 def _address_space_bytes() -> int | None:
     if sys.platform != "linux":
-        return None  # where such a limit does nothing
+        return None  # other systems do not enforce RLIMIT_AS
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -138,6 +138,6 @@ def _reason(status: int, cpu_seconds: int) -> str:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether this is how a Rust library fails; its class is no Exception and has no public name."""
+    """Returns whether the error is a panic of a Rust library, whose class is not public and not an Exception."""
     kind: Any = type(error)
     return bool(kind.__name__ == "PanicException")

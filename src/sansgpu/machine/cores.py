@@ -1,4 +1,4 @@
-"""The processors of this machine, and how the processes on it share them."""
+"""The processors of this machine, and their division among the processes of a run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _SYS = Path("/sys/devices/system")
 
 @dataclass(frozen=True, order=True)
 class Cpu:
-    """A logical processor, ordered so that neighbours share as much as they can: memory, then a core."""
+    """A logical processor. Sorting places processors that share memory or a core next to each other."""
 
-    node: int  # of NUMA
+    node: int  # NUMA node
     package: int
     core: int
     number: int
 
 
 def cpus(root: Path = _SYS) -> list[Cpu]:
-    """Those this process may run on; without a kernel that tells, each is a core of one node."""
+    """Returns the processors this process may run on; without topology data, each is a core of one node."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     nodes = {
         number: int(folder.name.removeprefix("node"))
@@ -39,7 +39,7 @@ def cpus(root: Path = _SYS) -> list[Cpu]:
 
 
 def physical(of: list[Cpu]) -> list[list[Cpu]]:
-    """By core, each with its hardware threads."""
+    """Groups logical processors by physical core."""
     cores: dict[tuple[int, int, int], list[Cpu]] = {}
     for cpu in of:
         cores.setdefault((cpu.node, cpu.package, cpu.core), []).append(cpu)
@@ -47,7 +47,7 @@ def physical(of: list[Cpu]) -> list[list[Cpu]]:
 
 
 def share(of: list[Cpu], index: int, parts: int) -> list[Cpu]:
-    """Part `index` of `parts`: whole cores that stand side by side, and of fewer cores than parts one."""
+    """Returns part `index` of `parts`: contiguous whole cores, or one core if there are more parts than cores."""
     cores = physical(of)
     if parts > len(cores):
         return cores[index % len(cores)]
@@ -56,27 +56,27 @@ def share(of: list[Cpu], index: int, parts: int) -> list[Cpu]:
 
 
 def memories() -> int:
-    """NUMA nodes, or sockets, among the processors this process may run on: each has memory of its own."""
+    """Returns the number of NUMA nodes or sockets among the processors this process may run on."""
     return len({(cpu.node, cpu.package) for cpu in cpus()})
 
 
 def bind(to: list[Cpu]) -> None:
-    """Run this process on these processors alone; the kernel then gives it their node's memory first.
+    """Pins this process to these processors, so that the kernel prefers their node's memory.
 
-    Called before anything computes: threads that run already stay where they are.
+    Call it before any computation, because threads that already run are not moved.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {cpu.number for cpu in to})
 
 
 def unbind() -> None:
-    """Run this process on every processor that its container allows."""
+    """Lets this process run on every processor that its container allows."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def listed(text: str) -> list[int]:
-    """The numbers of a kernel's list: `0-3,8` is 0, 1, 2, 3, 8."""
+    """Parses a kernel CPU list: `0-3,8` is 0, 1, 2, 3, 8."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""Files that are whole, and room for them."""
+"""Direct writes, hashes and free disk space."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_MODE = 0o666  # of new files, of which the umask takes its part
-_BLOCK_BYTES, _SECTOR_BYTES = 4 << 20, 4096  # of one write; what a write past the page cache is a multiple of
+_MODE = 0o666  # of new files, before the umask
+_BLOCK_BYTES, _SECTOR_BYTES = 4 << 20, 4096  # size of a write; direct writes must be multiples of a sector
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """Free space where `folder` is or will be."""
+    """Returns the free space on the disk of `folder`, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Returns the hexadecimal SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -38,10 +38,10 @@ def file_sha256(path: Path) -> str:
 
 
 def write_hashed(path: Path, parts: Iterable[Bytes]) -> str:
-    """Write a new file of these bytes, wait until it is on the disk, and return its SHA-256 in hexadecimal.
+    """Writes `parts` to a new file, waits until it is on the disk and returns its hexadecimal SHA-256.
 
-    It goes past the page cache where the file system allows that: copying into it takes more processor time, which
-    a training step beside it lacks, than all the rest. Other threads run on meanwhile.
+    Bypasses the page cache if the file system supports it, because copying into the cache costs most of the CPU time,
+    which concurrent training steps need. Other threads keep running.
     """
     block = np.frombuffer(mmap.mmap(-1, _BLOCK_BYTES), np.uint8)  # aligned to pages, as direct writes must be
     digest, filled, size = hashlib.sha256(), 0, 0
@@ -69,7 +69,7 @@ def write_hashed(path: Path, parts: Iterable[Bytes]) -> str:
 def _open_direct(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # tmpfs and others know no direct writes
+        with contextlib.suppress(OSError):  # tmpfs and others do not support direct writes
             return os.open(path, flags | os.O_DIRECT, _MODE)
     return os.open(path, flags, _MODE)
 
@@ -85,7 +85,7 @@ def _write_all(descriptor: int, block: Bytes) -> None:
 
 
 def _leave_direct(descriptor: int) -> bool:
-    """Write through the page cache from now on; False where that was so before."""
+    """Switches to the page cache; returns False if it was already in use."""
     if sys.platform != "linux":
         return False
     import fcntl

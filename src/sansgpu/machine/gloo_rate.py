@@ -1,4 +1,4 @@
-"""How fast gloo adds numbers up on this machine: measured between two processes over its loopback."""
+"""Measures gloo's all-reduce on this machine, between two processes over the loopback interface."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from sansgpu.machine.network import interfaces
 from sansgpu.machine.world import LOOPBACK
 
 RANKS = 2
-REPEATS, HOP_REPEATS, WARM_UP = 8, 200, 2  # timed, behind some that warm up
-LONGEST = timedelta(seconds=60)  # that either process waits for the other
-MOST_CHARACTERS = 200  # of an error that is not ours
+REPEATS, HOP_REPEATS, WARM_UP = 8, 200, 2  # timed large and small all-reduces, each after some for warm-up
+TIMEOUT = timedelta(seconds=60)
+MAX_ERROR_CHARS = 200  # quoted from an error of gloo
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a process sends to the next one of a ring with."""
+    """The connection of a process to its neighbor in a ring all-reduce."""
 
     bytes_per_second: float
-    hop_seconds: float  # until the smallest message is there
+    hop_seconds: float  # latency of the smallest message
 
 
 def measure_gloo(size: int, dtype: str) -> Link:
-    """Of all-reduces of `size` bytes, and of a few. Raises SansGPUError."""
+    """Times all-reduces of `size` bytes for the bandwidth and of a few bytes for the latency.
+
+    Raises SansGPUError if the measurement fails.
+    """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="sansgpu-gloo-") as folder, ProcessPoolExecutor(RANKS, spawn) as pool:
         both = [pool.submit(_rank, rank, f"file://{folder}/store", size, dtype) for rank in range(RANKS)]
@@ -43,30 +46,29 @@ def measure_gloo(size: int, dtype: str) -> Link:
             first, _ = (rank.result() for rank in both)
             return first
         except BrokenProcessPool:
-            raise SansGPUError("gloo's rate was not measured: a measuring process was killed.") from None
-        except RuntimeError as error:  # which is what gloo raises
-            reason = " ".join(str(error).split())[:MOST_CHARACTERS]
+            raise SansGPUError("gloo's rate could not be measured: a measuring process was killed.") from None
+        except RuntimeError as error:  # raised by gloo
+            reason = " ".join(str(error).split())[:MAX_ERROR_CHARS]
             raise SansGPUError(f"gloo's rate could not be measured over {LOOPBACK}: {reason}.") from None
 
 
 def _rank(rank: int, meeting: str, size: int, dtype: str) -> Link:
-    """One of the two processes."""
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for name, have in interfaces().items() if LOOPBACK in have)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=LONGEST)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     many = torch.zeros(size, dtype=torch.uint8).view(getattr(torch, dtype))
     few = torch.zeros(2)
     seconds = _seconds(lambda: dist.all_reduce(many), REPEATS)
-    # Of two ranks each sends a half twice, first to be added and then as a sum: two hops, and `size` bytes.
+    # Each of two ranks sends one half in the reduce-scatter and one in the all-gather: two hops and `size` bytes.
     link = Link(size / seconds, _seconds(lambda: dist.all_reduce(few), HOP_REPEATS) / 2)
     dist.destroy_process_group()
     return link
 
 
 def _seconds(job: Callable[[], object], repeats: int) -> float:
-    """The middle one of so many times."""
-    taken = []
+    """Returns the median duration of `job`."""
+    seconds = []
     for _ in range(WARM_UP + repeats):
         start = time.perf_counter()
         job()
-        taken.append(time.perf_counter() - start)
-    return median(taken[WARM_UP:])
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[WARM_UP:])

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub's client: quiet, and offline at once where the Hub cannot be reached."""
+"""Settings of the Hugging Face Hub client: no retry messages, and offline mode if the Hub is unreachable."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-CONNECT_SECONDS = 3.0  # for a name and a connection; the client itself would retry for about half a minute
+CONNECT_SECONDS = 3.0  # for DNS and connecting; the client itself would retry for about half a minute
 PORTS = {"http": 80, "https": 443}
 
 
 def quiet_hub() -> None:
-    """Keep the client from reporting its retries line by line; our one sentence reports the final failure."""
-    from huggingface_hub.utils import logging  # a second of imports that local files never need
+    """Silences the client's retry messages; the final failure is reported in an error of ours."""
+    from huggingface_hub.utils import logging  # takes a second to import
 
     logging.set_verbosity_error()
 
 
 @contextmanager
 def reading_hub() -> Iterator[None]:
-    """Read from the Hub, or where it cannot be reached from its cache alone, without waiting for retries."""
+    """Within the context, the Hub is read, or only its cache if the Hub is unreachable, without retries."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -37,7 +37,7 @@ def reading_hub() -> Iterator[None]:
 
 
 def reachable(address: str) -> bool:
-    """Whether a connection to the server of a URL, or to the proxy set for it, opens within CONNECT_SECONDS."""
+    """Returns whether the server of a URL, or its proxy, accepts a connection within CONNECT_SECONDS."""
     target = urlsplit(address)
     proxy = urllib.request.getproxies().get(target.scheme)
     if proxy and not urllib.request.proxy_bypass(target.hostname or ""):
@@ -52,7 +52,7 @@ def reachable(address: str) -> bool:
             return
         opened.set()
 
-    attempt = threading.Thread(target=connect, daemon=True)  # a name server may keep silent for longer
+    attempt = threading.Thread(target=connect, daemon=True)  # a thread, because a DNS query may block for longer
     attempt.start()
     attempt.join(CONNECT_SECONDS)
     return opened.is_set()

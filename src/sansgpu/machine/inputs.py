@@ -1,4 +1,4 @@
-"""Files that anyone may have written, read with bounds: none can hang a process or fill its memory."""
+"""Reads untrusted files with limits, so that none can hang the process or exhaust its memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from sansgpu.config import ConfigError
 from sansgpu.config.plain import FlawError, read_regular
 
-MOST_TEXT_BYTES = 256 << 20  # the largest tokenizer.json have 35 MB
-MOST_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
+MOST_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
+MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
 
 
 def require_ordinary(path: Path) -> None:
@@ -20,7 +20,7 @@ def require_ordinary(path: Path) -> None:
 
 
 def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """The text of a UTF-8 file. Raises ConfigError if it cannot be read, is too large or is no regular file."""
+    """Returns the text of a UTF-8 file. Raises ConfigError if it is unreadable, too large or not a regular file."""
     try:
         return read_regular(path, most_bytes).decode()
     except OSError as error:
@@ -32,15 +32,15 @@ def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. Raises ConfigError if it cannot be read or is no JSON."""
+    """Returns the value of a JSON file. Raises ConfigError if it cannot be read or is not JSON."""
     try:
-        return json.loads(read_text(path, MOST_JSON_BYTES))
+        return json.loads(read_text(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The keys and values of a JSON file. Raises ConfigError as `read_json`, or if it holds something else."""
+    """Returns the object in a JSON file. Raises ConfigError like `read_json`, or if the value is not an object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not keys and values.")

@@ -1,4 +1,4 @@
-"""What this machine is, for `doctor`: read from the kernel and from torch, nothing measured."""
+"""Describes this machine for `doctor`, from the kernel and torch, without measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sansgpu.machine.compilation import cxx
 from sansgpu.machine.probe import allowed_cpus
 
 _SYS = Path("/sys/devices/system")
-# What shows in /proc/cpuinfo (or on ARM as a feature) and matters to matrix products.
+# Flags in /proc/cpuinfo (features on ARM) that matter for matrix products.
 ISA_FLAGS = (
     "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16",
     "i8mm", "sve",
@@ -27,7 +27,7 @@ _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, NUMA nodes, caches' and memory's size."""
+    """Returns the processor, cores, NUMA nodes, instruction sets and memory sizes."""
     allowed = allowed_cpus()
     nodes = sorted((_SYS / "node").glob("node[0-9]*"))
     return {
@@ -44,7 +44,7 @@ def hardware() -> dict[str, Any]:
 
 
 def software() -> dict[str, Any]:
-    """Compiler, allocator, OpenMP, torch's build, and the kernel's settings that matter."""
+    """Returns the compiler, allocator, OpenMP runtimes, torch build and relevant kernel settings."""
     return {
         "compiler": compiler(),
         "allocator": allocator(),
@@ -60,20 +60,20 @@ def software() -> dict[str, Any]:
 
 
 def instruction_sets() -> list[str]:
-    """Those of ISA_FLAGS that the processor has."""
+    """Returns the processor's flags among ISA_FLAGS."""
     flags = (cpu_line("flags") or cpu_line("Features") or "").split()
-    if not flags:  # macOS and Windows: what torch found
+    if not flags:  # macOS and Windows
         flags = [name for name, there in torch.cpu.get_capabilities().items() if there is True]
     return [flag for flag in ISA_FLAGS if flag in flags]
 
 
 def processor() -> str:
-    """Its name."""
+    """Returns the processor's model name."""
     return cpu_line("model name") or platform.processor() or platform.machine()
 
 
 def cpu_line(key: str) -> str | None:
-    """A line of /proc/cpuinfo, of the first processor."""
+    """Returns the value of a key for the first processor in /proc/cpuinfo, or None."""
     for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
@@ -82,7 +82,7 @@ def cpu_line(key: str) -> str | None:
 
 
 def compiler() -> str | None:
-    """The C++ compiler and its version."""
+    """Returns the first line of the C++ compiler's --version, or None without a compiler."""
     path = cxx()
     if path is None:
         return None
@@ -91,26 +91,26 @@ def compiler() -> str | None:
 
 
 def allocator() -> str:
-    """The C allocator that this process runs with: a preloaded one, or the system's."""
+    """Returns the name of this process's C allocator: a preloaded one, or the system's libc."""
     maps = _read(Path("/proc/self/maps")) or ""
     return next((name for name in _ALLOCATORS if name in maps), platform.libc_ver()[0] or platform.system())
 
 
 def openmp() -> list[str]:
-    """The OpenMP runtimes this process has loaded; more than one do not know of each other's threads."""
+    """Returns the OpenMP runtimes loaded in this process; several do not coordinate their threads."""
     maps = _read(Path("/proc/self/maps")) or ""
     return sorted(set(re.findall(r"/(lib(?:gomp|iomp5|omp)[^/\s]*\.(?:so|dylib)[^/\s]*)", maps)))
 
 
 def blas() -> str:
-    """What multiplies matrices in torch."""
+    """Returns the matrix libraries of this torch build."""
     has = [name for name, there in (("MKL", torch.backends.mkl.is_available()),
                                     ("oneDNN", torch.backends.mkldnn.is_available())) if there]  # fmt: skip
     return " and ".join(has) or "neither MKL nor oneDNN"
 
 
 def frequency_hz() -> float | None:
-    """The processor's clock now, where it can be read."""
+    """Returns the current clock frequency, or None if it cannot be read."""
     try:
         now = psutil.cpu_freq()
     except (OSError, NotImplementedError):
@@ -119,28 +119,28 @@ def frequency_hz() -> float | None:
 
 
 def temperature_celsius() -> float | None:
-    """The hottest of the processor's sensors, where there are any."""
+    """Returns the temperature of the hottest processor sensor, or None without sensors."""
     read = getattr(psutil, "sensors_temperatures", dict)
     sensors = [s.current for name, group in read().items() if name in _CPU_SENSORS for s in group if s.current]
     return max(sensors, default=None)
 
 
 def energy_joules(root: Path = Path("/sys/class/powercap")) -> float | None:
-    """What the processors' packages have used since some moment, where it may be read; the counters begin anew."""
-    counts = [_read(path / "energy_uj") for path in sorted(root.glob("intel-rapl:[0-9]"))]  # AMD's have that name, too
+    """Returns the sum of the processor packages' energy counters, or None if unreadable; the counters wrap around."""
+    counts = [_read(path / "energy_uj") for path in sorted(root.glob("intel-rapl:[0-9]"))]  # also the name on AMD
     numbers = [int(text) for text in counts if text and text.isdecimal()]
     return sum(numbers) / 1e6 if numbers else None
 
 
 def throttled() -> int | None:
-    """How often the processor was slowed down for heat since it was started, where the kernel counts it."""
+    """Returns the number of thermal throttling events since boot, or None if the kernel does not count them."""
     counts = [_read(path) for path in (_SYS / "cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")]
     numbers = [int(text) for text in counts if text and text.isdecimal()]
     return sum(numbers) if numbers else None
 
 
 def _chosen(path: Path) -> str | None:
-    """The word in brackets of a kernel's list of choices."""
+    """Returns the selected word, in brackets, of a kernel setting's list of choices."""
     found = re.search(r"\[(\w+)\]", _read(path) or "")
     return found[1] if found else None
 

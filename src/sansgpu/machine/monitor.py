@@ -1,4 +1,4 @@
-"""What a run asks of its machine, looked at once a second by a thread of its own."""
+"""Samples the resource use of the run and its machine in a background thread."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sansgpu.machine.peers import Peer
 from sansgpu.machine.probe import available_memory, held_memory, total_memory
 from sansgpu.machine.usage import Strain
 
-SECONDS = 1.0  # between two looks, which take a millisecond
+SECONDS = 1.0  # sampling interval; a sample takes a millisecond
 _CPU = torch.device("cpu")
 
-System = dict[str, Any]  # by the names of `Monitor.latest`; None for what this machine does not tell
+System = dict[str, Any]  # keys as in `Monitor.latest`; None for values that this machine does not provide
 
 
 class Monitor:
@@ -31,35 +31,34 @@ class Monitor:
         self._seconds = seconds
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._latest: System | None = None
-        self._since: list[System] = []  # the last `mean`
+        self._samples: list[System] = []  # since the last call of `mean`
         self._thread: threading.Thread | None = None
 
     def start(self, folder: Path, peers: Sequence[Peer] = ()) -> None:
-        """Begin to look; `folder` is on the disk whose free space is told, `peers` are the run's processes here."""
+        """Starts sampling the disk of `folder` and the run's local processes `peers`."""
         self._thread = threading.Thread(target=self._run, args=(folder, peers), name="monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def latest(self) -> System | None:
-        """The last sample: of the second before it.
+        """Returns the last sample, over one sampling interval, or None before the first.
 
-        cpu_percent of the run's processes here (100 a core), core_percent of each core, other_percent and
-        stolen_percent (100 a core), rss_bytes, memory_available_bytes, memory_limit_bytes, swap_bytes,
-        major_faults_per_second, minor_faults_per_second, disk_read_bytes_per_second, disk_write_bytes_per_second,
-        disk_free_bytes, throttled (times, for heat), withheld_percent (of the time, by the container's limit),
-        temperature_celsius, frequency_hz, watts.
+        Keys: cpu_percent of the run's local processes (100 per core), core_percent (a list with one value per core),
+        other_percent of other programs and stolen_percent of the host (100 per core), rss_bytes,
+        memory_available_bytes, memory_limit_bytes, swap_bytes, major_faults_per_second, minor_faults_per_second,
+        disk_read_bytes_per_second, disk_write_bytes_per_second, disk_free_bytes, throttled (thermal events),
+        withheld_percent (of the time, by the container's CPU quota), temperature_celsius, frequency_hz, watts.
         """
         return self._latest
 
     def mean(self) -> System | None:
-        """The samples since this was last asked for, as their mean; the last one where there were none."""
+        """Returns the aggregate of the samples since the last call, or the last sample if there are no new ones."""
         with self._lock:
-            samples, self._since = self._since, []
+            samples, self._samples = self._samples, []
         return mean_of(samples) if samples else self._latest
 
     def _run(self, folder: Path, peers: Sequence[Peer]) -> None:
@@ -70,11 +69,11 @@ class Monitor:
             before = now
             with self._lock:
                 self._latest = sample
-                self._since.append(sample)
+                self._samples.append(sample)
 
 
 def mean_of(samples: Sequence[System]) -> System:
-    """Each value's mean over the samples that have one; what counts events is added up, what is left is the last."""
+    """Aggregates samples per key, ignoring None: means, except for sums, extrema and last values of some keys."""
     return {key: _together(key, [s[key] for s in samples if s[key] is not None]) for key in samples[-1]}
 
 
@@ -95,14 +94,14 @@ def _together(key: str, values: list[Any]) -> Any:
 
 
 class _Moment:
-    """Counters as they stand now."""
+    """The values of all counters at the time of construction."""
 
     def __init__(self, folder: Path, peers: Sequence[Peer]) -> None:
         self._at, self._folder = time.perf_counter(), folder
         self._strain = Strain(children=False, peers=peers)
-        self._cores = _told(lambda: psutil.cpu_times(percpu=True)) or []
-        major, minor = _told(_faults) or (None, None)
-        read, written = _told(lambda: psutil.Process().io_counters()[2:4]) or (None, None)
+        self._cores = _try(lambda: psutil.cpu_times(percpu=True)) or []
+        major, minor = _try(_faults) or (None, None)
+        read, written = _try(lambda: psutil.Process().io_counters()[2:4]) or (None, None)
         self._counts: dict[str, float | None] = {
             "major_faults_per_second": major,
             "minor_faults_per_second": minor,
@@ -113,7 +112,7 @@ class _Moment:
         }
 
     def since(self, before: _Moment) -> System:
-        """A sample of the time between two moments."""
+        """Returns a sample of the interval between two moments."""
         seen, wall = before._strain.seen(), self._at - before._at
         rates = {key: _rate(now, before._counts[key], wall) for key, now in self._counts.items()}
         withheld, folder = rates.pop("withheld"), self._folder
@@ -125,9 +124,9 @@ class _Moment:
             "rss_bytes": held_memory(_CPU),
             "memory_available_bytes": available_memory(_CPU),
             "memory_limit_bytes": total_memory(),
-            "swap_bytes": _told(lambda: psutil.swap_memory().used),
+            "swap_bytes": _try(lambda: psutil.swap_memory().used),
             **rates,
-            "disk_free_bytes": _told(lambda: free_disk_bytes(folder)),
+            "disk_free_bytes": _try(lambda: free_disk_bytes(folder)),
             "throttled": seen["throttled"],
             "withheld_percent": None if withheld is None else 100 * withheld,
             "temperature_celsius": seen["temperature_celsius"],
@@ -136,12 +135,12 @@ class _Moment:
 
 
 def _rate(now: float | None, before: float | None, seconds: float) -> float | None:
-    """What was added in each second; None where it is not told, or the counter began anew."""
+    """Returns the increase per second, or None if a value is missing or the counter was reset."""
     return None if now is None or before is None or now < before else (now - before) / seconds
 
 
 def _faults() -> tuple[int, int]:
-    """Major and minor page faults of this process so far."""
+    """Returns the major and minor page faults of this process."""
     import resource  # not on Windows
 
     counts = resource.getrusage(resource.RUSAGE_SELF)
@@ -149,15 +148,15 @@ def _faults() -> tuple[int, int]:
 
 
 def _busy(now: Any, then: Any) -> float:
-    """Percent of the time between that a core was not idle."""
+    """Returns the percentage of the interval in which a core was not idle."""
     idle = sum(getattr(now, name, 0.0) - getattr(then, name, 0.0) for name in ("idle", "iowait"))
-    shared = ("guest", "guest_nice")  # which user and nice count already
+    shared = ("guest", "guest_nice")  # already included in user and nice
     whole = sum(getattr(now, f) - getattr(then, f) for f in now._fields if f not in shared)
     return min(100.0, max(0.0, 100 * (1 - idle / whole))) if whole > 0 else 0.0
 
 
-def _told(read: Callable[[], Any]) -> Any:
-    """What `read` returns, or None where this machine does not tell it."""
+def _try(read: Callable[[], Any]) -> Any:
+    """Returns the result of `read`, or None if this machine does not provide it."""
     try:
         return read()
     except (OSError, AttributeError, ImportError, NotImplementedError, RuntimeError, psutil.Error):

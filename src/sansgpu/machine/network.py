@@ -1,4 +1,4 @@
-"""Which of this host's network interfaces the other processes are reached through."""
+"""Selects the network interface that connects this host to the other processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import psutil
 
 from sansgpu.config import ConfigError
 
-_DISCARD = 9  # a port that a route is asked for; nothing is sent to it
+_DISCARD_PORT = 9  # for a route lookup; nothing is sent
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface."""
+    """Returns the IP addresses of each interface."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = {name: [_bare(a.address) for a in all_ if a.family in families]
              for name, all_ in psutil.net_if_addrs().items()}  # fmt: skip
@@ -22,39 +22,40 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach it."""
+    """Returns whether only this host can reach the address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def way_to(host: str) -> tuple[str, str]:
-    """(address of this host, address of `host`) that packets to it go between. Raises ConfigError where none do."""
+    """Returns (local address, remote address) of the route to `host`. Raises ConfigError if there is none."""
     try:
-        family, _, _, _, target = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             return _bare(probe.getsockname()[0]), _bare(target[0])
     except OSError as error:
         raise ConfigError(
-            f"{socket.gethostname()} has no way to {host}, the host of the first process: {error.strerror or error}; "
-            "set MASTER_ADDR to a name or an address of it that every host reaches."
+            f"{socket.gethostname()} has no route to {host}, the host of rank 0: {error.strerror or error}; set "
+            "MASTER_ADDR to a name or address of rank 0 that every host can reach."
         ) from None
 
 
 def _bare(address: object) -> str:
-    """Without the interface that IPv6 adds behind a %."""
+    """Strips the interface suffix (%eth0) of an IPv6 address."""
     return str(address).partition("%")[0]
 
 
 def interface_for(address: str, wanted: str | None) -> tuple[str, str]:
-    """(interface, its address) that gloo is to listen on: `wanted`, else GLOO_SOCKET_IFNAME, else the one that has
-    `address`. Raises ConfigError where there is none of that name.
+    """Returns (interface, its address) for gloo: `wanted`, else GLOO_SOCKET_IFNAME, else the one with `address`.
+
+    Raises ConfigError if the interface does not exist.
     """
     have = interfaces()
     wanted = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
     if wanted and wanted not in have:
         raise ConfigError(
-            f"training.network_interface is {wanted}, but {socket.gethostname()} has {', '.join(have)}; name one of "
-            "these, or leave it out."
+            f"training.network_interface is {wanted}, but {socket.gethostname()} has {', '.join(have)}; set it to one "
+            "of these, or leave it out."
         )
     for name, addresses in have.items():
         if name == wanted or (not wanted and address in addresses):

@@ -1,4 +1,4 @@
-"""The processes of a run, and which of them still live."""
+"""The processes of a run, and heartbeats that show which of them are alive."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch._C._distributed_c10d import Store
 from sansgpu.config import SansGPUError
 from sansgpu.machine import cores
 
-BEAT_SECONDS = 1.0  # between two signs of life
-SILENT_SECONDS = 30.0  # without one, after which a process counts as lost while it prepares
-ANSWER_SECONDS = 10.0  # that a store has to answer in: a network that is cut says nothing at all
-LOOK_SECONDS = 4.0  # that a failure is looked into: time for a few signs of life
-HEARD_SECONDS = 3.0  # that a process stays, so that the others hear why it ends
-SPEAK_SECONDS = 1.0  # that one which has heard it stays, as launchers end the others when the first is gone
+BEAT_SECONDS = 1.0  # between heartbeats
+SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank counts as lost during preparation
+STORE_TIMEOUT_SECONDS = 10.0  # for the store to answer during a diagnosis
+DIAGNOSIS_SECONDS = 4.0  # to diagnose a failed collective: enough for a few heartbeats
+LINGER_SECONDS = 3.0  # a failed process stays this long, so that the others can read its error
+REPORT_SECONDS = 1.0  # others then stay this long, because launchers kill all processes when the first exits
 POLL_SECONDS = 0.05
-_QUOTED = 200  # characters of an error that is not ours
+_MAX_ERROR_CHARS = 200  # quoted from an error of torch
 
 
 class LostRankError(SansGPUError):
-    """Another process of the run is gone, or cannot be reached. Weights are as the last whole step left them.
+    """Raised if another rank has exited or cannot be reached. Weights are those of the last completed step.
 
-    `heard`: the other one says why itself, where the user sees it.
+    `reported` is True if that rank reports the error itself on the same machine.
     """
 
-    def __init__(self, message: str, exit_code: int = 1, heard: bool = False) -> None:
+    def __init__(self, message: str, exit_code: int = 1, reported: bool = False) -> None:
         super().__init__(message)
-        self.exit_code, self.heard = exit_code, heard
+        self.exit_code, self.reported = exit_code, reported
 
 
 @dataclass(frozen=True)
@@ -43,132 +43,129 @@ class Peer:
 
     host: str
     pid: int
-    machine: str  # the same for all on one machine and in one container
-    address: str  # that it reaches rank 0 from
-    master: str  # what it takes for rank 0's address
-    cpus: list[int]  # it may run on
+    machine: str  # equal for processes on the same machine and in the same container
+    address: str  # its own address on the route to rank 0
+    master: str  # rank 0's address as resolved here
+    cpus: list[int]  # processors it may run on
 
 
 def this_process(address: str = "", master: str = "") -> Peer:
-    """This one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = f"{boot.read_text().strip() if boot.exists() else ''} {socket.gethostname()}"
     return Peer(socket.gethostname(), os.getpid(), machine, address, master, [cpu.number for cpu in cores.cpus()])
 
 
-class SignsOfLife:
-    """What each process says of itself in the store that all can read, and what a silence means.
+class Heartbeats:
+    """Writes this rank's heartbeats to the shared store and diagnoses failures from those of the other ranks.
 
-    `beats` is a connection of its own to the same store, as a wait in one holds up the other.
+    `beats` is a separate connection to the same store, because a wait blocks all other calls on a connection.
     """
 
     def __init__(self, rank: int, peers: list[Peer], store: Store, beats: Store, where: str, timeout: float) -> None:
         self._rank, self._peers, self._store, self._beats = rank, peers, store, beats
         self._where, self._timeout = where, timeout
-        self._place = 0
+        self._collectives = 0
         self._left = threading.Event()
-        self._seen: dict[int, tuple[bytes, float]] = {}
-        threading.Thread(target=self._live, daemon=True, name="signs of life").start()
+        self._last_beats: dict[int, tuple[bytes, float]] = {}
+        threading.Thread(target=self._send_beats, daemon=True, name="heartbeats").start()
 
     def begin(self) -> None:
-        """Another collective begins: how far a process is tells whom the others wait for."""
-        self._place += 1
+        """Counts a collective. Heartbeats carry the count, which shows which ranks are behind."""
+        self._collectives += 1
 
     def leave(self) -> None:
-        """This process ends as it should."""
+        """Stops the heartbeats at a regular end of the process."""
         self._left.set()
 
     def fail(self, reason: str, exit_code: int) -> bool:
-        """Tell the others why this process ends. Whether the user hears the same from rank 0."""
+        """Reports to the other ranks why this process ends; returns whether rank 0 reports the same error."""
         try:
             self._store.set(f"error/{self._rank}", json.dumps([reason, exit_code]))
-            limit = time.monotonic() + HEARD_SECONDS
+            limit = time.monotonic() + LINGER_SECONDS
             others = [rank for rank in range(len(self._peers)) if rank != self._rank]
             while time.monotonic() < limit:
-                if self._rank and (self.said(0) or ("", 0))[0] == reason:
+                if self._rank and (self.reported_error(0) or ("", 0))[0] == reason:
                     return True
-                if all(self._store.check([f"heard/{r}"]) or self.said(r) for r in others):
+                if all(self._store.check([f"heard/{r}"]) or self.reported_error(r) for r in others):
                     return False
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
-            pass  # the others are gone, too
+            pass  # the store is gone, and so are the others
         return False
 
-    def said(self, rank: int) -> tuple[str, int] | None:
-        """Why a rank ended, in its own words, and its exit code."""
+    def reported_error(self, rank: int) -> tuple[str, int] | None:
+        """Returns the message and exit code that a rank reported when it ended, or None."""
         key = f"error/{rank}"
         return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def ended(self, rank: int) -> LostRankError | None:
-        """What that means for this process."""
-        said = self.said(rank)
-        if said is None:
+        """Returns the error to raise here if a rank has reported that it ended, or None."""
+        failure = self.reported_error(rank)
+        if failure is None:
             return None
         self._store.set(f"heard/{self._rank}", "")
-        near = self._peers[rank].machine == self._peers[self._rank].machine
-        return LostRankError(f"{self.named(rank)} ended: {said[0]}", said[1], heard=near)
+        local = self._peers[rank].machine == self._peers[self._rank].machine
+        return LostRankError(f"{self.describe(rank)} ended: {failure[0]}", failure[1], reported=local)
 
     def require(self, ranks: Iterable[int]) -> None:
-        """Raises LostRankError where one of them has ended, or has been silent for too long."""
+        """Raises LostRankError if one of the ranks has ended or has sent no heartbeat for SILENT_SECONDS."""
         for rank in ranks:
             if ended := self.ended(rank):
                 raise ended
             beat, now = self._beat_of(rank), time.monotonic()
-            if rank not in self._seen or self._seen[rank][0] != beat:
-                self._seen[rank] = beat, now
-            elif now - self._seen[rank][1] > SILENT_SECONDS:
-                raise LostRankError(f"{self.named(rank)} is lost: no sign of life for {SILENT_SECONDS:.0f} s.")
+            if rank not in self._last_beats or self._last_beats[rank][0] != beat:
+                self._last_beats[rank] = beat, now
+            elif now - self._last_beats[rank][1] > SILENT_SECONDS:
+                raise LostRankError(f"{self.describe(rank)} is lost: no heartbeat for {SILENT_SECONDS:.0f} s.")
 
-    def named(self, rank: int) -> str:
-        """For people."""
+    def describe(self, rank: int) -> str:
         peer = self._peers[rank]
         return f"rank {rank} of {len(self._peers)} (process {peer.pid} on {peer.host})"
 
-    def explained(self, error: RuntimeError) -> LostRankError:
-        """What a failed collective means: who is gone, as far as the signs of life tell."""
+    def diagnose(self, error: RuntimeError) -> LostRankError:
+        """Returns an error that explains a failed collective: which rank is lost or late, judging by heartbeats."""
         found: list[LostRankError] = []
-        looking = threading.Thread(target=lambda: found.append(self._looked_into(error)), daemon=True)
-        looking.start()
-        looking.join(LOOK_SECONDS + ANSWER_SECONDS)
-        cut = f"nothing answers at {self._where}: {self.named(0)} is lost, or the network to its host is cut."
-        return found[0] if found else LostRankError(cut)
+        thread = threading.Thread(target=lambda: found.append(self._diagnosis(error)), daemon=True)
+        thread.start()
+        thread.join(DIAGNOSIS_SECONDS + STORE_TIMEOUT_SECONDS)
+        message = f"{self._where} does not answer: {self.describe(0)} is lost, or the network to its host is down."
+        return found[0] if found else LostRankError(message)
 
-    def _looked_into(self, error: RuntimeError) -> LostRankError:
+    def _diagnosis(self, error: RuntimeError) -> LostRankError:
         others = [rank for rank in range(len(self._peers)) if rank != self._rank]
         try:
             before = {rank: self._beat_of(rank) for rank in others}
-            limit = time.monotonic() + LOOK_SECONDS
+            limit = time.monotonic() + DIAGNOSIS_SECONDS
             while time.monotonic() < limit:
                 if ended := next(filter(None, map(self.ended, others)), None):
                     return ended
                 time.sleep(POLL_SECONDS)
             after = {rank: self._beat_of(rank) for rank in others}
         except RuntimeError:
-            where = f"{self._where}, where the processes find each other"
-            return LostRankError(f"{self.named(0)} is lost, and with it {where}.")
-        return LostRankError(self._meaning(error, before, after))
+            return LostRankError(f"{self.describe(0)} is lost, and with it the rendezvous store at {self._where}.")
+        return LostRankError(self._explain(error, before, after))
 
-    def _meaning(self, error: RuntimeError, before: dict[int, bytes], after: dict[int, bytes]) -> str:
+    def _explain(self, error: RuntimeError, before: dict[int, bytes], after: dict[int, bytes]) -> str:
         others = list(before)
         if silent := [rank for rank in others if after[rank] == before[rank]]:
-            return f"{self._all_named(silent)} lost: no sign of life for {LOOK_SECONDS:.0f} s."
-        if late := [rank for rank in others if int(after[rank].split()[-1]) < self._place]:
-            waited = f"within {self._timeout:.0f} s to what this one waits for"
-            return f"{self._all_named(late)} alive, but did not come {waited}; see training.timeout_seconds."
-        reason = " ".join(str(error).split())[:_QUOTED]
-        return f"the connection from {self.named(self._rank)} broke, though all others give signs of life: {reason}."
+            return f"{self._describe_all(silent)} lost: no heartbeat for {DIAGNOSIS_SECONDS:.0f} s."
+        if late := [rank for rank in others if int(after[rank].split()[-1]) < self._collectives]:
+            late_by = f"did not reach the same collective within {self._timeout:.0f} s"
+            return f"{self._describe_all(late)} alive, but {late_by}; training.timeout_seconds may be too short."
+        reason = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
+        return f"the connection from {self.describe(self._rank)} broke, though all other ranks are alive: {reason}."
 
-    def _all_named(self, ranks: list[int]) -> str:
-        return " and ".join(map(self.named, ranks)) + (" is" if len(ranks) == 1 else " are")
+    def _describe_all(self, ranks: list[int]) -> str:
+        return " and ".join(map(self.describe, ranks)) + (" is" if len(ranks) == 1 else " are")
 
-    def _live(self) -> None:
+    def _send_beats(self) -> None:
         count = 0
         while not self._left.wait(BEAT_SECONDS if count else 0.0):
             count += 1
             try:
-                self._beats.set(f"beat/{self._rank}", f"{count} {self._place}")
+                self._beats.set(f"beat/{self._rank}", f"{count} {self._collectives}")
             except RuntimeError:
-                return  # who keeps the store is gone; the next collective says so
+                return  # the host of the store is gone; the next collective raises the error
 
     def _beat_of(self, rank: int) -> bytes:
         key = f"beat/{rank}"

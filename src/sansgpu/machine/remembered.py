@@ -1,4 +1,4 @@
-"""Measurements that are worth making once."""
+"""A disk cache of measurements."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing import Any
 from sansgpu.machine.inspect import processor
 from sansgpu.machine.usage import Strain
 
-BUSY_CORES = 0.25  # of others: beyond, a measurement is of them, too
-SURE_SECONDS = 0.5  # over which that can be told; the kernel counts in hundredths
+BUSY_CORES = 0.25  # a measurement is not cached if other programs used more cores than this
+MIN_SECONDS = 0.5  # shorter measurements are always cached: the kernel's CPU times are too coarse to judge them
 
 
 def remembered(cache: Path, question: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` answered when this very question was asked before, on such a processor; else ask it.
+    """Returns the cached result for this question and processor model, or calls `measure` and caches its result.
 
-    What was measured while others kept cores busy is not kept. A cache that cannot be read or written only costs the
-    measuring.
+    Results are not cached if other programs kept cores busy meanwhile. Read and write errors of the cache are ignored.
     """
     question = {**question, "processor": processor()}  # machines may share a cache
     text = json.dumps(question, sort_keys=True)
@@ -36,13 +35,13 @@ def remembered(cache: Path, question: dict[str, Any], measure: Callable[[], dict
     answer = measure()
     seen = strain.seen()
     disturbed = seen["other_cores"] + seen["stolen_cores"] > BUSY_CORES
-    if disturbed and time.perf_counter() - start > SURE_SECONDS:
+    if disturbed and time.perf_counter() - start > MIN_SECONDS:
         return answer
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps({"question": question, "answer": answer}, indent=2) + "\n", encoding="utf-8")
-        whole.replace(path)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"question": question, "answer": answer}, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
     except OSError:
         pass
     return answer

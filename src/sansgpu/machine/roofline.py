@@ -1,7 +1,7 @@
-"""What this machine can do at best, measured in seconds, and what that allows a step.
+"""A roofline model of a step, measured within seconds.
 
-A step is bounded by its products, which are timed at the model's own shapes, and by the bytes that everything else has
-to move: S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 2009.
+The bound is the time of the matrix products, timed at the model's own shapes, plus the memory traffic of everything
+else: S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 2009.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 import torch
 
-COPY_BYTES = 64 << 20  # of one array of a copy: more than caches hold, a share of the memory of a small machine
-LEAST_CALLS, ENOUGH_SECONDS = 3, 0.05  # of timing one product
-SMALL_SIZE, LONG_SECONDS = 256, 1.0  # of a product that tells whether a larger one would take long
+COPY_BYTES = 64 << 20  # copied to measure bandwidth: more than caches hold, little for a small machine
+MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # for timing one product
+SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a small GEMM estimates the time of the large one, which is skipped if this long
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-Shape = tuple[int, int]  # inputs, outputs
+Shape = tuple[int, int]  # (inputs, outputs) of a linear layer
 
 
 def best_seconds(work: Callable[[], object], device: str = "cpu", enough: float = ENOUGH_SECONDS) -> float:
-    """The least time `work` takes in three calls and `enough` seconds of them, behind one that warms up."""
+    """Returns the minimum duration of `work` over at least MIN_CALLS calls and `enough` seconds, after a warm-up."""
     work()
     best, total, count = float("inf"), 0.0, 0
-    while count < LEAST_CALLS or total < enough:
+    while count < MIN_CALLS or total < enough:
         start = time.perf_counter()
         work()
         if device != "cpu":
@@ -35,7 +35,7 @@ def best_seconds(work: Callable[[], object], device: str = "cpu", enough: float 
 
 
 def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
-    """FLOP/s of a square product; of a smaller one where products are emulated and would take long."""
+    """Returns the FLOP/s of a square product, or of a smaller one if `size` would take too long (emulated bf16)."""
 
     def rate(size: int) -> float:
         a = torch.ones(size, size, dtype=DTYPES[precision], device=device)
@@ -46,14 +46,14 @@ def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
 
 
 def bandwidth() -> float:
-    """Bytes/s that this machine reads and writes in a copy larger than its caches."""
+    """Returns the memory bandwidth in bytes/s, reads plus writes, of a copy larger than the caches."""
     source = torch.ones(COPY_BYTES // 4)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source))
 
 
 def product_seconds(tokens: int, shape: Shape, precision: str) -> float:
-    """Of a linear layer's three products: forward, to its input and to its weight."""
+    """Times the three products of a linear layer: forward, and the gradients of its input and its weight."""
     inputs, outputs = shape
     dtype = DTYPES[precision]
     x, grad = torch.ones(tokens, inputs, dtype=dtype), torch.ones(tokens, outputs, dtype=dtype)
@@ -64,20 +64,20 @@ def product_seconds(tokens: int, shape: Shape, precision: str) -> float:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The machine's rates at the shapes of one model: FLOP/s of products, and bytes/s."""
+    """The machine's rates at the shapes of one model."""
 
     block_flops_per_second: float
     head_flops_per_second: float
     bytes_per_second: float
 
     def seconds(self, flops: float, moved_bytes: float, head: bool = False) -> float:
-        """What so much work takes at least, its products and its traffic one after the other."""
+        """Returns a lower bound on the time of `flops` in matrix products followed by `moved_bytes` of traffic."""
         rate = self.head_flops_per_second if head else self.block_flops_per_second
         return flops / rate + moved_bytes / self.bytes_per_second
 
 
 def measure_roofline(tokens: int, block: Mapping[Shape, int], head: Shape, precision: str) -> Roofline:
-    """Time the products of a block (shapes and how many of each) and of the head, and a copy."""
+    """Times the products of a block, given as counts by shape, and of the head, and a copy."""
     flops = sum(6.0 * tokens * i * o * count for (i, o), count in block.items())
     seconds = sum(product_seconds(tokens, shape, precision) * count for shape, count in block.items())
     head_flops = 6.0 * tokens * head[0] * head[1]

@@ -1,6 +1,6 @@
-"""Chat templates: Jinja programs that come with models of others, which may loop or allocate without end.
+"""Renders chat templates: untrusted Jinja programs, which may loop or allocate forever.
 
-transformers renders them in a sandbox that bounds neither time nor memory, so that a child process does it here.
+The sandbox of transformers limits neither time nor memory, so templates are rendered in a child process.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from sansgpu.config.plain import first_line
 from sansgpu.machine.contained import Contained, ContainedError
 
-CPU_SECONDS = 2  # of all prefixes of a conversation, which take milliseconds
-MOST_CHARACTERS = 64 << 20  # of one rendered conversation
+CPU_SECONDS = 2  # for all prefixes of a conversation, which usually take milliseconds
+MAX_RENDERED_CHARS = 64 << 20  # per conversation
 Turn = Mapping[str, Any]
 
 
 class UnusableTemplateError(Exception):
-    """A template cannot be used at all. The message is a clause that says why."""
+    """Raised if a template cannot be used at all. The message is a clause with the reason."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as its template writes it.
+    """A rendered conversation.
 
-    `spans` are the characters (start, stop) that the template marks as generated, if they were asked for. If the
-    template refused the conversation, `refusal` says why, and there is no text.
+    `spans` are the character ranges (start, stop) that the template marks as generated, if requested. If the template
+    rejects the conversation, `refusal` is the reason and `text` is empty.
     """
 
     text: str = ""
@@ -38,21 +38,21 @@ class Rendered:
 def render_prefixes(
     template: str, names: Mapping[str, Any], turns: Sequence[Turn], wanted: Sequence[tuple[int, bool]]
 ) -> list[Rendered]:
-    """Renders the first N turns for each (N, with the header of the answer to come) in `wanted`.
+    """Renders the first N turns for each (N, whether to add the generation prompt) in `wanted`.
 
-    `names` are the special tokens as the template knows them. Raises UnusableTemplateError if the template
-    is no Jinja, does not end, or needs too much memory.
+    `names` maps the template's variables to special tokens. Raises UnusableTemplateError if the template is not valid
+    Jinja, does not end, or needs too much memory.
     """
-    return _asked({"template": template, "names": dict(names), "turns": list(turns), "wanted": list(wanted)})
+    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "wanted": list(wanted)})
 
 
 def render_spans(template: str, names: Mapping[str, Any], turns: Sequence[Turn]) -> Rendered:
-    """Renders all turns and finds what `{% generation %}` marks. Raises as `render_prefixes` does."""
-    return _asked({"template": template, "names": dict(names), "turns": list(turns), "wanted": None})[0]
+    """Renders all turns with the spans in `{% generation %}` blocks. Raises UnusableTemplateError."""
+    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "wanted": None})[0]
 
 
-def _asked(request: dict[str, Any]) -> list[Rendered]:
-    import transformers.utils.chat_template_utils  # noqa: F401  before the child is forked, which then has it, too
+def _render_in_child(request: dict[str, Any]) -> list[Rendered]:
+    import transformers.utils.chat_template_utils  # noqa: F401  imported before the fork, so that the child has it
 
     try:
         answer = json.loads(_RENDERER.ask(json.dumps(request, default=_placeholder).encode()))
@@ -64,11 +64,11 @@ def _asked(request: dict[str, Any]) -> list[Rendered]:
 
 
 def _placeholder(value: Any) -> str:
-    return f"<{type(value).__name__}>"  # as transformers shows a template what is no JSON
+    return f"<{type(value).__name__}>"  # for values that JSON cannot hold
 
 
 def _serve(request: bytes) -> bytes:
-    """A list of (text, spans, refusal), or a text that says why the template cannot be used."""
+    """Returns a JSON list of (text, spans, refusal), or a JSON string with the reason why the template is unusable."""
     from jinja2.exceptions import TemplateSyntaxError
 
     asked = json.loads(request)
@@ -78,7 +78,7 @@ def _serve(request: bytes) -> bytes:
         else:
             answers = [_render(asked, asked["turns"][:count], prompt=prompt) for count, prompt in asked["wanted"]]
     except TemplateSyntaxError as error:
-        return json.dumps(f"line {error.lineno} of the chat template is no Jinja ({error.message})").encode()
+        return json.dumps(f"line {error.lineno} of the chat template is not valid Jinja ({error.message})").encode()
     return json.dumps(answers).encode()
 
 
@@ -93,11 +93,11 @@ def _render(
         rendered: Any = render_jinja_template([turns], chat_template=asked["template"], **options)
     except (TemplateSyntaxError, MemoryError):
         raise
-    except Exception as error:  # whatever a program raises
+    except Exception as error:  # templates may raise anything
         return "", [], first_line(error)
     (text,), found = rendered
-    if len(text) > MOST_CHARACTERS:
-        return "", [], f"it writes more than {MOST_CHARACTERS >> 20} million characters"
+    if len(text) > MAX_RENDERED_CHARS:
+        return "", [], f"it writes more than {MAX_RENDERED_CHARS >> 20} million characters"
     return text, found[0] if spans else [], None
 
 

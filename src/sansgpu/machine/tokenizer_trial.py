@@ -1,4 +1,4 @@
-"""Tries tokenizers in a child process before they are loaded, because their library may abort or panic on them."""
+"""Validates tokenizer files in a child process, because the tokenizers library may abort or panic on bad ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sansgpu.config.plain import first_line
 from sansgpu.machine.contained import Contained, ContainedError, is_panic
 
 CPU_SECONDS = 5  # the largest tokenizers take two
-MOST_ROWS = 1 << 24  # an embedding needs a row for each id up to the largest; 262,144 is the most in use
-MOST_GROWTH = 256  # times that replacements may lengthen a text
-MOST_REPLACEMENTS = 64
-MOST_PREPENDED = 100  # characters before each text
-MOST_WORD = 10_000  # characters of a word that WordPiece cuts, which takes the square of them
-# What makes normalizers, patterns and vocabularies fail: nothing, long runs, rare characters, special tokens.
+MAX_EMBEDDING_ROWS = 1 << 24  # an embedding needs a row for each id up to the largest; 262,144 is the most in use
+MAX_GROWTH = 256  # factor by which replacements may lengthen a text
+MAX_REPLACEMENTS = 64
+MAX_PREPENDED_CHARS = 100  # before each text
+MAX_WORD_CHARS = 10_000  # per WordPiece word, whose time is quadratic in its length
+# Inputs that make normalizers, patterns and vocabularies fail: empty, long runs, rare characters, special tokens.
 TEXTS = (
     "",
     "Hello, world! It's 12345.67\n\n\tdef main():",
@@ -31,14 +31,14 @@ TEXTS = (
     "<|endoftext|></s>[MASK]<s>",
 )
 
-_sound: set[bytes] = set()  # hashes of those tried in this process
+_valid: set[bytes] = set()  # hashes of the files that passed in this process
 
 
 def tokenizer_flaw(text: str) -> str | None:
-    """Why a tokenizer.json cannot be used, as a clause; None if nothing is wrong with it."""
+    """Returns a clause about why a tokenizer.json cannot be used, or None if it can."""
     content = text.encode(errors="surrogatepass")
     digest = hashlib.sha256(content).digest()
-    if digest in _sound:
+    if digest in _valid:
         return None
     child = Contained(_try, CPU_SECONDS)
     try:
@@ -48,17 +48,17 @@ def tokenizer_flaw(text: str) -> str | None:
     finally:
         child.close()
     if not flaw:
-        _sound.add(digest)
+        _valid.add(digest)
     return flaw or None
 
 
 @contextmanager
 def tokenizer_errors(where: str = "") -> Iterator[None]:
-    """Raises what the library fails with on a text as ConfigError, which begins with `where`."""
+    """Within the context, converts errors of the tokenizers library to ConfigError; `where` starts the message."""
     try:
         yield
     except BaseException as error:
-        if type(error) is not Exception and not is_panic(error):  # it raises bare Exception where it does not panic
+        if type(error) is not Exception and not is_panic(error):  # the library raises bare Exception or panics
             raise
         place = f"{where}: " if where else ""
         raise ConfigError(f"{place}the tokenizer fails on this text ({first_line(error)}).") from None
@@ -67,7 +67,7 @@ def tokenizer_errors(where: str = "") -> Iterator[None]:
 def _try(content: bytes) -> bytes:
     try:
         backend = Backend.from_str(content.decode())
-        flaw = _excess(backend)
+        flaw = _resource_flaw(backend)
         if flaw is None:
             _encode_probes(backend)
     except BaseException as error:
@@ -90,20 +90,20 @@ def _encode_probes(backend: Backend) -> None:
                 continue
 
 
-def _excess(backend: Backend) -> str | None:
-    """What would take too much memory or time with some texts."""
+def _resource_flaw(backend: Backend) -> str | None:
+    """Returns a clause about settings that need too much memory or time on some texts, or None."""
     rows = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    if rows > MOST_ROWS:
+    if rows > MAX_EMBEDDING_ROWS:
         return f"its largest token id is {rows - 1:,}, for which an embedding would need {rows:,} rows"
-    if getattr(backend.model, "max_input_chars_per_word", 0) > MOST_WORD:
-        return f"its max_input_chars_per_word is larger than {MOST_WORD:,}"
+    if getattr(backend.model, "max_input_chars_per_word", 0) > MAX_WORD_CHARS:
+        return f"its max_input_chars_per_word is larger than {MAX_WORD_CHARS:,}"
     for part in (backend.normalizer, backend.decoder):
         steps = list(_steps(json.loads(part.__getstate__()))) if part is not None else []
         growth = 1.0
         for step in steps:
             growth *= _growth(step)
-        if growth > MOST_GROWTH or sum(step.get("type") == "Replace" for step in steps) > MOST_REPLACEMENTS:
-            return "its replacements could make a text longer without end"
+        if growth > MAX_GROWTH or sum(step.get("type") == "Replace" for step in steps) > MAX_REPLACEMENTS:
+            return "its replacements could lengthen a text without limit"
     return None
 
 
@@ -117,9 +117,9 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times longer a step can make a text."""
+    """Returns the factor by which a normalizer or decoder step can lengthen a text."""
     if step.get("type") == "Prepend":
-        return 1.0 if len(step["prepend"]) <= MOST_PREPENDED else float("inf")
+        return 1.0 if len(step["prepend"]) <= MAX_PREPENDED_CHARS else float("inf")
     if step.get("type") != "Replace":
         return 1.0
     replaced = step["pattern"].get("String")  # a regular expression replaces one character at least

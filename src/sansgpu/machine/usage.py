@@ -1,4 +1,4 @@
-"""What this process uses, and what else goes on beside it."""
+"""CPU and memory use of this process, and the load of other programs."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from sansgpu.machine.probe import allowed_cpus
 
 
 class Usage:
-    """Memory and processor use of this process; `cpu_percent` is since the last call, 100 per busy core."""
+    """Memory and CPU use of this process."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._process.cpu_percent()
 
     def rss_bytes(self) -> int:
-        """Resident memory."""
         resident: int = self._process.memory_info().rss
         return resident
 
     def cpu_percent(self) -> float:
-        """Processor use since the last call."""
+        """Returns the CPU use since the last call, 100 per busy core."""
         percent: float = self._process.cpu_percent()
         return percent
 
 
 class Strain:
-    """What the machine went through between the making of this and `seen`.
+    """Measures the load of this process, other programs and the host from construction until `seen`.
 
-    `children` at work for this process are no strangers; to look for them takes a millisecond or more. Nor are the
-    other processes of its run on this machine, `peers`.
+    The run's processes `peers` on this machine do not count as other programs, nor do child processes if `children` is
+    set, which takes a millisecond or more.
     """
 
     def __init__(self, children: bool = True, peers: Sequence[Peer] = ()) -> None:
@@ -49,7 +48,7 @@ class Strain:
         self._throttled, self._frequency = throttled(), frequency_hz()
 
     def seen(self) -> dict[str, Any]:
-        """Own and others' use in cores, time stolen by the host, clock and heat; None for what cannot be read."""
+        """Returns CPU use in cores (own, others, stolen by the host), frequencies and heat; None if unreadable."""
         wall, now = time.perf_counter() - self._start, psutil.cpu_times()
 
         def passed(name: str) -> float:
@@ -61,7 +60,7 @@ class Strain:
         usable = min(self._cpus(), cgroup.cpu_quota() or float("inf"))
         return {
             "own_cores": own,
-            # Others may be busy on cores that this process may not use without being in its way.
+            # Load on cores that this process may not use does not count.
             "other_cores": max(0.0, busy - own - max(0.0, (psutil.cpu_count() or 1) - usable)),
             "stolen_cores": passed("steal") / wall,
             "frequency_hz": [self._frequency, frequency_hz()],
@@ -70,12 +69,12 @@ class Strain:
         }
 
     def _cpus(self) -> int:
-        """That the processes of this run may use here."""
+        """Returns the number of processors that this run may use on this machine."""
         theirs = {cpu for peer in self._peers for cpu in peer.cpus}
         return len(theirs | set(cores.cpus())) if theirs else allowed_cpus()
 
     def _own_seconds(self) -> float:
-        """Of this process, its children and its peers."""
+        """Returns the CPU seconds of this process, its children and its peers."""
         seconds = 0.0
         children = self._process.children(recursive=True) if self._children else []
         for pid in (self._process.pid, *(child.pid for child in children), *(peer.pid for peer in self._peers)):
@@ -87,17 +86,17 @@ class Strain:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has had. A child's own, where the kernel tells that from its parent's."""
+    """Returns the peak resident memory of this process; without /proc, a forked child's includes its parent's."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
     except (OSError, StopIteration):
-        import resource  # not on Windows, which has no such file either
+        import resource  # not on Windows
 
         kilo = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
 
 
 def process_age() -> float:
-    """Seconds since this process was started."""
+    """Returns the seconds since this process started."""
     return max(0.0, time.time() - psutil.Process().create_time())

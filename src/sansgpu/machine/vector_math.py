@@ -1,4 +1,4 @@
-"""MKL's functions of vectors, which torch computes sines and the like with."""
+"""Makes MKL's vector math functions, which torch uses for sine, exp and others, deterministic."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def choose_vector_math() -> None:
-    """Have each function call made once by one thread alone.
+    """Calls each function once in a single thread.
 
-    At its first call a function of MKL chooses its code for this processor; of two threads that both make the first
-    call, one may get other code, whose last digits differ: equal runs were not equal in one of two cases.
+    At its first call, an MKL function selects its code path for this processor. If two threads make the first call
+    together, one may get another code path whose last bits differ; this made every second pair of runs differ.
     """
     x = torch.full((8,), 0.5)
     for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh, torch.erf, torch.sqrt):

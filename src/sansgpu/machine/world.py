@@ -1,4 +1,4 @@
-"""Which process of how many this is, as its launcher says."""
+"""Rank, world size and rendezvous address, read from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sansgpu.config import ConfigError
 from sansgpu.config.plain import cut
 
 LOOPBACK = "127.0.0.1"
-# What each launcher says: rank, number of processes, and how many of them are on this machine.
+# Variables of each launcher: rank, world size, and processes on this machine.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 }
-# What tells one job from the next on the same machine: their ports must differ.
+# Variables that identify a job, so that jobs on the same machine use different ports.
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _PORTS = range(29500, 30500)
 _WHOLE = re.compile(r"[0-9]{1,18}")
@@ -27,21 +27,21 @@ _WHOLE = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`. `address` and `port` are where rank 0, or its launcher, keeps what all can read."""
+    """This process's place in a run. `address` and `port` are those of the rendezvous store."""
 
     rank: int = 0
     size: int = 1
     launcher: str = ""  # empty: started by hand
     address: str = LOOPBACK
     port: int = 0
-    hosted: bool = False  # the launcher keeps it, and not rank 0
-    restarts: int = 0  # of this run by the launcher, after a process was lost
-    unbound: bool = False  # the launcher gave this process its cores without being asked to
-    note: str | None = None  # what the user is to hear
+    hosted: bool = False  # the launcher hosts the store, not rank 0
+    restarts: int = 0  # how often the launcher restarted this run after losing a process
+    unbound: bool = False  # ignore the launcher's core binding, which the user did not request
+    note: str | None = None  # a message for the user
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
-    """What the launcher's variables say. Raises ConfigError where they are not whole."""
+    """Reads the launcher's variables. Raises ConfigError if they are incomplete."""
     for launcher, (rank_key, size_key, local_key) in _LAUNCHERS.items():
         size = _number(environment, size_key)
         if size is None or (size == 1 and launcher != "torchrun"):
@@ -70,9 +70,10 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def usual_threads(environment: Mapping[str, str] = os.environ) -> int | None:
-    """OMP_NUM_THREADS if the user has set it: torchrun sets it to 1 for several processes if nobody did.
+    """Returns OMP_NUM_THREADS if the user has set it, or None.
 
-    OpenMP ignores a value that is no positive number, with a message of its own; so it is here.
+    torchrun sets it to 1 for several processes, so that value is ignored there. Like OpenMP, this ignores values that
+    are not positive numbers.
     """
     text = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = (int(text) or None) if _WHOLE.fullmatch(text) else None
@@ -81,19 +82,19 @@ def usual_threads(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _number(environment: Mapping[str, str], key: str) -> int | None:
-    """A launcher's whole number; None if it is not set. Raises ConfigError if it is something else."""
+    """Returns an integer variable of a launcher, or None if it is not set. Raises ConfigError for other values."""
     text = environment.get(key, "").strip()
     if not text:
         return None
     if not _WHOLE.fullmatch(text):
-        raise ConfigError(f"{key} is {cut(text)}, but launchers set it to a whole number; unset it, or correct it.")
+        raise ConfigError(f"{key} is {cut(text)}, but launchers set it to an integer; unset or correct it.")
     return int(text)
 
 
 def _port(environment: Mapping[str, str]) -> int | None:
     port = _number(environment, "MASTER_PORT")
     if port is not None and not 0 < port < 1 << 16:
-        raise ConfigError(f"MASTER_PORT is {port}, but ports are 1 to 65535.")
+        raise ConfigError(f"MASTER_PORT is {port}; set it to a port from 1 to 65535.")
     return port
 
 
@@ -105,13 +106,16 @@ def _address(environment: Mapping[str, str], one_machine: bool) -> str:
     if first := environment.get("SLURM_SRUN_COMM_HOST") or environment.get("SLURM_LAUNCH_NODE_IPADDR"):
         return first
     raise ConfigError(
-        "the processes are on several hosts, and MASTER_ADDR, the host of the first of them, is not set: "
+        "the processes are on several hosts, but MASTER_ADDR is not set; set it to the host of rank 0: "
         "mpirun -x MASTER_ADDR=HOST ..., or MASTER_ADDR=HOST srun ...."
     )
 
 
 def _job_port(environment: Mapping[str, str], one_machine: bool) -> int:
-    """The same in all processes of a job, and another in the next: on one machine they have one parent."""
+    """Returns a port that is equal in all processes of a job and likely different for other jobs.
+
+    Without a job id, processes on one machine use the id of their common parent.
+    """
     job = ".".join(environment[key] for key in _JOBS if environment.get(key))
     if not job and one_machine:
         job = str(os.getppid())

@@ -1,4 +1,4 @@
-"""How weights change."""
+"""Training: loop, optimizer, schedule, snapshots and evaluation."""
 
 from sansgpu.train.loop import Trainer
 

@@ -1,9 +1,9 @@
-"""Abandoned branches: the snapshots that a run made after a step to which it later went back.
+"""Abandoned branches: snapshots that a run took after the step from which it was later resumed.
 
-Resuming from step 200 moves every later snapshot from `snapshots/` into `snapshots/abandoned-from-step-000200/`, beside
-copies of metrics.jsonl and config.yaml. Resuming from one of those moves it back, and the snapshots that replaced it
-are abandoned in turn. A folder's name always holds the step up to which the run's present snapshots are the branch's
-ancestors.
+Resuming from step 200 moves every later snapshot from `snapshots/` into `snapshots/abandoned-from-step-000200/`, next
+to copies of metrics.jsonl and config.yaml. Resuming from one of those moves it back, and the snapshots that replaced it
+are abandoned in turn. The step in the folder's name is the last one that the branch shares with the run's current
+snapshots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sansgpu.config import ABANDONED, ConfigError, RunPaths, SansGPUError
 from sansgpu.train.checkpoint import Snapshot, snapshots
 from sansgpu.watch.files import sync_to_disk, write_text
 
-JOURNAL = ".moves.json"  # moves that were begun; a process that was killed leaves them to the next one
+JOURNAL = ".moves.json"  # planned moves; if this process is killed, the next one finishes them
 _FOLDER = rf"{ABANDONED}(\d{{6,}})(?:-(\d+))?"
 _BRANCH = re.compile(_FOLDER)
 _STEP = r"step-\d{6,}"
@@ -28,7 +28,7 @@ _MOVABLE = re.compile(rf"{_STEP}|\.{_FOLDER}\.partial|{_FOLDER}(/{_STEP})?")
 
 @dataclass(frozen=True)
 class Branch:
-    """One abandoned branch's folder."""
+    """The folder of an abandoned branch."""
 
     folder: Path
 
@@ -39,20 +39,20 @@ class Branch:
 
     @property
     def step(self) -> int:
-        """The step that the run went back to."""
+        """The step from which the run was resumed."""
         return self._key[0]
 
     @property
     def record(self) -> Path:
-        """metrics.jsonl as it was when the branch was abandoned."""
+        """Path of the branch's metrics.jsonl, copied when the branch was abandoned."""
         return self.folder / RunPaths(self.folder).metrics.name
 
     def snapshots(self) -> list[Snapshot]:
-        """Its snapshots, oldest first."""
+        """Returns the branch's snapshots, oldest first."""
         return snapshots(self.folder)
 
     def delete(self) -> None:
-        """Delete the branch with its snapshots. Raises SansGPUError if the file system refuses."""
+        """Deletes the branch with its snapshots. Raises SansGPUError if the file system refuses."""
         trash = self.folder.with_name(f".{self.folder.name}.partial")
         try:
             self.folder.rename(trash)
@@ -62,41 +62,41 @@ class Branch:
 
 
 def branches(folder: Path) -> list[Branch]:
-    """The abandoned branches below a run's `snapshots/`, in the order of their steps."""
+    """Returns the abandoned branches in a run's `snapshots/` folder, ordered by step."""
     found = [Branch(p) for p in folder.glob(f"{ABANDONED}*") if _BRANCH.fullmatch(p.name)]
     real = [branch for branch in found if branch.folder.is_dir() and not branch.folder.is_symlink()]
     return sorted(real, key=lambda branch: branch._key)
 
 
 def all_snapshots(folder: Path) -> list[Snapshot]:
-    """The snapshots in `folder`, and those of its abandoned branches."""
+    """Returns the snapshots in `folder` followed by those of its abandoned branches."""
     return [*snapshots(folder), *(s for branch in branches(folder) for s in branch.snapshots())]
 
 
 def branch_of(snapshot: Snapshot, folder: Path) -> Branch | None:
-    """The branch that holds the snapshot; None if it lies in `folder` itself, or elsewhere."""
+    """Returns the branch that contains the snapshot, or None if the snapshot is not in an abandoned branch."""
     parent = snapshot.folder.absolute().parent
     return next((branch for branch in branches(folder) if branch.folder.absolute() == parent), None)
 
 
 def ancestors(snapshot: Snapshot, folder: Path) -> list[Snapshot]:
-    """The snapshots up to `snapshot` from which its weights were trained, itself included, oldest first."""
+    """Returns the snapshots that precede `snapshot` in its training history, itself included, oldest first."""
     branch = branch_of(snapshot, folder)
     trunk = [s for s in snapshots(folder) if s.step <= (branch.step if branch else snapshot.step)]
     return trunk + [s for s in (branch.snapshots() if branch else []) if s.step <= snapshot.step]
 
 
 def record_of(snapshot: Snapshot, paths: RunPaths) -> Path:
-    """The metrics.jsonl whose lines lead to the snapshot."""
+    """Returns the path of the metrics.jsonl that records the training up to the snapshot."""
     branch = branch_of(snapshot, paths.snapshots)
     return branch.record if branch else paths.metrics
 
 
 def go_on_from(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path]]:
-    """Make `snapshot` the newest in `snapshots/` and move what is not its ancestor into an abandoned branch.
+    """Makes `snapshot` the newest in `snapshots/` and moves the snapshots that are not its ancestors into a branch.
 
-    Returns the snapshot at its place and the folders of newly abandoned branches. A process that is killed meanwhile
-    has moved nothing, or `finish_moves` completes it. Raises SansGPUError if the file system refuses.
+    Returns the snapshot at its new path and the folders of newly abandoned branches. If the process is killed, either
+    nothing has moved, or `finish_moves` completes the moves. Raises SansGPUError if the file system refuses.
     """
     folder, home = paths.snapshots, branch_of(snapshot, paths.snapshots)
     base = home.step if home else snapshot.step
@@ -107,7 +107,7 @@ def go_on_from(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path
         name = _free_name(base, taken)
         moves = [(f".{name}.partial", name), *((step, f"{name}/{step}") for step in leaving)]
         abandoned.append(folder / name)
-    for branch in branches(folder):  # branches of what is abandoned now
+    for branch in branches(folder):  # branches that start from a snapshot abandoned now
         if branch.step > base and branch != home:
             moves.append((branch.folder.name, _free_name(base, taken)))
     if home:
@@ -135,9 +135,9 @@ def go_on_from(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path
 
 
 def finish_moves(paths: RunPaths) -> None:
-    """Complete moves that a process began, and delete what one prepared in vain.
+    """Completes the moves that an earlier process planned and deletes its partial folders.
 
-    Raises ConfigError if the list of moves is not one that this program writes, SansGPUError if a move fails.
+    Raises ConfigError if the list of moves was not written by this program, SansGPUError if a move fails.
     """
     folder, journal = paths.snapshots, paths.snapshots / JOURNAL
     try:
@@ -159,15 +159,15 @@ def finish_moves(paths: RunPaths) -> None:
             sync_to_disk(folder)
     except OSError as error:
         raise SansGPUError(
-            f"the snapshots in {folder} cannot be moved: {error.strerror or error}; none is lost, and the next "
-            "train --resume completes it."
+            f"the snapshots in {folder} cannot be moved: {error.strerror or error}; none is lost: free some space and "
+            "run train --resume again to finish the moves."
         ) from None
     for path in folder.glob(f".{ABANDONED}*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _read_journal(journal: Path) -> tuple[Sequence[tuple[str, str]], dict[str, str]]:
-    """Moves as pairs of names below `snapshots/`, and the new texts of the run's files that change, by name."""
+    """Returns moves as pairs of names relative to `snapshots/`, and the new contents of changed run files by name."""
     try:
         found = json.loads(journal.read_text(encoding="utf-8"))
         moves, texts = [(str(source), str(target)) for source, target in found["moves"]], dict(found["texts"])
@@ -179,17 +179,17 @@ def _read_journal(journal: Path) -> tuple[Sequence[tuple[str, str]], dict[str, s
     except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
-        raise ConfigError(f"{journal} is no list of moves that this program wrote; delete it.")
+        raise ConfigError(f"{journal} was not written by this program; delete it.")
     return moves, texts
 
 
 def _own_files(paths: RunPaths, folder: Path) -> list[Path]:
-    """What a branch has of its own besides snapshots, in the run's or the branch's folder."""
+    """Returns the paths of the files that each branch has its own version of: the metrics and the configuration."""
     return [folder / paths.metrics.name, folder / paths.config.name]
 
 
 def _copy_files(folder: Path, files: Iterable[Path]) -> None:
-    """Copy those of `files` that exist into a new folder."""
+    """Copies the existing files among `files` into a new folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for file in files:
@@ -200,7 +200,7 @@ def _copy_files(folder: Path, files: Iterable[Path]) -> None:
 
 
 def _free_name(step: int, taken: set[str]) -> str:
-    """A folder's name that no branch has; it is taken from now on."""
+    """Returns an unused branch name and adds it to `taken`."""
     name, number = f"{ABANDONED}{step:06d}", 1
     while name in taken:
         number += 1

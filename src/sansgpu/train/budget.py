@@ -1,4 +1,4 @@
-"""The time a run may take, and the steps that fit into it."""
+"""The time budget of a run and the number of steps that fit into it."""
 
 from __future__ import annotations
 
@@ -10,49 +10,53 @@ from datetime import datetime, timedelta
 
 from sansgpu.config import ConfigError, TrainingConfig
 
-FIRST_STEPS, RECENT_STEPS = 25, 100  # looked at one by one; whose mean stands for those to come
-DISK_BYTES_PER_SECOND = 100e6  # of the last snapshot and the export, hashed; assumed, and slow for a disk
-MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # of the whole budget, kept for what was not foreseen
-# What the first evaluation takes besides, as it compiles; but no more than this share of the budget.
+FIRST_STEPS = 25  # re-plan after every step until this many were timed
+RECENT_STEPS = 100  # the mean duration of these predicts future steps
+DISK_BYTES_PER_SECOND = 100e6  # assumed rate of hashing and writing the last snapshot and the export; slow for a disk
+MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # reserve for the unforeseen: a share of the total budget, plus seconds
+# Extra time of the first evaluation, which compiles: seconds, and at most this share of the total budget.
 FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO = 10.0, 0.03
-EVALUATED_IN_A_STEP = 3.0  # times the tokens that are learned from in the same time
-WORTH_RATIO = 0.05  # of the whole budget
-LOOK_RATIO, LOOK_AHEAD = 0.02, 0.2  # look again after this share of the budget, or of what is left of it
+EVALUATED_IN_A_STEP = 3.0  # evaluation throughput / training throughput, in tokens
+MIN_USEFUL_RATIO = 0.05  # a finished run continues if more than this share of the budget is left
+REPLAN_RATIO, REPLAN_LEFT_RATIO = 0.02, 0.2  # re-plan after this share of the total, or of the remaining, budget
 
 
 def finish_time(until: str, now: datetime) -> datetime:
-    """`07:00` as the next time it is that; a date with a time as it stands. Raises ConfigError where it is over."""
+    """Returns the next occurrence of a clock time such as `07:00`, or the given date and time.
+
+    Raises ConfigError if the date and time are in the past.
+    """
     if "T" not in until:
         clock = datetime.strptime(until, "%H:%M")
         today = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
         return today if today > now else today + timedelta(days=1)
     finish = datetime.fromisoformat(until)
     if finish <= now:
-        raise ConfigError(f"training.until is {until}, which is over; give a later one with --until.")
+        raise ConfigError(f"training.until is {until}, which is in the past; give a later time with --until.")
     return finish
 
 
 @dataclass
 class Budget:
-    """What is left of the time, and what a step takes of it. Steps are laid anew as the run goes on.
+    """Estimates how many steps fit into the remaining time; estimates are revised as the run goes on.
 
-    `elapsed` tells the seconds the run has taken, over all its processes.
+    `elapsed` returns the seconds the run has taken, including its earlier processes.
     """
 
     training: TrainingConfig
     elapsed: Callable[[], float]
-    validation_share: float  # tokens of an evaluation over those of a step
+    validation_share: float  # tokens per evaluation / tokens per step
     snapshot_bytes: int
     export_bytes: int
     wall_clock: Callable[[], datetime] = datetime.now
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _evaluation_seconds: float | None = None
     _save_seconds: float = 0.0
-    _looked: float = float("-inf")
-    _whole: float | None = None
+    _planned_at: float = float("-inf")
+    _total: float | None = None
 
     def seconds_left(self) -> float:
-        """Until the end of the time allowed; infinite without a limit."""
+        """Returns the remaining time, infinite without a time limit."""
         limits = [float("inf")]
         if self.training.max_hours is not None:
             limits.append(self.training.max_hours * 3600 - self.elapsed())
@@ -61,25 +65,26 @@ class Budget:
         return min(limits)
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long; not the first of a process, which compiles."""
+        """Records the duration of a step. The first step of a process is excluded because it compiles."""
         self._steps.append(seconds)
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation took so long, with its sample and what else the loop waited for behind that step."""
+        """Records how long the loop waited for an evaluation, its sample and its snapshot."""
         self._evaluation_seconds = seconds
 
     def saved(self, seconds: float) -> None:
-        """The loop waited so long for a snapshot."""
+        """Records how long the loop waited for a snapshot."""
         self._save_seconds = seconds
 
     def steps_left(self, done: int) -> int | None:
-        """Steps behind the `done` ones that fit into what is left, with what falls due between them, step `done`
-        included, and a last evaluation, snapshot and export behind them; None before any step was timed.
+        """Returns how many steps after the first `done` fit into the remaining time, or None if no step was timed yet.
+
+        The estimate includes the evaluations and snapshots due from step `done` on, and the final ones with the export.
         """
         left = self.seconds_left()
-        if self._whole is None:
-            self._whole = left
-        self._looked = self.elapsed()
+        if self._total is None:
+            self._total = left
+        self._planned_at = self.elapsed()
         if left <= 0:
             return 0
         if not self._steps:
@@ -90,37 +95,38 @@ class Budget:
         return bisect_right(range(int(room / step) + 1), room, key=lambda n: n * step + self._pauses(done, n)) - 1
 
     def idle_ratio(self, steps: int) -> float:
-        """Of the whole budget, what is left over behind so many more steps."""
+        """Returns the share of the total budget that would be unused after `steps` more steps."""
         spare = self.seconds_left() - self._reserve() - steps * self._step()
-        return spare / self._whole if self._whole else 0.0
+        return spare / self._total if self._total else 0.0
 
     def worth_more(self) -> bool:
-        """Whether what is left of the time is enough to go on with a run that was over."""
+        """Returns whether the remaining time is enough to continue a finished run."""
         hours = self.training.max_hours or 0.0
-        return self.seconds_left() > 2 * self._reserve() + WORTH_RATIO * hours * 3600
+        return self.seconds_left() > 2 * self._reserve() + MIN_USEFUL_RATIO * hours * 3600
 
     def due(self) -> bool:
-        """Whether it is time to lay the steps anew: often at first and near the end."""
+        """Returns whether to re-plan the number of steps now: often at the start and near the end."""
         if not self.training.time_limited:
             return False
-        if self._whole is None or len(self._steps) < FIRST_STEPS:
+        if self._total is None or len(self._steps) < FIRST_STEPS:
             return True
-        wait = min(LOOK_RATIO * self._whole, LOOK_AHEAD * max(0.0, self.seconds_left() - self._reserve()))
-        return self.elapsed() - self._looked >= wait
+        wait = min(REPLAN_RATIO * self._total, REPLAN_LEFT_RATIO * max(0.0, self.seconds_left() - self._reserve()))
+        return self.elapsed() - self._planned_at >= wait
 
     def _step(self) -> float:
         return sum(self._steps) / max(1, len(self._steps))
 
     def _pauses(self, done: int, more: int) -> float:
-        """Seconds of evaluations and snapshots from step `done` to the one before the last of `more`."""
+        """Returns seconds of evaluations and snapshots after steps `done` to `done + more - 1`."""
         training = self.training
         pauses = ((training.eval_steps, self._evaluation()), (training.save_steps, self._save_seconds))
         return sum(seconds * ((done + more - 1) // n - (done - 1) // n) for n, seconds in pauses if n)
 
     def _reserve(self) -> float:
-        margin = MARGIN_RATIO * (self._whole or 0.0) + MARGIN_SECONDS
+        """Returns the seconds to keep free for the final evaluation, snapshot and export, plus a margin."""
+        margin = MARGIN_RATIO * (self._total or 0.0) + MARGIN_SECONDS
         if self._evaluation_seconds is None:
-            margin += min(FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO * (self._whole or 0.0))
+            margin += min(FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO * (self._total or 0.0))
         # The last snapshot waits for one that is still being written.
         snapshots = 2 if self.training.save_steps or self.training.eval_steps else 1
         written = snapshots * self.snapshot_bytes + self.export_bytes

@@ -1,7 +1,7 @@
-"""What only a measurement tells before a run: how long its parts take, hence the micro-batch and whether to compile.
+"""Calibration: timing trial steps before a run to choose the micro-batch size and whether to compile.
 
-A model is measured by two of its shape: what the deeper takes more is its further blocks'. The deeper one is the model
-itself where that takes a moment, else a shallow one, so that a few seconds stand for a model of any depth.
+Two models with the run's widths and different depths are timed; the difference is the time per block. The deeper one
+has the run's full depth if that is quick to time and a few layers otherwise, so that calibration takes seconds.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from sansgpu.train.profile import synchronise
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan
 
-SHORT, LONG = 1, 3  # layers of the models that are measured
-MOMENT_SECONDS = 1.0  # that a pass of the whole model may take, to be measured itself
-REPEATS = 3  # timed, behind one that warms up
-ENOUGH_SECONDS = 1.0  # of timing one thing: repeats end there
-CLOSE = 0.9  # of the time of a micro-batch that may be the best one when compiled: that is the best's
-MARGIN = 0.97  # of the time of the best so far: what is less than this faster is noise, and the smaller one stays
+SHORT, LONG = 1, 3  # depths of the models that are timed
+MAX_FULL_DEPTH_SECONDS = 1.0  # time the model at full depth if a pass is estimated to take less
+REPEATS = 3  # timed repeats after one warm-up
+ENOUGH_SECONDS = 1.0  # stop repeating after this much timed work
+COMPILED_CANDIDATE_RATIO = 0.9  # also time sizes compiled if the best eager time is at least this share of theirs
+MARGIN = 0.97  # a time above this share of the best so far counts as equal; the smaller micro-batch is then preferred
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a micro-batch's forward and backward pass, and of the update after all of them."""
+    """Seconds of the forward and backward pass of a micro-batch, and of the optimizer update."""
 
     micro_batch: int
     compile: str
@@ -44,15 +44,14 @@ class Timing:
     update_ends_seconds: float
 
     def pass_seconds(self, layers: int) -> float:
-        """Of a micro-batch through a model with `layers` blocks."""
+        """Returns the time of a forward and backward pass of a micro-batch through `layers` blocks."""
         return self.ends_seconds + layers * self.block_seconds
 
     def step_seconds(self, layers: int, accumulation: int) -> float:
-        """Of a step of a model with `layers` blocks."""
+        """Returns the time of a step of a model with `layers` blocks."""
         return accumulation * self.pass_seconds(layers) + self.update_ends_seconds + layers * self.update_block_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """As it is remembered."""
         return asdict(self)
 
 
@@ -65,48 +64,49 @@ def measure(
     whole: bool,
     tokens: int | None = None,
 ) -> Timing:
-    """The timing of the fastest of `sizes`, and with `measure` of compiled or eager, whichever is faster.
+    """Returns the timing of the fastest micro-batch size; with `compile_wanted="measure"`, eager and compiled compete.
 
-    `whole` says that memory is enough for all layers; examples have `tokens` each where they may be short. Sizes are
-    tried from the smallest up until memory traffic outweighs what larger products gain; compiled, those that come close
-    to the best.
+    Sizes are timed in ascending order until a larger one is slower per example; of these, the ones close to the best
+    are also timed compiled. `whole` states that memory suffices for all layers. `tokens` is the length of an example
+    if it is shorter than the maximum.
     """
     layers = task.layers(config)
     first = "off" if compile_wanted == "measure" else compile_wanted
     tried: list[Timing] = []
     for size in sorted(sizes):
         tried.append(time_parts(task, config, plan, size, first, whole, tokens))
-        if _a_row(layers, tried[-1]) * MARGIN > _a_row(layers, _best(layers, tried)):
+        if _seconds_per_example(layers, tried[-1]) * MARGIN > _seconds_per_example(layers, _best(layers, tried)):
             break
     best = _best(layers, tried)
     if compile_wanted == "measure":
-        close = [t.micro_batch for t in tried if _a_row(layers, t) * CLOSE <= _a_row(layers, best)]
+        limit = _seconds_per_example(layers, best)
+        close = [t.micro_batch for t in tried if _seconds_per_example(layers, t) * COMPILED_CANDIDATE_RATIO <= limit]
         compiled = _best(layers, [time_parts(task, config, plan, size, "on", whole, tokens) for size in close])
-        if _a_row(layers, compiled) < _a_row(layers, best) * MARGIN:
+        if _seconds_per_example(layers, compiled) < _seconds_per_example(layers, best) * MARGIN:
             return compiled
     return best
 
 
 def _best(layers: int, tried: list[Timing]) -> Timing:
-    """The fastest; of those that noise may have put in order, the smallest."""
+    """Returns the fastest timing, or the one with the smallest micro-batch among those equal within noise."""
     best = tried[0]
     for timing in tried[1:]:
-        if _a_row(layers, timing) < _a_row(layers, best) * MARGIN:
+        if _seconds_per_example(layers, timing) < _seconds_per_example(layers, best) * MARGIN:
             best = timing
     return best
 
 
-def _a_row(layers: int, timing: Timing) -> float:
-    """Seconds an example, without the update."""
+def _seconds_per_example(layers: int, timing: Timing) -> float:
+    """Returns seconds per example without the update."""
     return timing.pass_seconds(layers) / timing.micro_batch
 
 
 def time_parts(
     task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, whole: bool, tokens: int | None = None
 ) -> Timing:
-    """Measure one micro-batch size."""
+    """Times one micro-batch size."""
     short_pass, short_update = _timed(task, config, plan, size, compiled, SHORT, tokens)
-    whole = whole and task.layers(config) * short_pass < MOMENT_SECONDS
+    whole = whole and task.layers(config) * short_pass < MAX_FULL_DEPTH_SECONDS
     deep = max(LONG, task.layers(config)) if whole else LONG
     long_pass, long_update = _timed(task, config, plan, size, compiled, deep, tokens)
     more = deep - SHORT
@@ -118,7 +118,7 @@ def time_parts(
 def _timed(
     task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, layers: int, tokens: int | None
 ) -> tuple[float, float]:
-    """Seconds of (a pass, an update) of a model with so many layers: each the middle one of a few."""
+    """Returns the median seconds of a pass and of an update for a model with `layers` blocks."""
     with _trial(task, config, plan, compiled, layers) as (trial, optimizer):
         batch = task.random_batch(config, size, tokens).to(plan.device)
         accumulation = micro_batches_each(config.training, size)
@@ -127,7 +127,7 @@ def _timed(
         updates: list[float] = []
         for number in range(1 + REPEATS):
             first = _forward_and_backward(trial, batch, plan, config.training)
-            more = accumulation - 1  # which add to the gradients of the first
+            more = accumulation - 1  # passes that accumulate into the gradients of the first
             rest = more * _forward_and_backward(trial, batch, plan, config.training) if more else 0.0
             start = time.perf_counter()
             optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.norm() + 1e-6)))
@@ -154,7 +154,7 @@ def _trial(
 
 
 def _forward_and_backward(trial: Objective, batch: Examples, plan: StepPlan, training: TrainingConfig) -> float:
-    """Seconds it took."""
+    """Runs one pass and returns its duration in seconds."""
     start = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold_seed(training.seed, "calibration"))

@@ -1,7 +1,7 @@
-"""Snapshots: all or nothing, and nothing in them can run code.
+"""Snapshots: written atomically, and loaded without running code from them.
 
-A snapshot is a folder `step-000500` with weights and moments as safetensors, the rest as JSON, and MANIFEST.json
-with the SHA-256 of each. It is written beside its place, synced to disk and renamed.
+A snapshot is a folder `step-000500` with weights and optimizer moments as safetensors, everything else as JSON, and
+MANIFEST.json with the SHA-256 of each file. It is written to a temporary folder, synced to disk and renamed.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from sansgpu.train.tensor_file import Whole, as_it_is, save_tensors
 from sansgpu.watch.files import make_folder, sync_to_disk
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
-LAID = "total_steps"  # of the progress, what time has to do with: steps as laid over what is left of it
+TIME_DEPENDENT_KEY = "total_steps"  # the key of `progress` that depends on the time left, not on what was learned
 _NAME = re.compile(r"step-([0-9]{6,18})")
 _LEFTOVER = re.compile(r"\.(step-[0-9]{6,18})\.(?:partial|replaced|deleted)")
-_MOST_DIGITS = 18  # of a step
+_MAX_STEP_DIGITS = 18
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One snapshot's folder."""
+    """The folder of a snapshot."""
 
     folder: Path
 
     @classmethod
     def of(cls, folder: Path, step: int) -> Snapshot:
-        """That of `step` among the snapshots in `folder`, whether or not it is there."""
+        """Returns the snapshot of `step` in `folder`; its folder need not exist."""
         return cls(folder / f"step-{step:06d}")
 
     @property
     def step(self) -> int:
-        """The step it was taken after."""
+        """The number of optimizer steps completed when the snapshot was taken."""
         return int(self.folder.name.removeprefix("step-"))
 
     def validation_loss(self) -> float | None:
-        """The loss of the evaluation after its step; None if there was none, it is not finite or cannot be read."""
+        """Returns the validation loss at this step, or None if it was not evaluated, is not finite or is unreadable."""
         try:
             loss = float((self.state()["metrics"] or {})["loss"])
         except (ConfigError, KeyError, TypeError):
@@ -62,7 +62,7 @@ class Snapshot:
         return loss if math.isfinite(loss) else None
 
     def manifest(self) -> dict[str, Any]:
-        """MANIFEST.json. Raises ConfigError where it is missing or torn."""
+        """Returns the content of MANIFEST.json. Raises ConfigError if it is missing or damaged."""
         return self._read(MANIFEST, Manifest)
 
     def _read(self, name: str, schema: type[BaseModel]) -> dict[str, Any]:
@@ -72,24 +72,24 @@ class Snapshot:
             reason = str(error)
         except OSError as error:
             reason = str(error.strerror)
-        raise ConfigError(f"{self.folder} is no whole snapshot: {name} cannot be read: {reason}.")
+        raise ConfigError(f"{self.folder} is not a complete snapshot: {name} cannot be read: {reason}.")
 
     def content_id(self) -> str:
-        """SHA-256 of what was learned: the hashes of weights and moments, and how far the run is, as canonical JSON.
+        """Returns the SHA-256 of canonical JSON with the hashes of weights and moments and the training progress.
 
-        Equal states have equal ids on any machine: neither the time taken nor the environment is part of it. Raises
-        ConfigError where the snapshot is torn.
+        Equal training states have equal ids on any machine, whatever the elapsed time and the environment. Raises
+        ConfigError if the snapshot is damaged.
         """
         files = self.manifest()["files"]
-        learned = {key: value for key, value in self.state()["progress"].items() if key != LAID}
+        learned = {key: value for key, value in self.state()["progress"].items() if key != TIME_DEPENDENT_KEY}
         if missing := {WEIGHTS, MOMENTS} - files.keys():
-            raise ConfigError(f"{self.folder} is no whole snapshot: {MANIFEST} names no {min(missing)}.")
+            raise ConfigError(f"{self.folder} is not a complete snapshot: {MANIFEST} does not list {min(missing)}.")
         content = {"weights": files[WEIGHTS], "moments": files[MOMENTS], "progress": learned}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def problem(self) -> str | None:
-        """What is torn or altered, or None."""
+        """Returns a sentence about the first missing or altered file, or None if the snapshot is intact."""
         try:
             files: dict[str, Any] = self.manifest()["files"]
         except ConfigError as error:
@@ -99,44 +99,42 @@ class Snapshot:
             if name not in files or not path.is_file():
                 return f"{path} is missing."
             if file_sha256(path) != files[name]:
-                return f"{path} was altered: its SHA-256 is not the manifest's."
+                return f"{path} was altered: its SHA-256 differs from the one in {MANIFEST}."
         return None
 
     def state(self) -> dict[str, Any]:
-        """state.json. Raises ConfigError where it is missing or torn."""
+        """Returns the content of state.json. Raises ConfigError if it is missing or damaged."""
         return self._read(STATE, State)
 
     def shapes(self, file: str) -> dict[str, tuple[list[int], str]]:
-        """Shape and safetensors' name for the type of every tensor in one of the files."""
+        """Returns the shape and the safetensors dtype name of every tensor in one of the files."""
         with readable_weights(self.folder / file), safe_open(self.folder / file, "pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
             return {name: (list(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
     def tensors(self, file: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of one of the files, in the order of their names, one at a time in memory."""
+        """Yields the tensors of one of the files sorted by name, loading one at a time."""
         with readable_weights(self.folder / file), safe_open(self.folder / file, "pt") as tensors:
             for name in sorted(tensors.keys()):
                 yield name, tensors.get_tensor(name)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's weights."""
         return load_weights(self.folder / WEIGHTS)
 
     def size_bytes(self) -> int:
-        """Its size on disk."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
 def snapshots(folder: Path) -> list[Snapshot]:
-    """The snapshots in `folder`, oldest first, whole or not."""
+    """Returns the snapshots in `folder`, oldest first, including damaged ones."""
     found = [Snapshot(p) for p in folder.glob("step-*") if p.is_dir() and _NAME.fullmatch(p.name)]
     return sorted(found, key=lambda snapshot: snapshot.step)
 
 
 def newest_whole(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
-    """The newest snapshot that is whole; newer ones that are not are named to `warn`.
+    """Returns the newest intact snapshot and warns about newer damaged ones; None if there are no snapshots.
 
-    Raises ConfigError where there are snapshots but none is whole.
+    Raises ConfigError if there are snapshots but all are damaged.
     """
     found = snapshots(folder)
     for snapshot in reversed(found):
@@ -145,29 +143,30 @@ def newest_whole(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
             return snapshot
         warn(f"{problem} It is skipped.")
     if found:
-        raise ConfigError(f"none of the {len(found)} snapshots in {folder} is whole; there is nothing to resume from.")
+        raise ConfigError(f"all {len(found)} snapshots in {folder} are damaged; there is nothing to resume from.")
     return None
 
 
 def best_of(found: Sequence[Snapshot]) -> Snapshot | None:
-    """The snapshot with the lowest validation loss, the first of equal ones; None if none was evaluated."""
+    """Returns the snapshot with the lowest validation loss, the first on a tie, or None if none was evaluated."""
     scored = [(loss, snapshot) for snapshot in found if (loss := snapshot.validation_loss()) is not None]
     return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
 def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snapshot | None:
-    """The snapshot called `name`: `latest` (None if there is none yet), `best`, a step, a name in `folder`, or a path.
+    """Returns the snapshot that `name` selects: `latest`, `best`, a step, a name in `folder`, or a path.
 
-    Raises ConfigError if it does not exist or is not whole.
+    Returns None for `latest` if there are no snapshots. Raises ConfigError if the snapshot does not exist or is
+    damaged.
     """
     if name == "latest":
         return newest_whole(folder, warn)
     if name == "best":
         best = best_of(snapshots(folder))
         if best is None:
-            raise ConfigError(f"{folder} has no snapshot that was evaluated, so none is the best; choose latest.")
+            raise ConfigError(f"no snapshot in {folder} has a validation loss, so none is the best; choose latest.")
         chosen = best.folder
-    elif name.isdecimal() and len(name) <= _MOST_DIGITS:
+    elif name.isdecimal() and len(name) <= _MAX_STEP_DIGITS:
         chosen = Snapshot.of(folder, int(name)).folder
     else:
         chosen = folder / name if (folder / name).is_dir() else Path(name)
@@ -189,10 +188,10 @@ def save_snapshot(
     record: Path,
     whole: Whole = as_it_is,
 ) -> Snapshot:
-    """Write `folder`/step-N. Raises SansGPUError where the disk refuses; what was there before stays.
+    """Writes `folder`/step-N. Raises SansGPUError if the disk refuses; an existing snapshot then stays in place.
 
-    `whole` is asked for each tensor, where weights and moments only tell shapes and types. The run's `record`, where it
-    is there, is synced first: who finds the snapshot finds the lines up to its step.
+    `whole` returns each tensor when it is written; `weights` and `moments` may hold only shapes and dtypes. The metrics
+    file `record` is synced first if it exists, so that a snapshot's metrics are on the disk with it.
     """
     final = Snapshot.of(folder, step).folder
     partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
@@ -206,7 +205,7 @@ def save_snapshot(
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
         for path in [*partial.iterdir(), partial, *([record] if record.exists() else [])]:
             sync_to_disk(path)
-        if final.exists():  # the same step again, after a resume from an earlier one
+        if final.exists():  # the run was resumed from an earlier step and reached this one again
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         partial.rename(final)
@@ -223,17 +222,17 @@ def save_snapshot(
 
 
 def prune(folder: Path, keep_last: int, keep: Collection[int | None]) -> list[Snapshot]:
-    """Delete all but the newest `keep_last` snapshots and those of the steps in `keep`; returns what was deleted."""
+    """Deletes and returns all snapshots but the newest `keep_last` and those of the steps in `keep`."""
     doomed = [s for s in snapshots(folder)[:-keep_last] if s.step not in keep and not s.folder.is_symlink()]
     for snapshot in doomed:
         trash = snapshot.folder.with_name(f".{snapshot.folder.name}.deleted")
-        snapshot.folder.rename(trash)  # a snapshot is there whole or not at all
+        snapshot.folder.rename(trash)  # a partly deleted folder must not look like a snapshot
         _delete(trash)
     return doomed
 
 
 def delete_snapshots(folder: Path) -> None:
-    """Delete all snapshots in `folder`, and the folder if nothing else is in it."""
+    """Deletes all snapshots in `folder`, and the folder if nothing else is in it."""
     clear_leftovers(folder)
     for snapshot in snapshots(folder):
         if not snapshot.folder.is_symlink():
@@ -243,7 +242,7 @@ def delete_snapshots(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete the files of a snapshot. What somebody else put there goes to a folder `step-N.notes` beside it."""
+    """Deletes the files of a snapshot and moves files that users added to the sibling folder `step-N.notes`."""
     notes = folder.with_name(_LEFTOVER.sub(r"\1", folder.name) + ".notes")
     with contextlib.suppress(OSError):
         for name in (WEIGHTS, MOMENTS, STATE, MANIFEST):
@@ -256,7 +255,7 @@ def _delete(folder: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half written or half deleted; a replaced snapshot is put back."""
+    """Deletes partly written or partly deleted folders of a killed process and restores a snapshot being replaced."""
     for path in sorted(folder.glob(".step-*")):
         if (match := _LEFTOVER.fullmatch(path.name)) is None or path.is_symlink():
             continue

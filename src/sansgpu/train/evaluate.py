@@ -1,4 +1,4 @@
-"""Metrics over the validation part."""
+"""Evaluation on the validation split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sansgpu.train.step import StepPlan
 
 
 def evaluated_share(training: TrainingConfig, validation_tokens: int, example_tokens: float, micro_batch: int) -> float:
-    """Tokens of an evaluation over those of a step."""
+    """Returns tokens per evaluation / tokens per step."""
     tokens: float = validation_tokens
     if training.eval_batches is not None:
         tokens = min(tokens, training.eval_batches * micro_batch * example_tokens)
@@ -24,9 +24,9 @@ def evaluated_share(training: TrainingConfig, validation_tokens: int, example_to
 def evaluate(
     task: Evaluated, plan: StepPlan, batches: int | None = None, stop: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """The task's metrics on its validation part, or on its first `batches`; None where `stop` said so on the way.
+    """Returns the task's metrics on the validation split, or on its first `batches`; None if `stop` returned True.
 
-    Ranks take batches in turn, each in a round the same number of them, and add their sums up.
+    In each round every rank evaluates one batch; the sums are added up over all ranks at the end.
     """
     sums: Sums = {}
     group = plan.group
@@ -36,12 +36,13 @@ def evaluate(
         with torch.no_grad(), plan.autocast():
             chosen = islice(task.validation_batches(plan.micro_batch), batches)
             while turn := list(islice(chosen, group.size)):
-                if group.most(float(stop())):
+                if group.all_reduce_max(float(stop())):
                     return None
-                mine = turn[min(group.rank, len(turn) - 1)]  # the last round may be short: all go, one counts
+                # In a short last round all ranks still run a forward pass, but each batch counts once.
+                mine = turn[min(group.rank, len(turn) - 1)]
                 found = task.evaluate(mine.to(plan.device))
                 if group.rank < len(turn):
                     add_sums(sums, found)
     finally:
         task.model.train(was_training)
-    return task.metrics(group.add_up(sums))
+    return task.metrics(group.all_reduce_sums(sums))

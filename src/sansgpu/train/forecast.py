@@ -1,4 +1,4 @@
-"""How long a run takes: its steps, and what happens between them."""
+"""Estimates the duration of a run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from datetime import datetime, timedelta
 
 from sansgpu.config import TrainingConfig
 
-LONGEST_SECONDS = 1e10  # 300 years: calendars end, too
+MAX_SECONDS = 1e10  # about 300 years; later dates may overflow datetime
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of each thing that a run does."""
+    """The durations of the parts of a run."""
 
-    startup_seconds: float  # until the first step: loading, compiling
+    startup_seconds: float  # loading and compiling before the first step
     step_seconds: float
     evaluation_seconds: float
-    save_seconds: float  # that the loop waits for a snapshot
-    end_seconds: float  # the last snapshot and the export, behind the last step
+    save_seconds: float  # time the loop waits for a snapshot
+    end_seconds: float  # last snapshot and export after the last step
 
     def seconds(self, training: TrainingConfig, steps: int, first: int = 0) -> float:
-        """Of a run from behind step `first` to step `steps`, with the evaluations and snapshots it is due."""
+        """Returns the time to train from step `first` to step `steps`, including evaluations and snapshots."""
         evaluations = _due(training.eval_steps, first, steps)
         saves = _due(training.save_steps, first, steps)
         between = evaluations * self.evaluation_seconds + saves * self.save_seconds
@@ -29,11 +29,11 @@ class Forecast:
 
 
 def done_at(seconds: float) -> str:
-    """The local time in so many seconds, to the minute."""
-    return (datetime.now() + timedelta(seconds=min(seconds, LONGEST_SECONDS))).isoformat(timespec="minutes")
+    """Returns the local time `seconds` from now, to the minute."""
+    return (datetime.now() + timedelta(seconds=min(seconds, MAX_SECONDS))).isoformat(timespec="minutes")
 
 
 def _due(every: int, first: int, steps: int) -> int:
-    """How often something falls due, the last step included."""
+    """Counts the occurrences of an event due every `every` steps and at the last step."""
     inside = (steps - 1) // every - first // every if every else 0
     return max(0, inside) + 1

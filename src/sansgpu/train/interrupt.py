@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP: the first is acted on between steps, the second ends the process at once."""
+"""Handling of SIGINT, SIGTERM and SIGHUP: the first stops the run after its step, the second ends the process."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from types import FrameType, TracebackType
 
 
 def _hangups() -> list[int]:
-    """SIGHUP, unless the process was started to ignore it or the system has none."""
+    """Returns SIGHUP unless the process ignores it (nohup) or the system lacks it."""
     number = getattr(signal, "SIGHUP", None)
     return [] if number is None or signal.getsignal(number) is signal.SIG_IGN else [number]
 
 
 class Interrupt:
-    """While entered, `signal` is the number of the signal that came, None if none did. An ignored SIGHUP (nohup) stays
-    ignored.
+    """A context manager whose `signal` is the number of the first signal received, or None.
 
-    What comes within `same_wish` seconds is no second one: a terminal tells all processes, and their launcher too.
+    A signal within `grace_seconds` of the first is ignored: a launcher forwards the signal that the terminal already
+    sent to its processes. An ignored SIGHUP (nohup) stays ignored.
     """
 
-    def __init__(self, same_wish: float = 0.0, leaving: Callable[[], None] = lambda: None) -> None:
-        """`leaving` is done before the process ends at once."""
+    def __init__(self, grace_seconds: float = 0.0, leaving: Callable[[], None] = lambda: None) -> None:
+        """`leaving` is called before a second signal ends the process."""
         self.signal: int | None = None
-        self._same_wish, self._came = same_wish, 0.0
+        self._grace_seconds, self._received_at = grace_seconds, 0.0
         self._leaving = leaving
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():  # others may not install handlers
+        if threading.current_thread() is threading.main_thread():  # other threads cannot install handlers
             for number in (signal.SIGINT, signal.SIGTERM, *_hangups()):
                 self._before[number] = signal.signal(number, self._received)
         return self
@@ -42,7 +42,7 @@ class Interrupt:
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
-            self.signal, self._came = number, time.monotonic()
-        elif time.monotonic() - self._came >= self._same_wish:
+            self.signal, self._received_at = number, time.monotonic()
+        elif time.monotonic() - self._received_at >= self._grace_seconds:
             self._leaving()
             os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""The trained weights with their gradients and moments, and the two ways they are updated."""
+"""The optimizer: trained weights with their gradients and moments, updated by AdamW or Muon."""
 
 from __future__ import annotations
 
@@ -21,41 +21,43 @@ from sansgpu.train.reduce import Reducer
 from sansgpu.train.sharding import EVERYWHERE, Owned, Place, Rows, local_of, on_gradient, shard_blocks, spread
 
 MUON_MOMENTUM = 0.95
-MUON_UPDATE_RMS = 0.2  # AdamW's typical update size, so that both share one learning rate (arXiv 2502.16982)
+MUON_UPDATE_RMS = 0.2  # the typical update size of AdamW, so that both share one learning rate (arXiv 2502.16982)
 ADAM_EPS = 1e-8
-MUON_MOST = 0.1  # of a step may go into orthogonalising, where the choice is ours
-MUON_NUMBERS = 1 << 22  # orthogonalised at once; they take five times their memory on the way
-ORTHOGONALISE_PACE = 0.6  # time a FLOP of it takes over one of the step: it is all large products, as measured
+MUON_MAX_TIME_RATIO = 0.1  # `auto` chooses Muon if orthogonalization takes less than this share of a step
+MUON_CHUNK_ELEMENTS = 1 << 22  # orthogonalized at once; needs about five times their memory
+MUON_RELATIVE_FLOP_COST = 0.6  # seconds per Muon FLOP / seconds per step FLOP; measured, as Muon is all large matmuls
 MUON, ADAMW = ("momentum",), ("exp_avg", "exp_avg_sq")
-ADAMW8 = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # codes, and the scales of their blocks
-QUANTISED_FROM = 4096  # numbers in a weight: the moments of smaller ones cost nothing
+ADAMW8 = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # 8-bit codes, and one scale per block
+MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantized, as it would save nothing
 
 
 @dataclass
 class Weight:
-    """One trained tensor. `parameter` is what the model multiplies with, `master` its value, in fp32 unless that is the
-    parameter itself. `master` and moments are what `place` leaves to this rank.
+    """A trained tensor.
+
+    `parameter` is the tensor the model computes with. `master` is its fp32 copy, or the parameter itself if there is no
+    copy. `master` and `moments` hold only the part that `place` assigns to this rank.
     """
 
     name: str
     parameter: nn.Parameter
     master: torch.Tensor
-    kinds: tuple[str, ...]  # of the moments its update keeps
+    kinds: tuple[str, ...]  # names of its moments
     decay: float
     place: Place = EVERYWHERE
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
     used: bool = False  # this rank computed a gradient in one of the step's micro-batches
-    summed: bool = False  # over several micro-batches, in fp32; else the gradient stays as backward leaves it
+    summed: bool = False  # accumulate gradients of several micro-batches in fp32; otherwise use them as computed
     hook: RemovableHandle | None = None
-    gathered: Callable[[Weight], None] | None = None  # is told of every gradient
+    gathered: Callable[[Weight], None] | None = None  # called with the weight after each gradient
 
     def mark_used(self) -> None:
-        """Record that this rank computed a gradient of the weight in this step."""
+        """Records that this rank computed a gradient of the weight in this step."""
         self.used = True
 
     def gather(self, parameter: torch.Tensor) -> None:
-        """Add the gradient of a backward pass to those of earlier micro-batches."""
+        """Accumulates the gradient of a backward pass; registered as a post-accumulate-grad hook."""
         new, parameter.grad = parameter.grad, None
         assert new is not None
         self.mark_used()
@@ -70,20 +72,21 @@ class Weight:
 
     @property
     def working(self) -> torch.Tensor | None:
-        """The parameter's tensor, where it is a narrower copy of the master."""
+        """The parameter's tensor if it is a lower-precision copy of the master, otherwise None."""
         return None if self.parameter.dtype == self.master.dtype else self.parameter.detach()
 
     def described(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Shape and type of the whole of what this rank has `tensor` of."""
+        """Returns a tensor with the unsharded shape and the dtype of this rank's part `tensor`."""
         if not isinstance(self.place, Rows):
             return tensor
         return torch.empty(self.parameter.shape, dtype=tensor.dtype, device="meta")
 
 
 class Optimizer:
-    """All trained weights of a model. Matrices are cast to the compute dtype once a step, not at every use.
+    """Updates the trained weights of a model with AdamW or Muon.
 
-    While it holds a model in bf16, `masters` are the weights to save; `release` gives them back to the model.
+    Matrices are cast to the compute dtype once per step, not at every use. The weights to save are then the fp32
+    `masters`; `release` writes them back to the model.
     """
 
     def __init__(
@@ -103,13 +106,13 @@ class Optimizer:
         self.weights += [self._hold(name, p, ADAMW, decay, places[name]) for name, p in groups.filters]
         self.weights += [self._hold(name, p, ADAMW, 0.0, places[name]) for name, p in groups.others]
         for parameter in model.parameters():
-            if not parameter.requires_grad:  # as products read it, and in fp32 what no product does
+            if not parameter.requires_grad:  # frozen: matrices in the compute dtype, vectors in fp32
                 parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
         if cut:
             on_gradient(model, {w.name: w.mark_used for w in self.weights if w.name in cut})
         self._reducer = self._reducer_of(model) if group.size > 1 else None
-        self._kept: dict[str, tuple[Weight, str | None]] = {w.name: (w, None) for w in self.weights}
-        self._kept |= {f"{kind}.{w.name}": (w, kind) for w in self.weights for kind in w.kinds}
+        self._state: dict[str, tuple[Weight, str | None]] = {w.name: (w, None) for w in self.weights}
+        self._state |= {f"{kind}.{w.name}": (w, kind) for w in self.weights for kind in w.kinds}
 
     def _places(self, model: nn.Module, trained: set[str], cut: set[str]) -> dict[str, Place]:
         if self._sharding == "none":
@@ -119,7 +122,7 @@ class Optimizer:
         return {**owned, **dict.fromkeys(sorted(cut), Rows(self._group))}
 
     def _reducer_of(self, model: nn.Module) -> Reducer:
-        """Of all weights but those whose gradients fully_shard adds up."""
+        """Returns a reducer for all weights except those whose gradients fully_shard reduces."""
         by_name = {w.name: w for w in self.weights if not isinstance(w.place, Rows)}
         in_order = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
         narrow = self._training.gradient_reduction == "bf16"
@@ -133,31 +136,32 @@ class Optimizer:
             return Weight(name, parameter, local_of(parameter), kinds, decay, place)
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         weight = Weight(name, parameter, parameter.detach(), kinds, decay, place)
-        if kinds == ADAMW and self._training.optimizer_state == "8bit" and parameter.numel() >= QUANTISED_FROM:
+        if kinds == ADAMW and self._training.optimizer_state == "8bit" and parameter.numel() >= MIN_QUANTIZED_ELEMENTS:
             weight.kinds = ADAMW8
         if parameter.ndim > 1 and self._compute_dtype != parameter.dtype:
             parameter.data = parameter.data.to(self._compute_dtype)
-            parameter.grad_dtype = None  # the loss and the embedding leave fp32 sums, products what they are
+            parameter.grad_dtype = None  # gradients are fp32 from the loss and the embedding, bf16 from matmuls
             narrow = self._training.master_weights == "bf16"
             weight.master = parameter.detach() if narrow else place.mine(weight.master)
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
         return weight
 
     def expect_whole(self) -> None:
-        """The next backward pass is this rank's last one of the step, so sums over ranks may begin during it."""
+        """Announces this rank's last backward pass of the step, so that the all-reduce may overlap with it."""
         if self._reducer is not None and self._sharding != "full":
-            # fully_shard sums during backward, too, and all ranks must start all collectives in one order. Where a rank
-            # leaves a weight out, that order would differ.
+            # All ranks must start collectives in the same order. With fully_shard, which also reduces during backward,
+            # the order would differ on a rank that does not use some weight.
             self._reducer.open()
 
     def reduce(self) -> None:
-        """Sum the gradients over all ranks. A weight that no rank used in any micro-batch has no gradient: neither
-        its moments nor its value change in this step.
+        """Sums the gradients over all ranks.
+
+        A weight that no rank used has no gradient: its moments and its value do not change in this step.
         """
         if self._reducer is None:
             return
         self._reducer.close()
-        unused = self._group.add_up({w.name: 1.0 for w in self.weights if not w.used})
+        unused = self._group.all_reduce_sums({w.name: 1.0 for w in self.weights if not w.used})
         for weight in self.weights:
             if isinstance(weight.place, Rows):
                 weight.gradient = None if weight.parameter.grad is None else local_of(weight.parameter.grad)
@@ -167,50 +171,50 @@ class Optimizer:
             weight.used = False
 
     def expect_sum(self, summed: bool) -> None:
-        """Whether the next gradients are a sum over micro-batches. In fp32 from the first on, as changing the type
-        later would tear holes into the heap.
+        """Announces whether the step accumulates several micro-batches.
+
+        Sums are then fp32 from the first one on, because changing the dtype later would fragment the heap.
         """
         for weight in self.weights:
             weight.summed = summed
 
     def norm(self) -> float:
-        """The 2-norm of the gradient."""
+        """Returns the 2-norm of the gradients of all weights."""
         norm = global_norm([w.gradient for w in self.weights if w.gradient is not None])
         if self._sharding == "none":
             return norm
-        return math.sqrt(self._group.add_up({"squares": norm * norm})["squares"])
+        return math.sqrt(self._group.all_reduce_sums({"squares": norm * norm})["squares"])
 
     @torch.no_grad()
     def step(self, lr: float, step: int, scale: float) -> None:
-        """Update number `step` (1, 2, ...) by the gradients x `scale`, which are dropped."""
+        """Applies update number `step` (from 1) with the gradients times `scale`, and drops the gradients."""
         trained = [w for w in self.weights if w.gradient is not None]
         self.make_moments()
         for number, weight in enumerate(self.weights):
             if weight.gradient is not None and weight.kinds != MUON:
                 self._adamw(weight, lr, step, scale, fold_seed(self._training.seed, "rounding", step, number))
-        # By whole shapes: ranks may have unequal numbers of rows, and must gather the same matrices in one order.
+        # Grouped by unsharded shapes: ranks may have unequal numbers of rows but must gather in the same order.
         orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.parameter.shape)
         for shape, same in groupby(orthogonal, key=lambda w: w.parameter.shape):
-            group, together = list(same), max(1, MUON_NUMBERS // shape.numel())
+            group, together = list(same), max(1, MUON_CHUNK_ELEMENTS // shape.numel())
             for start in range(0, len(group), together):
                 self._muon(group[start : start + together], lr, scale)
         self.drop_gradients()
         self._share()
 
     def _share(self) -> None:
-        """Give all ranks what each has updated."""
+        """Broadcasts each parameter from the rank that updated it."""
         owned = [(w, w.place.owner) for w in self.weights if isinstance(w.place, Owned)]
-        for work in [self._group.send_later(w.parameter.detach(), owner) for w, owner in owned]:
-            self._group.finish(work)
+        for work in [self._group.broadcast_async(w.parameter.detach(), owner) for w, owner in owned]:
+            self._group.wait(work)
 
     def make_moments(self) -> None:
-        """Take the memory of the moments. Before the first step, as what stays would tear holes into its heap."""
+        """Allocates the moments; called before the first step, because later allocation would fragment the heap."""
         for weight in self.weights:
             if not weight.moments:
                 weight.moments = _zeros(weight)
 
     def drop_gradients(self) -> None:
-        """Forget what backward has left."""
         for weight in self.weights:
             weight.gradient = None
 
@@ -233,10 +237,10 @@ class Optimizer:
         )
 
     def _muon(self, weights: list[Weight], lr: float, scale: float) -> None:
-        """Steps along the orthogonalised momentum (Jordan et al. 2024), for weights of one shape together: matrices, or
-        stacks of matrices that are orthogonalised one by one.
+        """Updates weights of one shape along their orthogonalized momentum (Jordan et al. 2024).
 
-        torch.optim.Muon computes in bf16 everywhere, which is slow where bf16 is emulated, and one matrix at a time.
+        Each weight is a matrix or a stack of matrices. torch.optim.Muon is not used because it processes one matrix at
+        a time and always computes in bf16, which is slow if the processor emulates it.
         """
         updates = []
         for weight in weights:
@@ -247,7 +251,7 @@ class Optimizer:
         size = MUON_UPDATE_RMS * max(weights[0].parameter.shape[-2:]) ** 0.5
         whole = torch.stack([w.place.everywhere(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
         matrices = whole.view(-1, *whole.shape[-2:])
-        for some in matrices.split(max(1, MUON_NUMBERS // matrices[0].numel())):
+        for some in matrices.split(max(1, MUON_CHUNK_ELEMENTS // matrices[0].numel())):
             some.copy_(orthogonalise(some, self._compute_dtype))
         for weight, update in zip(weights, whole, strict=True):
             weight.master.mul_(1 - lr * weight.decay).add_(weight.place.mine(update), alpha=-lr * size)
@@ -255,17 +259,17 @@ class Optimizer:
                 weight.working.copy_(weight.master)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """The fp32 weights by the parameters' names; of those elsewhere, shape and type (meta device)."""
+        """Returns the fp32 weights by parameter name; on the meta device if another rank owns them."""
         return {w.name: w.described(w.master) for w in self.weights}
 
     def keeps(self, name: str) -> bool:
-        """Whether a tensor of a snapshot is a master or a moment."""
-        return name in self._kept
+        """Returns whether `name` in a snapshot is a master weight or a moment."""
+        return name in self._state
 
     @torch.no_grad()
     def load(self, name: str, whole: torch.Tensor) -> None:
-        """Take up a master or moment by its name in a snapshot."""
-        weight, kind = self._kept[name]
+        """Loads a master weight or moment by its name in a snapshot; `whole` is the unsharded tensor."""
+        weight, kind = self._state[name]
         cut = isinstance(weight.place, Rows)
         if kind is not None:
             mine = weight.place.mine(whole)
@@ -277,13 +281,13 @@ class Optimizer:
             weight.parameter.detach().copy_(whole)
 
     def whole(self, name: str) -> torch.Tensor:
-        """A master or moment by its name in a snapshot, put together on rank 0; all ranks call it in the same order."""
-        weight, kind = self._kept[name]
+        """Returns an unsharded master weight or moment on rank 0; all ranks must call it in the same order."""
+        weight, kind = self._state[name]
         tensor = weight.master if kind is None else weight.moments[kind]
         return weight.place.gather(tensor, weight.described(tensor).shape)
 
     def release(self) -> None:
-        """Give the model its fp32 weights back, on rank 0 where they are spread; it is not trained any further."""
+        """Writes the fp32 weights back to the model (on rank 0 only if sharded) and ends training."""
         for weight in self.weights:
             if weight.hook is not None:
                 weight.hook.remove()
@@ -295,16 +299,16 @@ class Optimizer:
                 setattr(self._model.get_submodule(path), last, nn.Parameter(whole))
 
     def state_names(self) -> set[str]:
-        """The names `state_tensors` has once every parameter was updated."""
+        """Returns the names in `state_tensors`."""
         return {f"{kind}.{w.name}" for w in self.weights for kind in w.kinds}
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Moments as `KIND.PARAMETER`; AdamW's step count is the run's own."""
+        """Returns the moments as `KIND.PARAMETER`. AdamW's step count is the run's step and not included."""
         return {f"{kind}.{w.name}": w.described(value) for w in self.weights for kind, value in w.moments.items()}
 
 
 def _zeros(weight: Weight) -> dict[str, torch.Tensor]:
-    """Moments before the first step."""
+    """Returns the initial moments of a weight."""
     mine = weight.master if isinstance(weight.place, Rows) else weight.place.mine(weight.master)
     if weight.kinds == ADAMW8:
         parts = [*quantised_zeros(mine), *quantised_zeros(mine)]
@@ -315,11 +319,11 @@ def _zeros(weight: Weight) -> dict[str, torch.Tensor]:
 
 
 def choose_optimizer(wanted: str, step_flops: float, muon_flops: float) -> str:
-    """`muon` or `adamw`: of `auto` Muon, where orthogonalising costs less than a tenth of a step.
+    """Returns `muon` or `adamw`; `auto` becomes Muon if orthogonalization takes less than a tenth of a step.
 
-    By FLOPs and no measurement, so that equal runs decide alike.
+    Decides by FLOPs rather than a measurement, so that the choice is reproducible.
     """
     if wanted != "auto":
         return wanted
-    cost = muon_flops * ORTHOGONALISE_PACE
-    return "muon" if cost < MUON_MOST * (step_flops + cost) else "adamw"
+    cost = muon_flops * MUON_RELATIVE_FLOP_COST
+    return "muon" if cost < MUON_MAX_TIME_RATIO * (step_flops + cost) else "adamw"

@@ -1,4 +1,4 @@
-"""Which trained parameters get weight decay, and which of these Muon updates."""
+"""Groups parameters by whether they get weight decay and whether Muon may update them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Named = list[tuple[str, nn.Parameter]]
 class ParameterGroups:
     """The trained parameters of a model by role; a tied parameter is in one group only."""
 
-    matrices: Named  # multiplied with the states of tokens: (outputs, inputs), or a stack of them, one an expert
-    filters: Named  # of convolutions: decayed, but no product of matrices, which Muon is made for
-    others: Named  # embeddings, the output head, norms, biases: not decayed
+    matrices: Named  # linear weights (outputs, inputs), or stacks (experts, outputs, inputs): decayed, may use Muon
+    filters: Named  # convolution filters: decayed, never Muon
+    others: Named  # embeddings, output head, norms and biases: not decayed
 
 
 def parameter_groups(model: nn.Module) -> ParameterGroups:
-    """Groups the trained parameters by what their modules do with them, each group in the model's order.
+    """Groups the trained parameters by the role of their modules; each group is in the model's order.
 
-    Mixtures of transformers hold the matrices of all experts in parameters (experts, outputs, inputs) of a module that
-    is called `...Experts`.
+    In transformers, mixture-of-experts models stack the matrices of all experts in parameters (experts, outputs,
+    inputs) of a module whose class name contains `Experts`.
     """
     head = getattr(model, "get_output_embeddings", lambda: getattr(model, "head", None))()
     tables = {

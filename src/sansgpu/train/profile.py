@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Profiles a step: the share of its time per part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sansgpu.train.optim import Optimizer
 
 PARTS = ("attention", "matmul", "loss", "optimizer", "other")
 _UPDATE = "sansgpu update"
-# The first that matches an event's name has its time, children included.
+# The time of an event, including its children, counts for the first pattern that matches its name.
 _EVENTS = (
     ("optimizer", re.compile(re.escape(_UPDATE))),
     ("loss", re.compile(r"LinearCrossEntropy|cross_entropy")),
@@ -26,9 +26,9 @@ _EVENTS = (
 
 
 def breakdown(step: Callable[[], object], optimizer: Optimizer, repeats: int) -> dict[str, float]:
-    """Shares of a step by PARTS, over a few steps under torch's profiler; `other` is all that is none of these."""
+    """Returns the share of time per part of PARTS over `repeats` steps, measured with torch's profiler."""
     quiet_profiler()
-    with _marked(optimizer), profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with _annotated(optimizer), profile(activities=[ProfilerActivity.CPU]) as profiled:
         start = time.perf_counter()
         for _ in range(repeats):
             step()
@@ -52,8 +52,8 @@ def _add(event: Any, seconds: dict[str, float]) -> None:
 
 
 @contextmanager
-def _marked(optimizer: Optimizer) -> Iterator[None]:
-    """While it lasts, the profiler sees the update under a name of its own."""
+def _annotated(optimizer: Optimizer) -> Iterator[None]:
+    """Within the context, the profiler records the optimizer update under the name _UPDATE."""
     norm, step = optimizer.norm, optimizer.step
 
     def marked_norm() -> float:
@@ -72,6 +72,6 @@ def _marked(optimizer: Optimizer) -> Iterator[None]:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a GPU has done what it was told."""
+    """Waits for the queued work of a GPU; returns immediately on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()

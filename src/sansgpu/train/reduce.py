@@ -1,4 +1,4 @@
-"""Gradients added up over ranks while backward still goes on (Li et al. 2020, arXiv 2006.15704)."""
+"""Gradient reduction over ranks, overlapped with backward (Li et al. 2020, arXiv 2006.15704)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sansgpu.train.sharding import Owned
 if TYPE_CHECKING:
     from sansgpu.train.optim import Weight
 
-BUCKET_BYTES = 25 << 20  # sent together: large enough for the network's rate, small enough to begin early
-_ALIGNMENT = 16  # numbers: a cache line of fp32
+BUCKET_BYTES = 25 << 20  # large enough for full network throughput, small enough to start early
+_ALIGNMENT = 16  # elements: one cache line of fp32
 
 
 @dataclass
 class _Bucket:
-    """Weights whose gradients travel in one piece, to `owner` alone or to all."""
+    """Weights whose gradients are reduced in one message, to rank `owner` or to all ranks if it is None."""
 
     weights: list[Weight]
     owner: int | None
@@ -31,80 +31,78 @@ class _Bucket:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
         return self.weights[0].parameter.device
 
     def slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each weight's place in it."""
+        """Returns a view into `flat` for each weight's gradient."""
         sizes = [-(-w.master.numel() // _ALIGNMENT) * _ALIGNMENT for w in self.weights]
         starts = [0, *accumulate(sizes)]
         return [flat[a : a + w.master.numel()].view(w.master.shape) for w, a in zip(self.weights, starts, strict=False)]
 
-    def numbers(self) -> int:
-        """Of all slots."""
+    def numel(self) -> int:
         return sum(-(-w.master.numel() // _ALIGNMENT) * _ALIGNMENT for w in self.weights)
 
 
 class Reducer:
-    """Sums gradients over all ranks while backward is still running, sent as `dtype`. The sum of a weight that one
-    rank owns arrives on that rank only.
+    """Sums gradients over all ranks in `dtype` while backward is still running.
 
-    Sums are bitwise identical on all ranks and in every run: buckets, their order and gloo's order of adding are fixed.
+    If one rank owns a weight, only that rank gets its sum. Sums are bitwise identical on all ranks and in every run,
+    because the buckets, their order and gloo's summation order are fixed.
     """
 
     def __init__(self, group: Group, weights: list[Weight], dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
         self._buckets = _buckets(weights, dtype)
-        self._of = {w.name: bucket for bucket in self._buckets for w in bucket.weights}
-        self._begun = 0
+        self._bucket_of = {w.name: bucket for bucket in self._buckets for w in bucket.weights}
+        self._started = 0
         self._open = False
 
     def open(self) -> None:
-        """The next backward pass is this rank's last one of the step: a gradient is complete when it arrives."""
+        """Announces this rank's last backward pass of the step, in which gradients become complete."""
         self._open = True
 
     def arrived(self, weight: Weight) -> None:
-        """Record that a weight's gradient is complete. A full bucket is sent once all buckets before it were sent."""
+        """Records that a weight's gradient is complete. Complete buckets are sent in order."""
         if not self._open:
             return
-        self._of[weight.name].arrived.add(weight.name)
-        while self._begun < len(self._buckets):
-            bucket = self._buckets[self._begun]
+        self._bucket_of[weight.name].arrived.add(weight.name)
+        while self._started < len(self._buckets):
+            bucket = self._buckets[self._started]
             if len(bucket.arrived) < len(bucket.weights):
                 return
-            self._leave(bucket)
+            self._start(bucket)
 
     def close(self) -> None:
-        """Send the buckets that are left, wait for all sums and put them in the gradients' place."""
+        """Sends the remaining buckets, waits for all sums and stores them as the weights' gradients."""
         self._open = False
-        while self._begun < len(self._buckets):
-            self._leave(self._buckets[self._begun])
+        while self._started < len(self._buckets):
+            self._start(self._buckets[self._started])
         for bucket in self._buckets:
             assert bucket.work is not None
             assert bucket.flat is not None
-            self._group.finish(bucket.work)
-            kept = bucket.owner in (None, self._group.rank)
+            self._group.wait(bucket.work)
+            is_target = bucket.owner in (None, self._group.rank)
             for weight, slot in zip(bucket.weights, bucket.slots(bucket.flat), strict=True):
-                weight.gradient = slot if kept else None
+                weight.gradient = slot if is_target else None
             bucket.work = bucket.flat = None
             bucket.arrived = set()
-        self._begun = 0
+        self._started = 0
 
-    def _leave(self, bucket: _Bucket) -> None:
-        bucket.flat = flat = torch.zeros(bucket.numbers(), dtype=self._dtype, device=bucket.device)
+    def _start(self, bucket: _Bucket) -> None:
+        bucket.flat = flat = torch.zeros(bucket.numel(), dtype=self._dtype, device=bucket.device)
         for weight, slot in zip(bucket.weights, bucket.slots(flat), strict=True):
             if weight.gradient is not None:
                 slot.copy_(weight.gradient)
                 weight.gradient = None
-        self._begun += 1
+        self._started += 1
         if bucket.owner is None:
-            bucket.work = self._group.sum_later(flat)
+            bucket.work = self._group.all_reduce_async(flat)
         else:
-            bucket.work = self._group.sum_at_later(flat, bucket.owner)
+            bucket.work = self._group.reduce_async(flat, bucket.owner)
 
 
 def _buckets(weights: list[Weight], dtype: torch.dtype) -> list[_Bucket]:
-    """Of weights as they stand in the model, in the order in which backward is likely to leave them."""
+    """Returns buckets in reverse model order, the likely order in which backward computes gradients."""
     buckets: list[_Bucket] = []
     size = 0
     for weight in reversed(weights):

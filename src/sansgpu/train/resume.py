@@ -1,4 +1,4 @@
-"""Taking up a snapshot, and saying where it cannot be exact."""
+"""Restores training state from a snapshot and reports differences that make the resumed run inexact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sansgpu.train.checkpoint import MOMENTS, WEIGHTS, Snapshot, best_of
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.tensor_file import TYPES
 
-Metrics = dict[str, float | None]  # of an evaluation; None where a number is not finite
+Metrics = dict[str, float | None]  # of an evaluation; None replaces a non-finite value
 
 
 def restore(
@@ -30,26 +30,29 @@ def restore(
     warn: Callable[[str], None],
     group: Group = ALONE,
 ) -> Metrics | None:
-    """Load weights, moments and progress into `state`; returns the metrics of that step where it was evaluated.
+    """Loads weights, moments and progress into `state`; returns the metrics of that step if it was evaluated.
 
-    `folder` is the run's `snapshots/`. Rank 0 reads each tensor and sends it to the other ranks, which keep their own
-    part: so a snapshot fits any number of ranks, and hosts need not share a disk. Raises ConfigError if the model has
-    another shape; if the environment or the data differ, which changes bits, it warns, or with `strict` raises.
+    `folder` is the run's `snapshots/`. Rank 0 reads each tensor and broadcasts it, and every rank keeps its own part,
+    so a snapshot fits any world size and hosts need not share a disk. Raises ConfigError if the model's shapes differ.
+    If the environment or the data differ, warns that results are not bit-identical, or with `strict` raises.
     """
     record = group.decide(snapshot.state)
     shapes = {file: group.decide(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
     _require_same_shape(state, shapes[WEIGHTS], snapshot)
     if shapes[MOMENTS].keys() != state.optimizer.state_names():
-        raise ConfigError(f"{snapshot.folder} was made with another optimizer; set training.optimizer as it was.")
+        raise ConfigError(
+            f"{snapshot.folder} was made with another optimizer; set training.optimizer to the value in the run's "
+            "config.yaml."
+        )
     for difference in _differences(record, environment, data_fingerprint):
         message = f"{snapshot.folder.name} was made with {difference}: the resumed run will differ in its last bits."
         if strict:
-            raise ConfigError(f"{message} Without --strict it would go on.")
+            raise ConfigError(f"{message} Without --strict this is only a warning.")
         warn(message)
     for file in (WEIGHTS, MOMENTS):
         for name, tensor in snapshot.tensors(file) if group.first else _empty(shapes[file]):
             if group.size > 1:
-                group.send(tensor, 0)
+                group.broadcast(tensor, 0)
             state.load(name, tensor)
     progress = state.progress = Progress.from_json(record["progress"])
     best = progress.best_loss, progress.best_step
@@ -61,8 +64,9 @@ def restore(
 def _best_there(
     snapshot: Snapshot, folder: Path, loss: float | None, step: int | None
 ) -> tuple[float | None, int | None]:
-    """Loss and step of the best snapshot until then. Another becomes it if it was deleted, as a later one was better
-    before the run went back.
+    """Returns loss and step of the best snapshot that still exists among the ancestors of `snapshot`.
+
+    The recorded best one may have been deleted after a better, now abandoned snapshot was taken.
     """
     found = ancestors(snapshot, folder)
     if step in [None, *(there.step for there in found)]:
@@ -72,13 +76,13 @@ def _best_there(
 
 
 def _empty(shapes: dict[str, tuple[list[int], str]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Room for the tensors that rank 0 sends."""
+    """Yields empty tensors to receive the broadcasts of rank 0."""
     for name, (shape, dtype) in sorted(shapes.items()):
         yield name, torch.empty(shape, dtype=TYPES[dtype])
 
 
 def recorded_environment(snapshot: Snapshot) -> Environment:
-    """What the snapshot's run computed with."""
+    """Returns the environment recorded in the snapshot."""
     recorded = snapshot.state()["environment"]
     return Environment(**{field.name: recorded[field.name] for field in fields(Environment)})
 
@@ -90,7 +94,7 @@ def _require_same_shape(state: TrainState, weights: dict[str, tuple[list[int], s
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
                 f"{snapshot.folder} is of another model: {name} is {theirs.get(name, 'missing')} there and "
-                f"{ours.get(name, 'missing')} in the configuration; give the run's own config.yaml."
+                f"{ours.get(name, 'missing')} in the configuration; use the run's own config.yaml."
             )
 
 

@@ -1,27 +1,27 @@
-"""Which model is best for the time there is: loss by size and tokens, with repeated text counting for less."""
+"""A scaling law: expected loss by model size and training tokens, with diminishing value of repeated text."""
 
 from __future__ import annotations
 
 import math
 
 # Bits per byte = floor + size term + data term, the form of Hoffmann et al. (arXiv 2203.15556). Fitted to runs of this
-# recipe with 1.9M to 17M parameters and 1 to 10M tokens of English (docs/lab-notes.md): where terms balance says
-# which model to take, the sum is no promise for other text.
+# recipe with 1.9M to 17M parameters and 1 to 10M tokens of English (docs/lab-notes.md). The balance of the terms tells
+# which model size to choose; the sum does not predict the loss on other text.
 _FLOOR = 0.93
 _SIZE, _SIZE_POWER = 0.224, 0.65
 _DATA, _DATA_POWER = 0.65, 0.5
-_REPEATS = 15.4  # epochs after which repeating text has lost most of its worth (Muennighoff et al., arXiv 2305.16264)
-MOST_EPOCHS = 16  # of a proposal
+_REPEATS = 15.4  # decay constant of the value of repeated epochs (Muennighoff et al., arXiv 2305.16264)
+MOST_EPOCHS = 16  # the most epochs of a proposed run
 
 
 def worth_of_tokens(tokens: float, unique: float) -> float:
-    """Fresh tokens that are worth as much as `tokens` drawn from a text of `unique`."""
+    """Returns the number of fresh tokens with the same value as `tokens` drawn from a text of `unique` tokens."""
     if tokens <= unique:
         return tokens
     return unique * (1 + _REPEATS * (1 - math.exp(-(tokens / unique - 1) / _REPEATS)))
 
 
 def expected_bits_per_byte(parameters: float, tokens: float, unique: float) -> float:
-    """Of a model after a run; comparable between models on one text."""
+    """Returns the estimated bits per byte after training; comparable only between models on the same text."""
     size = _SIZE * math.pow(parameters / 1e6, -_SIZE_POWER)
     return _FLOOR + size + _DATA * math.pow(worth_of_tokens(tokens, unique) / 1e6, -_DATA_POWER)

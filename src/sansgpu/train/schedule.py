@@ -1,4 +1,4 @@
-"""Learning rate and length of a run, as pure functions."""
+"""The learning rate and the number of steps as pure functions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 from sansgpu.config import TrainingConfig
 
-WARMUP_PART = 10
-UNKNOWN = 1 << 40  # steps of a run that ends by the clock, before any was timed
+MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
+UNKNOWN = 1 << 40  # total steps of a time-limited run before any step was timed
 
 
 def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> float:
-    """The learning rate of step 0 .. total_steps - 1: linear warm-up, then as `lr_scheduler` says."""
+    """Returns the learning rate of `step` in [0, total_steps): linear warm-up, then `training.lr_scheduler`."""
     peak, low, warmup = training.learning_rate, training.min_lr_ratio, warmup_steps(training, total_steps)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -30,14 +30,15 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
 
 
 def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
-    """Steps of the warm-up: at most a tenth of a run whose length is an amount of time."""
-    most = total_steps // WARMUP_PART if training.time_limited else training.warmup_steps
+    """Returns the number of warm-up steps, at most a tenth of the steps of a time-limited run."""
+    most = total_steps // MAX_WARMUP_DIVISOR if training.time_limited else training.warmup_steps
     return min(training.warmup_steps, most)
 
 
 def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch: int) -> int:
-    """Steps until the first of num_epochs, max_steps and max_tokens; one epoch where nothing limits the run, UNKNOWN
-    where only time does.
+    """Returns the steps until the first of num_epochs, max_steps and max_tokens is reached.
+
+    Without these limits, returns UNKNOWN for a time-limited run and otherwise one epoch.
     """
     limits = []
     if training.max_steps is not None:

@@ -1,4 +1,4 @@
-"""The types of the fields in a snapshot's state.json and MANIFEST.json. More fields are fine."""
+"""Schemas of a snapshot's state.json and MANIFEST.json. Additional fields are allowed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sansgpu.watch.event_schema import Count, Plain
 
-# A loss may have been NaN when it was saved, which JSON as Python writes it can express.
+# A saved loss may be NaN, which Python's JSON can express.
 _Loss = Annotated[float, Field(allow_inf_nan=True)]
 
 
@@ -45,7 +45,7 @@ class _Metrics(_Fields):
 
 
 class State(_Fields):
-    """state.json."""
+    """The content of state.json."""
 
     progress: _Progress
     metrics: _Metrics | None
@@ -54,7 +54,7 @@ class State(_Fields):
 
 
 class Manifest(_Fields):
-    """MANIFEST.json: the SHA-256 of each file in hexadecimal."""
+    """The content of MANIFEST.json, with the hexadecimal SHA-256 of each file."""
 
     step: Count
     files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]

@@ -1,4 +1,4 @@
-"""One optimizer update."""
+"""A training step: forward and backward over micro-batches, reduction, clipping and update."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sansgpu.machine.pressure import MemoryShortError
 from sansgpu.tasks import Sums, Task
 from sansgpu.train.state import TrainState
 
-PHASES = ("data", "forward", "backward", "reduce", "update")  # of a step's time; the first is its caller's
-_LOSS = "summed loss"  # beside a task's own sums, none of which has a blank in its name
+PHASES = ("data", "forward", "backward", "reduce", "update")  # parts of a step's time; the caller measures "data"
+_LOSS = "summed loss"  # a key next to the task's own sums, whose names contain no space
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How this process does its share of a step. None of it changes what is learned, but for dropout's draws."""
+    """How this process computes its share of a step. Up to rounding, it affects nothing but the dropout masks."""
 
     micro_batch: int
     device: torch.device
@@ -32,23 +32,23 @@ class StepPlan:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What matrices are multiplied in."""
+        """The dtype of matrix products."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def autocast(self) -> torch.autocast:
-        """Products in the compute dtype; weights and sums stay fp32."""
+        """Returns a context for mixed precision: matmuls in the compute dtype, weights and sums in fp32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
 
 class Phases:
-    """Seconds of PHASES, as this process waits for them; each lap ends one."""
+    """A stopwatch for the PHASES of a step."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """What was done since the last lap was `phase`."""
+        """Adds the time since the last call to `phase`."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last
         self._last = now
@@ -56,13 +56,13 @@ class Phases:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did."""
+    """The result of a training step."""
 
     loss_sum: float
-    targets: int  # that it is summed over
+    targets: int  # number of terms in loss_sum
     tokens: int
     grad_norm: float
-    sums: Sums  # the task's own
+    sums: Sums  # task-specific sums
 
 
 def train_step(
@@ -75,12 +75,12 @@ def train_step(
     allowed: Callable[[int], int] = lambda size: size,
     phases: Phases | None = None,
 ) -> StepResult:
-    """Accumulate the gradient of `batch` in micro-batches, clip it and update.
+    """Accumulates the gradient of `batch` in micro-batches, clips it and updates the weights.
 
-    The loss is summed over targets and divided once by those of the whole batch, so no split changes it; `allowed`
-    is asked before each micro-batch how much of one memory allows. One whose forward pass raises MemoryShortError is
-    cut and tried again. `phases` is told where the time goes.
-    Raises SansGPUError, before any weight changes, where loss or gradient are not finite.
+    The summed loss is divided by the number of targets of the global batch, so the result does not depend on how the
+    batch is split. `allowed` limits the rows of each micro-batch to what fits into memory; a micro-batch whose forward
+    pass raises MemoryShortError is split and tried again. `phases` collects timings.
+    Raises SansGPUError before any weight changes if the loss or the gradient norm is not finite.
     """
     phases = phases or Phases()
     targets = batch.target_count()
@@ -110,14 +110,14 @@ def train_step(
         loss_sum += loss.detach()
         index += 1
     state.optimizer.reduce()
-    sums = plan.group.add_up({_LOSS: float(loss_sum), **task.step_sums()})
+    sums = plan.group.all_reduce_sums({_LOSS: float(loss_sum), **task.step_sums()})
     total = sums.pop(_LOSS)
     phases.lap("reduce")
     grad_norm = state.optimizer.norm()
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
         raise SansGPUError(
             f"step {state.progress.step + 1}: the loss is {total / targets:g} and the gradient norm {grad_norm:g}; "
-            "earlier snapshots are kept; go on from one with a lower learning_rate or more warmup_steps."
+            "resume from an earlier snapshot with a lower learning_rate or more warmup_steps."
         )
     limit = training.max_grad_norm
     scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0

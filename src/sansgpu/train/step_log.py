@@ -1,4 +1,4 @@
-"""Step events: means over the steps since the last event."""
+"""Step events, averaged over the steps since the last event."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sansgpu.train.state import Progress
 from sansgpu.train.step import PHASES, Phases, StepPlan, StepResult
 from sansgpu.watch.events import Event
 
-System = Callable[[], dict[str, Any] | None]  # what the machine went through since it was last asked
+System = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
 
 
 class StepLog:
-    """Collects steps and makes step events of them.
+    """Collects steps and turns them into step events.
 
-    `gemm_flops_per_second` is the best GEMM rate of all processes of `plan` together, which `mfu` compares with.
+    `gemm_flops_per_second` is the best total GEMM rate of all processes of `plan`, the denominator of `mfu`.
     """
 
     def __init__(self, task: Task, gemm_flops_per_second: float, plan: StepPlan, system: System = lambda: None) -> None:
@@ -28,9 +28,7 @@ class StepLog:
         self._steps: list[tuple[float, int, Phases]] = []  # seconds, tokens and phases
 
     def recall(self, recorded: Sequence[Event], environment: Environment) -> None:
-        """Keep the best GEMM rate that the run's earlier processes recorded under the same conditions, so that `mfu`
-        means the same before and after a resume.
-        """
+        """Takes over the best GEMM rate recorded earlier in the same environment, so that `mfu` stays comparable."""
         alike, names = False, ("device", "isa", "precision", "threads", "world_size")
         for event in recorded:
             if event["event"] == "start":
@@ -39,11 +37,10 @@ class StepLog:
                 self._gemm = max(self._gemm, event.get("gemm_flops_per_second") or 0.0)
 
     def add(self, seconds: float, tokens: int, phases: Phases) -> None:
-        """Record one step."""
         self._steps.append((seconds, tokens, phases))
 
     def event(self, progress: Progress, result: StepResult, lr: float, total_steps: int) -> Event:
-        """The event of the steps since the last one, without what depends on the run's time."""
+        """Returns the event for the steps since the last one; the caller adds elapsed time, ETA and threads."""
         steps, self._steps = self._steps, []
         seconds, tokens = sum(step[0] for step in steps), sum(step[1] for step in steps)
         flops_per_second, plan = self._task.flops_per_token * tokens / seconds, self._plan

@@ -1,4 +1,4 @@
-"""safetensors files, written past the page cache and hashed on the way; byte for byte what safetensors writes."""
+"""Writes safetensors files with direct I/O and hashes them on the way; the bytes equal those of safetensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from sansgpu.machine.disk import Bytes, write_hashed
 
 Tensors = dict[str, torch.Tensor]
-Whole = Callable[[str, torch.Tensor], torch.Tensor]  # a tensor by its name, of which shape and type are known
+Whole = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor with its shape and dtype) -> unsharded tensor
 
-# The names that the format has for them (github.com/huggingface/safetensors, "Format").
+# Dtype names of the format (github.com/huggingface/safetensors, "Format").
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -26,19 +26,19 @@ _HEADER_ALIGNMENT = 8
 
 
 def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that is all here."""
+    """Returns the tensor unchanged; the gather function for unsharded tensors."""
     return tensor
 
 
 def in_file_order(tensors: Tensors) -> list[str]:
-    """The names as `save_tensors` writes them."""
+    """Returns the names in the order in which `save_tensors` writes them."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
 def save_tensors(tensors: Tensors, path: Path, whole: Whole = as_it_is) -> str:
-    """Write tensors to a safetensors file and wait until it is on the disk; returns its SHA-256.
+    """Writes tensors to a safetensors file, waits until it is on the disk and returns its SHA-256.
 
-    `whole` is asked for each in the order of the file, where `tensors` only tells shapes and types.
+    `whole` returns each tensor in file order; `tensors` may hold only shapes and dtypes.
     """
     names = in_file_order(tensors)
     header, end = {}, 0
@@ -53,6 +53,6 @@ def save_tensors(tensors: Tensors, path: Path, whole: Whole = as_it_is) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The memory of a tensor, or of a copy where it is scattered or on another device."""
+    """Returns the bytes of a tensor without a copy if it is contiguous and on the CPU."""
     flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return flat

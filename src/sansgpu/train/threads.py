@@ -1,4 +1,4 @@
-"""Compute threads that give way to other programs."""
+"""Adapts the number of compute threads to the load of other programs."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from sansgpu.config import TrainingConfig
 from sansgpu.machine.probe import Environment, resolve_threads
 from sansgpu.watch.events import Event
 
-AGREEING_EVENTS = 2  # step events in a row that ask for another number of threads: one may be an accident
+AGREEING_EVENTS = 2  # consecutive step events that must call for the same change, since one may be an accident
 
 
 class AdaptiveThreads:
-    """Changes torch's threads with `training.adapt_threads`, so that no thread waits for a core that another program
-    uses; without it the threads stay as they are.
-    """
+    """Adapts torch's number of threads to the free cores if `training.adapt_threads` is set."""
 
     def __init__(self, training: TrainingConfig, environment: Environment) -> None:
         self._enabled = training.adapt_threads
         self._now = environment.threads
-        self._most = max(environment.threads, resolve_threads(training))
-        self._asked: list[int] = []  # by the last step events
+        self._max_threads = max(environment.threads, resolve_threads(training))
+        self._suggested: list[int] = []  # numbers of threads that suit the last step events
 
     def see(self, event: Event) -> tuple[int, str] | None:
-        """Returns the new number of threads and a sentence about the change, if a step event gives reason for one."""
+        """Returns the new number of threads and a message if the number changed, otherwise None."""
         system = event["system"] or {}
         others = ((system.get("other_percent") or 0.0) + (system.get("stolen_percent") or 0.0)) / 100
-        self._asked = [*self._asked, max(1, self._most - round(others))][-AGREEING_EVENTS:]
-        wanted = self._asked[-1]
-        if not self._enabled or wanted == self._now or self._asked != [wanted] * AGREEING_EVENTS:
+        self._suggested = [*self._suggested, max(1, self._max_threads - round(others))][-AGREEING_EVENTS:]
+        wanted = self._suggested[-1]
+        if not self._enabled or wanted == self._now or self._suggested != [wanted] * AGREEING_EVENTS:
             return None
         before, self._now = self._now, wanted
         torch.set_num_threads(wanted)
         return wanted, (
-            f"other programs use {others:.1f} cores: the run goes on with {wanted} threads instead of {before}, which "
-            "changes its last bits."
+            f"other programs use {others:.1f} cores: the run continues with {wanted} threads instead of {before}; its "
+            "results are no longer bit-identical to those of an undisturbed run."
         )

@@ -1,4 +1,4 @@
-"""Snapshots written behind the training: a copy in memory, and a thread that takes it to the disk."""
+"""Writes snapshots in the background: copies the state in memory, then writes the copy in a thread."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from sansgpu.machine.probe import available_memory
 from sansgpu.train.checkpoint import Snapshot, prune, save_snapshot
 from sansgpu.train.tensor_file import Tensors, Whole, as_it_is, bytes_of
 
-MEMORY_LEFT = 512 << 20  # that a copy leaves free for what else the run may come to need; an assumption
-_ALIGNMENT = 64  # of every tensor in a copy: a cache line
+MIN_FREE_BYTES = 512 << 20  # memory that must stay free next to a copy; an assumption
+_ALIGNMENT = 64  # bytes: a cache line
 
 
 class SnapshotWriter:
-    """Writes one snapshot at a time while training goes on. Its methods are for one thread, the loop's.
+    """Writes one snapshot at a time while training continues. Call its methods from one thread only.
 
-    Where memory has no room for a copy, a snapshot is written before training goes on, and `warn` is told once.
-    `record` is the run's metrics.jsonl: its lines are on the disk before a snapshot of their step is there.
+    If a copy does not fit into memory, training waits for each snapshot, and `warn` is called once. `record`, the run's
+    metrics.jsonl, is synced before the snapshot appears.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class SnapshotWriter:
         self.prepared = False
 
     def prepare(self, weights: Tensors, moments: Tensors) -> None:
-        """Have memory for a copy of these ready: the first touch of it takes many times longer than the copying."""
+        """Allocates and touches memory for a copy, because the first touch is many times slower than the copying."""
         self.prepared = True
         needed, room = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values()), self._room()
-        if room >= needed + MEMORY_LEFT:
+        if room >= needed + MIN_FREE_BYTES:
             with contextlib.suppress(OSError, MemoryError):
                 self._copies = _Copy(weights), _Copy(moments)
                 self._writing = self._thread.submit(self._touch)
                 return
         self._warn(
-            f"a copy of weights and moments needs {(needed + MEMORY_LEFT) / 1e9:.1f} GB of memory and {room / 1e9:.1f} "
-            "GB are available: training waits while each snapshot is written."
+            f"a copy of weights and moments needs {(needed + MIN_FREE_BYTES) / 1e9:.1f} GB of memory, but "
+            f"{room / 1e9:.1f} GB are available: training waits while each snapshot is written."
         )
 
     def begin(
@@ -63,19 +63,18 @@ class SnapshotWriter:
         moments: Tensors,
         state: dict[str, Any],
         best_step: int | None,
-        behind: bool = True,
+        in_background: bool = True,
         whole: Whole = as_it_is,
     ) -> Snapshot:
-        """Write the snapshot of `step`, as weights and moments are now, and delete those that are too many.
+        """Writes the snapshot of `step` with the current weights and moments and prunes old snapshots.
 
-        What is returned is whole once `wait` has returned; not `behind` training, which has ended, it takes no copy.
-        Then `whole` is asked for each tensor, one at a time, where they are spread over several processes.
-        Raises what writing an earlier one raised.
+        The snapshot is complete once `wait` returns. Without `in_background` no copy is made, and `whole` returns each
+        tensor when it is written, which gathers sharded ones. Raises the error of an earlier write that failed.
         """
-        if behind and not self.prepared:
+        if in_background and not self.prepared:
             self.prepare(weights, moments)
-        self.wait()  # for the memory too, which is zeroed by touching it
-        if self._copies is None or not behind:
+        self.wait()  # also for the touching of the memory, which zeroes it
+        if self._copies is None or not in_background:
             self._write(step, weights, moments, state, best_step, whole)
         else:
             weights, moments = (c.take(t) for c, t in zip(self._copies, (weights, moments), strict=True))
@@ -83,9 +82,7 @@ class SnapshotWriter:
         return Snapshot.of(self._folder, step)
 
     def drop_copies(self) -> bool:
-        """Give up the memory of the copies; from now on training waits while a snapshot is written. Whether there was
-        any.
-        """
+        """Frees the memory of the copies and returns whether there was any; training then waits for each snapshot."""
         if self._copies is None:
             return False
         self.wait()
@@ -94,11 +91,11 @@ class SnapshotWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot, or the memory for copies, is still in the making."""
+        """True while a snapshot is being written or memory is being prepared."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
-        """Return when what was begun is whole. Raises, once, SansGPUError where the disk refused it."""
+        """Waits for the snapshot being written. Raises SansGPUError, once, if the disk refused it."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -115,7 +112,7 @@ class SnapshotWriter:
 
 
 class _Copy:
-    """Memory for a copy of named tensors, used again for every copy."""
+    """A reusable buffer for a copy of named tensors."""
 
     def __init__(self, tensors: Tensors) -> None:
         offsets, size = {}, 0
@@ -125,7 +122,7 @@ class _Copy:
         self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="copy")
         memory = mmap.mmap(-1, max(size, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._tensors = {
@@ -134,21 +131,22 @@ class _Copy:
         }
 
     def touch(self) -> None:
-        """Have the kernel give all of the memory, without holding up other threads."""
+        """Faults in all pages, without blocking other threads."""
         self._flat.numpy()[:: mmap.PAGESIZE] = 0
 
     def take(self, tensors: Tensors) -> Tensors:
-        """A copy of `tensors`, which have the names, shapes and types of the first ones; valid until the next."""
+        """Copies `tensors`, whose names, shapes and dtypes must not change; the result is valid until the next call."""
         assert tensors.keys() == self._tensors.keys()
         for _ in self._threads.map(_copy_bits, self._tensors.values(), (tensors[name] for name in self._tensors)):
-            pass  # what one raised is raised here
+            pass  # raises the exceptions of the threads
         return self._tensors
 
 
 def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Each thread its own tensors: torch has all threads wait for each other at every tensor.
+    """Copies one tensor in one thread.
 
-    That is 12 times slower where another process has one of the cores.
+    torch's own parallel copy synchronizes all threads at every tensor, which is 12 times slower if another process uses
+    one of the cores.
     """
     if source.device.type == "cpu":
         np.copyto(bytes_of(target), bytes_of(source))
