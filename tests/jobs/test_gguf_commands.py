@@ -127,10 +127,10 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         given = f"task: {task}\nmodel: {{name_or_path: base}}\ndata: {{dataset_name: rows.jsonl}}\n"
         (tmp_path / task / "config.yaml").write_text(given)
     for arguments, sentence in [
-        ((plain, "--type", "f16"), "--type is for --format gguf"),
+        ((plain, "--type", "f16"), "--type requires --format gguf"),
         ((plain, *as_gguf, "--type", "q4_k"), "--type is q4_k, but known are f32, f16, bf16, q8_0"),
-        ((home / "qwen", *as_gguf, "--merge"), "--merge and --no-merge are for --format hf"),
-        ((plain, "--format", "onnx"), "only hf and gguf are known"),
+        ((home / "qwen", *as_gguf, "--merge"), "--merge and --no-merge require --format hf"),
+        ((plain, "--format", "onnx"), "--format is onnx, but must be hf or gguf"),
         ((plain, *as_gguf, "--output", tmp_path / "notes.txt"), "exists and was not written by this command"),
         ((plain, *as_gguf, "--output", tmp_path), "is a folder"),
         ((plain, *as_gguf, "--snapshot", "9999"), "9999"),

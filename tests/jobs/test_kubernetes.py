@@ -542,7 +542,7 @@ def test_the_commands_that_follow_bring_the_data_and_fetch_the_model(capsys: pyt
     assert any(command.endswith("cp cpu-80m-files:/data/runs/cpu-80m/final cpu-80m-final") for command in commands)
     assert cli(arguments()) == 0
     shown = capsys.readouterr().out
-    assert "has to be ReadWriteMany" in shown
+    assert "must be ReadWriteMany" in shown
     assert "docker build -f k8s/cpu_80m/Dockerfile -t registry.example/sansgpu:1 ." in shown
     assert cli(arguments(nodes=1)) == 0
     assert "ReadWriteMany" not in capsys.readouterr().out

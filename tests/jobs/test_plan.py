@@ -124,8 +124,8 @@ def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys:
     ("arguments", "said"),
     [
         (["small", "--hours", "1"], "leave out small"),
-        (["--data", "notes"], "go with --hours"),
-        (["--output", "x.yaml"], "go with --hours"),
+        (["--data", "notes"], "--data and --output require --hours"),
+        (["--output", "x.yaml"], "--data and --output require --hours"),
         (["--presets", "--hours", "1"], "leave out the configuration and --hours"),
         (["--hours", "1", "--set", "model.d_model=64"], "--set model.d_model=64 has no place"),
         (["--hours", "0"], "--hours is 0"),

@@ -127,9 +127,9 @@ def test_without_nodes_nothing_is_said_of_a_cluster(home: Path, capsys: pytest.C
         (["--nodes", "2", "--latency", "soon"], "--latency is 'soon'; give a positive number and its unit, as 50us"),
         (["--nodes", "2", "--latency", "1gbps"], "--latency is '1gbps'"),
         (["--nodes", "2", "--price", "-1"], "'--price'"),
-        (["--network", "1gbps"], "--network, --latency and --price go with --nodes"),
-        (["--latency", "1ms"], "--network, --latency and --price go with --nodes"),
-        (["--price", "1"], "--network, --latency and --price go with --nodes"),
+        (["--network", "1gbps"], "--network, --latency and --price require --nodes"),
+        (["--latency", "1ms"], "--network, --latency and --price require --nodes"),
+        (["--price", "1"], "--network, --latency and --price require --nodes"),
     ],
 )
 def test_what_makes_no_cluster_is_refused(
@@ -144,4 +144,4 @@ def test_what_makes_no_cluster_is_refused(
 @pytest.mark.parametrize("others", [["--presets"], ["--hours", "1"]])
 def test_nodes_are_about_one_configuration(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["plan", "--nodes", "2", *others]) == 2
-    assert "--nodes is about one configuration" in capsys.readouterr().err
+    assert "--nodes plans a single configuration" in capsys.readouterr().err

@@ -175,9 +175,9 @@ def test_what_cannot_work_is_refused_in_one_sentence(home: Path, tmp_path: Path,
     run, text = made(home, "graph"), str(home / "rows.jsonl")
     assert "is no run" in refused(capsys, "eval", str(run / "final"))
     assert "--window is for decoders" in refused(capsys, "eval", str(run), "--window", "9")
-    assert "--limit is for --link-prediction" in refused(capsys, "eval", str(run), "--limit", "9")
+    assert "--limit requires --link-prediction" in refused(capsys, "eval", str(run), "--limit", "9")
     assert "either --text or --data" in refused(capsys, "extract", str(run))
-    assert "--json needs --output" in refused(capsys, "extract", str(run), "--data", text, "--json")
+    assert "--json requires --output" in refused(capsys, "extract", str(run), "--data", text, "--json")
     assert "was not learned" in refused(capsys, "extract", str(run), "--text", "a", "--relation", "eats")
     assert "neither a run of task graph" in refused(capsys, "extract", str(tmp_path), "--text", "a")
     train = ["train", "--dry-run"]

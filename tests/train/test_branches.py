@@ -133,7 +133,7 @@ def test_abandoned_snapshots_are_listed_verified_shown_and_pruned(
     name = f"{FIRST}/step-000012"
     assert name in content_ids(run, capsys)
     assert cli(["snapshots", "verify", str(run)]) == 0
-    assert f"{name}  whole" in capsys.readouterr().out
+    assert f"{name}  ok" in capsys.readouterr().out
     assert cli(["snapshots", "show", str(run), "--snapshot", name, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 12
     assert cli(["generate", str(run), "--snapshot", name, "--max-new-tokens", "2"]) == 0

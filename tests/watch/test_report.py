@@ -291,7 +291,7 @@ def test_who_looks_at_a_run_that_nobody_trains_leaves_it_free(home: Path, capsys
 def test_no_runs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli(["runs"]) == 0
-    assert capsys.readouterr().out == "There is no run in runs.\n"
+    assert capsys.readouterr().out == "No runs found in runs.\n"
     assert cli(["runs", "elsewhere"]) == 2
     assert "elsewhere is no folder" in capsys.readouterr().err
 
