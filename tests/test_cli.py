@@ -74,7 +74,7 @@ def test_what_cannot_be_trained_is_refused_before_any_work(
         (["eval", "./nowhere"], "does not exist"),
         (["generate", "cache-less"], "neither a run"),
         (["export", "cache-less", "--format", "onnx"], "--format is onnx, but must be hf or gguf"),
-        (["snapshots", "list", "cache-less"], "is no run"),
+        (["snapshots", "list", "cache-less"], "is not a run"),
         (["tokenizer", "train", "corpus.jsonl", "--output", "t", "--vocab-size", "9"], "too small"),
     ],
 )

@@ -121,7 +121,7 @@ def test_changes_that_help_together_keep_the_tokens_of_a_step_and_name_every_cos
             assert fits(change.memory, available)
             assert effective_batch(changed.training) * changed.window == effective_batch(config.training) * 512
             pieces, fewer = changed.training.batch_size != 6, changed.model.n_layers < 24
-            assert ("the same batch in more pieces" in change.cost) == pieces
+            assert ("same effective batch size" in change.cost) == pieces
             assert (f"a context of {changed.window} tokens" in change.cost) == (changed.window < 512)
             assert ("M parameters instead of " in change.cost) == fewer
             together += len(change.cost.split("; ")) > 1

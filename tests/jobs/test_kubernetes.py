@@ -418,7 +418,7 @@ def test_memory_that_will_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> 
         ({"namespace": "a" * 64}, "63 characters at most"),
         ({"pvc": "a..b"}, "--pvc 'a..b' is no name"),
         ({"node_selector": "a" * 254 + "/x=y"}, "write KEY=VALUE"),
-        ({"output_dir": "out\nRUN touch x"}, "holds control characters"),
+        ({"output_dir": "out\nRUN touch x"}, "contains control characters"),
         ({"pvc": None}, "--pvc"),
         ({"pvc": "My_Claim"}, "--pvc 'My_Claim' is no name"),
         ({"pvc": ""}, "--pvc '' is no name"),

@@ -79,7 +79,7 @@ def test_going_back_sets_later_snapshots_aside_and_keeps_the_new_ones(
     capsys.readouterr()
     train(home, run, "--resume", "4", training__max_steps=7, training__keep_last=1)
     said = capsys.readouterr().out
-    assert f"step-000006 to step-000012 came after the step to go on from and moved to {run}/snapshots/{FIRST}" in said
+    assert f"step-000006 to step-000012: later than the resumed step, so moved to {run}/snapshots/{FIRST}" in said
     assert {name: contents(run / "snapshots" / FIRST / name) for name in later} == later
     assert (run / "snapshots" / FIRST / "metrics.jsonl").read_bytes() == before
     announced = said_steps(run / "metrics.jsonl", "snapshot")

@@ -129,8 +129,8 @@ def test_without_matplotlib_pictures_are_refused_in_one_sentence(
     ("arguments", "words"),
     [
         (["missing"], "missing is no run: it has no config.yaml."),
-        (["a/tiny", "--format", "pdf"], "--format is pdf, but known are html, png, svg."),
-        (["empty", "--format", "svg"], "no step yet"),
+        (["a/tiny", "--format", "pdf"], "--format is pdf, but must be one of html, png, svg."),
+        (["empty", "--format", "svg"], "has no steps to plot yet"),
         (["list"], "keys and values"),
     ],
 )
