@@ -127,7 +127,7 @@ def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys:
         (["--data", "notes"], "--data and --output require --hours"),
         (["--output", "x.yaml"], "--data and --output require --hours"),
         (["--presets", "--hours", "1"], "leave out the configuration and --hours"),
-        (["--hours", "1", "--set", "model.d_model=64"], "--set model.d_model=64 has no place"),
+        (["--hours", "1", "--set", "model.d_model=64"], "leave out --set model.d_model=64"),
         (["--hours", "0"], "--hours is 0"),
     ],
 )
