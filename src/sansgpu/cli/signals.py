@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # type checkers take it for true; importing `typing` would delay the handling of Ctrl-C
+TYPE_CHECKING = False  # type checkers treat it as true; importing `typing` would delay the handling of Ctrl-C
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
     from types import FrameType
