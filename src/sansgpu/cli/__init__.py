@@ -25,7 +25,6 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command line and returns its exit code."""
     from sansgpu.cli.running import run  # importing it takes 0.1 s
 
     return run(arguments)

@@ -31,31 +31,20 @@ def k8s(
     cpus: Annotated[int, typer.Option(min=1, help="CPUs per pod.")],
     memory: Annotated[str, typer.Option(help="Memory per pod, e.g. 64Gi.")],
     pvc: Annotated[
-        str,
-        typer.Option(
-            help="PersistentVolumeClaim for data and snapshots. Must be ReadWriteMany with more than one pod."
-        ),
+        str, typer.Option(help="PersistentVolumeClaim for data and snapshots; ReadWriteMany for several pods.")
     ],
-    image: Annotated[
-        str, typer.Option(help="Image reference with a tag to build, push and pull, e.g. registry.example/sansgpu:1.")
-    ],
+    image: Annotated[str, typer.Option(help="Image reference with a tag, e.g. registry.example/sansgpu:1.")],
     config: ConfigArgument = None,
     override: OverrideOption = None,
     min_nodes: Annotated[int, typer.Option(min=1, help="Minimum pods for the run to continue (PyTorchJob only).")] = 1,
-    processes_per_node: Annotated[
-        int, typer.Option(min=1, help="Training processes per pod, e.g. one per NUMA node.")
-    ] = 1,
+    processes_per_node: Annotated[int, typer.Option(min=1, help="Processes per pod, e.g. one per NUMA node.")] = 1,
     node_selector: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Node label required for scheduling. Repeatable.")
     ] = None,
     namespace: Annotated[str | None, typer.Option(help="Namespace. Default: kubectl's current one.")] = None,
     name: Annotated[str | None, typer.Option(help="Run name. Default: the configuration's file name.")] = None,
-    allocator: Annotated[
-        Allocator, typer.Option(help="Memory allocator to preload. none: the C library's.")
-    ] = Allocator.TCMALLOC,
-    openmp: Annotated[
-        OpenMP, typer.Option(help="OpenMP runtime. libiomp: Intel's, preloaded, x86-64 only.")
-    ] = OpenMP.LIBGOMP,
+    allocator: Annotated[Allocator, typer.Option(help="Memory allocator to preload.")] = Allocator.TCMALLOC,
+    openmp: Annotated[OpenMP, typer.Option(help="OpenMP runtime. libiomp is x86-64 only.")] = OpenMP.LIBGOMP,
     output_dir: Annotated[
         Path | None, typer.Option(parser=written_path, metavar="DIR", help="Output folder. Default: k8s/NAME.")
     ] = None,

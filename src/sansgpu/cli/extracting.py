@@ -17,9 +17,7 @@ from sansgpu.cli.options import SnapshotOption, app, print_json, show_json, warn
 def extract(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task graph, or a folder exported from one.")],
     text: Annotated[str | None, typer.Option(help="Text to extract triples from.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Dataset to extract triples from (file, folder or Hub name).")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="Dataset to read (file, folder or Hub name).")] = None,
     head: Annotated[
         list[str] | None,
         typer.Option(help="Head to query. Default: the text's entities, or else all its words. Repeatable."),
@@ -30,16 +28,12 @@ def extract(
     closed: Annotated[
         bool, typer.Option("--closed", help="Choose tails from the text's entities, or else from all training tails.")
     ] = False,
-    min_score: Annotated[
-        float | None, typer.Option(help="Drop triples with a lower score (mean log-probability).")
-    ] = None,
+    min_score: Annotated[float | None, typer.Option(help="Minimum score (mean log-probability).")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beam width when tails are generated token by token.")] = 10,
     top: Annotated[int, typer.Option(min=1, help="Maximum number of tails per head and relation.")] = 1,
     output: Annotated[
         Path | None,
-        typer.Option(
-            parser=written_path, metavar="FILE", help="New file for the triples (JSON lines). Default: stdout."
-        ),
+        typer.Option(parser=written_path, metavar="FILE", help="New JSON lines file. Default: stdout."),
     ] = None,
     snapshot: SnapshotOption = "latest",
     as_json: Annotated[

@@ -71,7 +71,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def complain(message: str) -> None:
-    """Prints one line to stderr. Cuts the middle of a very long one: its start names the problem, its end the remedy."""
+    """Prints one line to stderr. Cuts the middle of a long one: its start names the problem, its end the remedy."""
     line = printable_line(message)
     half = MAX_LINE_LENGTH // 2
     print(line if len(line) <= MAX_LINE_LENGTH else f"{line[:half]} ... {line[-half:]}", file=sys.stderr)

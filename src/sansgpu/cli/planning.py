@@ -15,23 +15,13 @@ def plan(
     config: ConfigArgument = None,
     override: OverrideOption = None,
     presets: Annotated[bool, typer.Option("--presets", help="Compare the presets small, medium and large.")] = False,
-    hours: Annotated[
-        float | None, typer.Option(help="Propose the best configuration for this many hours of training.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="With --hours: dataset to train on (file, folder or Hub name).")
-    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Propose the best configuration for this many hours.")] = None,
+    data: Annotated[str | None, typer.Option(help="With --hours: dataset (file, folder or Hub name).")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            parser=written_path,
-            metavar="FILE",
-            help="With --hours: new file for the proposed configuration. Default: proposed.yaml.",
-        ),
+        typer.Option(parser=written_path, metavar="FILE", help="With --hours: output file. Default: proposed.yaml."),
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Also estimate the run on this many machines like this one.")
-    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Also estimate the run on this many machines.")] = None,
     network: Annotated[
         str | None, typer.Option(metavar="RATE", help="Network bandwidth between nodes, e.g. 100mbit. Default: 10gbps.")
     ] = None,
@@ -95,7 +85,7 @@ def bench(
     from_step: Annotated[int, typer.Option(min=0, help="Also project the time of a run resumed at this step.")] = 0,
     what_if: Annotated[bool, typer.Option(help="Also measure variations of the configuration.")] = True,
     forward_only: Annotated[
-        bool, typer.Option("--forward-only", help="Time only the model's forward pass, without data.")
+        bool, typer.Option("--forward-only", help="Time only forward passes, without data.")
     ] = False,
     gpu_tflops: Annotated[
         float | None, typer.Option(help="Compare with the estimated speed of a GPU with this many TFLOP/s.")

@@ -29,7 +29,6 @@ _PATH_ERRORS = (
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command line and returns its exit code."""
     debug = "--debug" in arguments
     arguments = _with_resume_value([a for a in arguments if a != "--debug"])
     try:
@@ -49,7 +48,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
-    """Returns the error's message and exit code."""
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
     from sansgpu.config.plain import cut
 

@@ -16,9 +16,7 @@ from sansgpu.cli.options import OverrideOption, RemoteCodeOption, app, show, wri
 def train(
     config: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[CONFIG]", help="Configuration file (YAML, TOML or JSON). Default: built-in configuration."
-        ),
+        typer.Argument(metavar="[CONFIG]", help="Configuration (YAML, TOML or JSON). Default: the built-in one."),
     ] = None,
     config_option: Annotated[
         Path | None, typer.Option("-f", "--config", metavar="FILE", help="Same as CONFIG.")
@@ -28,33 +26,23 @@ def train(
         typer.Option("--output-dir", "--output_dir", parser=written_path, metavar="DIR", help="Run folder."),
     ] = None,
     override: OverrideOption = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="[latest|SNAPSHOT]", help="Resume from the latest or the named snapshot.")
-    ] = None,
+    resume: Annotated[str | None, typer.Option(metavar="[latest|SNAPSHOT]", help="Resume from a snapshot.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Maximum number of optimizer updates.")] = None,
     batch_size: Annotated[str | None, typer.Option(metavar="N|auto", help="Examples per micro-batch.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Context length in tokens, for the model and the data.")] = None,
     target_device: Annotated[str | None, typer.Option(metavar="cpu|gpu|auto", help="Device to train on.")] = None,
     prefetch: Annotated[int | None, typer.Option(min=0, help="Number of batches to prepare ahead.")] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
-    headless: Annotated[
-        bool, typer.Option("--headless", help="Print events as JSON lines on stdout, and nothing else there.")
-    ] = False,
+    headless: Annotated[bool, typer.Option("--headless", help="Print only JSON lines on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of the live view.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Prepare everything up to the first step, print the result and exit.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prepare the run and show it, without training.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse to resume if the result could differ.")] = False,
-    until: Annotated[
-        str | None, typer.Option(metavar="HH:MM", help="Finish and save the model by this time of day.")
-    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="HH:MM", help="Finish and save by this time of day.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Start even if the memory estimate says the run will not fit.")
     ] = False,
     trust_remote_code: RemoteCodeOption = False,
-    objective: Annotated[
-        str | None, typer.Option(metavar="MODULE:CLASS", help="Python class to import as the training task.")
-    ] = None,
+    objective: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="Python class of the task.")] = None,
     processes: Annotated[
         str | None,
         typer.Option(metavar="N|auto", help="Processes to start on this machine. auto: one per NUMA node or socket."),
@@ -140,28 +128,27 @@ def train(
 
 def _without(arguments: list[str], option: str) -> list[str]:
     """Removes an option and its value from the arguments."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False
     for argument in arguments:
         if not skip and not argument.startswith(f"{option}="):
             skip = argument == option
-            kept += [] if skip else [argument]
+            remaining += [] if skip else [argument]
         else:
             skip = False
-    return kept
+    return remaining
 
 
-def _print_dry_run(begun: Any) -> None:
-    """Prints the resolved configuration, the environment and the run's facts as YAML."""
+def _print_dry_run(result: Any) -> None:
     import dataclasses
 
     import yaml
 
     from sansgpu.config import acting_values
 
-    prepared = begun.prepared
+    prepared = result.prepared
     environment = dataclasses.asdict(prepared.environment)
-    sections = {"output_dir": str(begun.paths.root), "environment": environment, "run": prepared.facts()}
+    sections = {"output_dir": str(result.paths.root), "environment": environment, "run": prepared.facts()}
     show(yaml.safe_dump({"config": acting_values(prepared.config), **sections}, sort_keys=False), end="")
     if (preview := prepared.corpus.preview()) is not None:
         show("# First training example. Tokens that count toward the loss are between ⟦ and ⟧:")

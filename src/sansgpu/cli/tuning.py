@@ -27,9 +27,7 @@ def tune(
         int | None, typer.Option(min=1, help="Number of trials. The first is the unchanged configuration.")
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Time budget of the search in hours.")] = None,
-    space: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Search space as YAML. Default: a built-in space.")
-    ] = None,
+    space: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML search space. Default: built-in.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Trials to run in parallel. They share the cores.")] = 1,
     pruner: Annotated[Pruner, typer.Option(help="Rule that stops unpromising trials early.")] = Pruner.MEDIAN,
     output_dir: Annotated[
@@ -37,9 +35,7 @@ def tune(
         typer.Option(parser=written_path, metavar="DIR", help="Folder for the search. Default: runs/tune-NAME."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed (training.seed).")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the search space and a time estimate, then exit.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the search space and a time estimate.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Search for the hyperparameters with the lowest validation loss. The same command resumes a search.

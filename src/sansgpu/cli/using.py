@@ -34,15 +34,11 @@ def evaluate(
     link_prediction: Annotated[
         bool, typer.Option("--link-prediction", help="Task graph: rank all entities as tails of held-out triples.")
     ] = False,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="With --link-prediction: maximum number of triples per side.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --link-prediction: maximum triples per side.")] = None,
     trust_remote_code: RemoteCodeOption = False,
     objective: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:CLASS", help="Python class that the run was trained with; prepares its validation data."
-        ),
+        typer.Option(metavar="MODULE:CLASS", help="Python class that the run was trained with."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,9 +86,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: always the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens. 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens that sum to this probability.")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
@@ -122,16 +116,12 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: always the most likely token.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens. 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens that sum to this probability.")
-    ] = 0.9,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 0.9,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
-    """Chat with a model. Each line is a message, /new starts a new conversation, Ctrl-D exits.
-
-    Messages can also be piped in, one per line.
+    """Chat with a model. Each line is a message, /new starts a new conversation, Ctrl-D exits. Input can be piped.
 
     Example: sansgpu chat runs/assistant
     """
@@ -156,7 +146,6 @@ def chat(
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """Yields lines of standard input until it ends, showing `prompt` before each."""
     while True:
         try:
             yield input(prompt)
@@ -166,9 +155,7 @@ def _lines(prompt: str) -> Iterator[str]:
 
 @app.command()
 def predict(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run of task qa, or a Hugging Face question-answering model.")
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task qa, or a Hugging Face model for it.")],
     question: Annotated[str, typer.Option(help="Question to answer.")],
     context: Annotated[str, typer.Option(help="Text that contains the answer.")],
     null_answers: Annotated[
@@ -205,9 +192,7 @@ def export(
     snapshot: SnapshotOption = "latest",
     output: Annotated[
         Path | None,
-        typer.Option(
-            parser=written_path, metavar="PATH", help="Output path. Default: RUN/export or RUN/NAME-TYPE.gguf."
-        ),
+        typer.Option(parser=written_path, metavar="PATH", help="Output. Default: RUN/export or RUN/NAME-TYPE.gguf."),
     ] = None,
     merge: Annotated[
         bool | None,

@@ -186,7 +186,6 @@ def _projection(steps: int, first: int, cold: Forecast, warm: Forecast, training
 
 
 def _disturbances(measured: Result, seconds: list[float]) -> list[str]:
-    """Returns what may have disturbed the measurement."""
     found = []
     ratio = max(seconds) / median(seconds)
     uneven = f"the slowest step took {ratio:.2f} times the median"
@@ -202,7 +201,6 @@ def _disturbances(measured: Result, seconds: list[float]) -> list[str]:
 
 
 def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable[[str], None]) -> list[Result]:
-    """Times variations of the configuration on random tokens."""
     rows = [_row("as it is", (), "", chosen, baseline, prepared)]
     for name, settings, given_up in _variations(chosen):
         try:
@@ -347,7 +345,6 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
 
 
 def _gemm_rate(prepared: Prepared, measured: Result, reached: float) -> float:
-    """Returns the best known GEMM rate in FLOP/s, at least the rate that the model reached."""
     known, machine = measured["gemm_flops_per_second"], prepared.machine
     return best_gemm_rate(known, reached, machine.precision, machine.device.type)
 

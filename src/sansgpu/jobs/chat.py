@@ -35,7 +35,6 @@ class Conversation:
         self.forget()
 
     def forget(self) -> None:
-        """Starts a new conversation."""
         self.said = list(self._system_messages)
 
     def say(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:

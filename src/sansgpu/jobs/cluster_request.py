@@ -126,7 +126,6 @@ def _paths(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _require_pods_can_run(config: Config) -> None:
-    """Raises ConfigError if the configuration needs something that pods do not have."""
     training = config.training
     if training.device == "cuda" and not training.force_cpu:
         raise ConfigError("device is cuda, which the image's build of torch does not support; set device to cpu.")
@@ -144,7 +143,6 @@ def _require_pods_can_run(config: Config) -> None:
 
 
 def _as_name(stem: str) -> str:
-    """Converts a file name to a valid Kubernetes name."""
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
     return name[:MAX_NAME_LENGTH].rstrip("-")
@@ -193,7 +191,6 @@ def _bytes_of(memory: str) -> int:
 
 
 def _factor(suffix: str) -> Decimal:
-    """Returns the factor of a quantity's suffix."""
     if suffix.endswith("i"):
         return Decimal(1024) ** (1 + _BINARY.index(suffix[0]))
     if suffix[:1] in ("e", "E") and len(suffix) > 1:
@@ -202,7 +199,6 @@ def _factor(suffix: str) -> Decimal:
 
 
 def _threads(config: Config, request: ClusterRequest) -> int:
-    """Returns the compute threads per process, from the configuration or the number of CPUs."""
     cpus, processes, threads = request.cpus, request.processes_per_node, config.training.threads
     if processes > cpus:
         raise ConfigError(f"{processes} processes share {cpus} CPUs; raise --cpus or lower --processes-per-node.")

@@ -54,7 +54,6 @@ def evaluate_fine_tuned(
 def _measured(
     loaded: FineTuned, config: Config, data: str | None, progress: Progress, warn: Callable[[str], None]
 ) -> Evaluated:
-    """Returns the model with all of `data`, or with the run's validation split."""
     objective, part = cast(Any, loaded.objective), cast(Any, None)
     notes: list[str] = []
     if data is None:

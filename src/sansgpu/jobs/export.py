@@ -70,8 +70,8 @@ def _require_no_other_run(folder: Path, run: Path) -> None:
         raise ConfigError(f"{folder} belongs to the run {owner}, not to {run}; choose another --output.")
 
 
-def _require_adapter(holds: bool, run: Path) -> None:
-    if not holds:
+def _require_adapter(has_adapter: bool, run: Path) -> None:
+    if not has_adapter:
         raise ConfigError(f"{run} has no adapter; leave out --merge and --no-merge.")
 
 

@@ -88,7 +88,6 @@ def extract(
 def _trained_tails(
     loaded: LoadedGraph, target: str, progress: Progress, warn: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """Returns the distinct tails of the run's training triples."""
     own = run_parts(loaded, progress, warn)
     if own is None:
         raise ConfigError(

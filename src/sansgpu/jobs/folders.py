@@ -29,24 +29,26 @@ def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
     return RunPaths.of(folder, config.training.checkpoint_dir, config.training.logging_dir)
 
 
-def open_output(asked: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
+def open_output(output_dir: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
     """Returns the folder of the run to start or resume. Default: runs/NAME, from the configuration file's name.
 
     Raises ConfigError if the folder contains anything but this run, or cannot be written.
     """
-    if asked is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
+    if output_dir is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
         folder = Path(resume).absolute().parent
-        asked = (folder.parent if folder.name.startswith(ABANDONED) else folder).parent
-    if asked is None:
+        output_dir = (folder.parent if folder.name.startswith(ABANDONED) else folder).parent
+    if output_dir is None:
         name = config_file.stem if config_file else "default"
         taken = [p for p in _numbered(name) if holds_run(p)]
-        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if _is_free(p))
-    require_folder(asked, "run")
-    if not resume and not dry_run and holds_run(asked):
-        raise ConfigError(f"{asked} already contains a run; continue it with --resume, or choose another --output-dir.")
+        output_dir = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if _is_free(p))
+    require_folder(output_dir, "run")
+    if not resume and not dry_run and holds_run(output_dir):
+        raise ConfigError(
+            f"{output_dir} already contains a run; continue it with --resume, or choose another --output-dir."
+        )
     if not dry_run:
-        require_writable(asked)
-    return asked
+        require_writable(output_dir)
+    return output_dir
 
 
 def _numbered(name: str, endless: bool = False) -> list[Path]:

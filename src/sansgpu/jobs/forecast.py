@@ -34,13 +34,13 @@ def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None =
     layers = task_of(config).layers(config)
     passes = prepared.accumulation * timing.pass_seconds(layers)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
-    held, weights = prepared.memory.snapshot, prepared.memory.weights
+    snapshot, weights = prepared.memory.snapshot, prepared.memory.weights
     return Forecast(
         startup_seconds=START_SECONDS[timing.compile],
         step_seconds=timing.step_seconds(layers, prepared.accumulation) if step_seconds is None else step_seconds,
         evaluation_seconds=passes * prepared.evaluated_share / EVALUATED_IN_A_STEP / nodes + sampling,
-        save_seconds=held * SAVE_SECONDS_PER_BYTE,
-        end_seconds=(held + weights) / DISK_BYTES_PER_SECOND,
+        save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,
+        end_seconds=(snapshot + weights) / DISK_BYTES_PER_SECOND,
     )
 
 

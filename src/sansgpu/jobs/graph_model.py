@@ -97,7 +97,6 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
 
 
 def _load_whole(model: GraphEncoder, snapshot: Snapshot) -> None:
-    """Loads the snapshot's weights. Raises ConfigError if one is missing or has the wrong shape."""
     try:
         model.load_state_dict(snapshot.weights(), assign=True)
     except RuntimeError as error:

@@ -99,11 +99,11 @@ def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
     """Returns the next commands: build the image, copy local data, start the run, follow its log, copy the model."""
     kubectl = ["kubectl", *(["--namespace", job.namespace] if job.namespace else [])]
     pod, files = f"{job.name}-files", str(folder / "files.yaml")
-    begin = [
+    start_pod = [
         [*kubectl, "apply", "-f", files],
         [*kubectl, "wait", "--for=condition=Ready", f"pod/{pod}", "--timeout=10m"],
     ]
-    end = [[*kubectl, "delete", "-f", files]]  # releases a ReadWriteOnce claim
+    delete_pod = [[*kubectl, "delete", "-f", files]]  # releases a ReadWriteOnce claim
     copies = []
     for path in lying_here(config):
         place = PurePosixPath(on_claim(path))
@@ -114,11 +114,11 @@ def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
     return [
         ["docker", "build", "-f", str(folder / "Dockerfile"), "-t", job.image, "."],
         ["docker", "push", job.image],
-        *([*begin, *copies, *end] if copies else []),
+        *([*start_pod, *copies, *delete_pod] if copies else []),
         [*kubectl, "apply", "-f", str(folder / "pytorchjob.yaml")],
         [*kubectl, "wait", "--for=condition=Running", f"pytorchjob/{job.name}", "--timeout=30m"],
         [*kubectl, "logs", "-f", "--prefix", "--ignore-errors", f"--max-log-requests={job.nodes}", "-l", pods],
-        *begin,
+        *start_pod,
         [*kubectl, "cp", f"{pod}:{job.run}/final", f"{job.name}-final"],
-        *end,
+        *delete_pod,
     ]

@@ -47,18 +47,18 @@ def link_prediction(
     own = run_parts(loaded, progress, warn)
     if data is not None:
         parts = own if own and data == config.data.dataset_name else open_all(config, data, progress, warn)
-        held = parts.test or parts.validation or parts.train
+        queried = parts.test or parts.validation or parts.train
     elif own is not None:
-        parts, held = own, _unseen(own)
+        parts, queried = own, _unseen(own)
     else:
         raise ConfigError(f"{target} is not a run, so it has no triples of its own; name a dataset with --data.")
-    if not any(document.triples for document in held):
+    if not any(document.triples for document in queried):
         raise ConfigError(f"{data or config.data.dataset_name} has no triples to rank; name another --data.")
-    trained = own.train if own else parts.train if held is not parts.train else []
+    trained = own.train if own else parts.train if queried is not parts.train else []
     known = KnownFacts(trained, [d for p in (own, parts) if p for d in (*p.train, *p.validation, *p.test)])
     ranking = LinkPrediction(filler_of(loaded), loaded.codec, leafy_rules(config), known)
     step = loaded.snapshot.step if loaded.snapshot else None
-    report = ranking.report(held, config.data.inverse_relations, limit, progress)
+    report = ranking.report(queried, config.data.inverse_relations, limit, progress)
     return {"event": "link_prediction", "step": step, **report}
 
 

@@ -93,7 +93,6 @@ def share_of(training: TrainingConfig, window: int, most: int, nodes: int) -> Sh
 
 
 def step_of(work: Work, share: Share, link: Link) -> Step:
-    """Estimates a step on `share.nodes` nodes."""
     spread, nodes = work.spread, share.nodes
     one_pass = work.pass_seconds + share.micro_batch * work.example_seconds
     update = work.update_seconds / (nodes if spread else 1)

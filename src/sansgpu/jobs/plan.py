@@ -43,7 +43,6 @@ def plan(
 
 
 def plan_prepared(prepared: Prepared) -> Result:
-    """Returns the plan of a prepared run."""
     config, result = prepared.config, _described(prepared)
     if not prepared.fits:
         changes = changes_that_fit(task_of(config), config, execution(prepared), prepared.machine.available)
@@ -52,7 +51,6 @@ def plan_prepared(prepared: Prepared) -> Result:
 
 
 def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
-    """Returns memory and speed of every preset on this machine."""
     rows = []
     for name in PRESETS:
         config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])

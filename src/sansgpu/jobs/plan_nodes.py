@@ -146,7 +146,6 @@ class _Run:
         return step_of(self.work, self._share(nodes), self.link)
 
     def memory(self, nodes: int) -> Memory:
-        """Estimates the memory of one node."""
         how, share = execution(self.prepared), self._share(nodes)
         how = replace(how, world_size=nodes, micro_batch=share.micro_batch)
         return memory_of(task_of(self.prepared.config), self.prepared.config, how)

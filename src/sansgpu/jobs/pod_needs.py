@@ -42,7 +42,6 @@ class Needs:
 
 
 def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> Needs:
-    """Estimates the needs of one of `world_size` processes."""
     tokens = effective_batch(config.training) * config.window / world_size
     rate = threads * EAGER_FLOPS_PER_SECOND["fp32"]
     try:

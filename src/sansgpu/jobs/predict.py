@@ -33,11 +33,11 @@ def predict(
         raise ConfigError("--question and --context must not be empty.")
     loaded = load_fine_tuned(target, "qa", snapshot, warn, remote_code)
     assert isinstance(loaded.objective, QAObjective)
-    asked = asked_of([Question("question", question, context, (), impossible=True)], loaded.config, loaded.tokenizer)
+    examples = asked_of([Question("question", question, context, (), impossible=True)], loaded.config, loaded.tokenizer)
     data = loaded.config.data
     if null_answers is not None:
         data = data.model_copy(update={"null_answers": null_answers})
-    reader = AnswerReader(loaded.objective, asked, data)
+    reader = AnswerReader(loaded.objective, examples, data)
     evaluate(reader, StepPlan(WINDOWS, resolve_device(loaded.config.training), "fp32"))
     answer = reader.answers["question"]
     chosen = answer.chosen

@@ -45,7 +45,7 @@ from sansgpu.train.step import StepPlan
 Warn = Callable[[str], None]
 # needed: prepare the data or fail. wanted: do without it if it is unavailable and the estimate allows. unread: skip it.
 Data = Literal["needed", "wanted", "unread"]
-Timed = Literal["always", "where it pays", "never"]  # when to time steps to choose the micro-batch and compilation
+Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch and compilation
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class Prepared:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a full batch."""
         return round(effective_batch(self.config.training) * self.example_tokens)
 
     @property
@@ -117,7 +116,6 @@ class Prepared:
         return StepPlan(self.environment.micro_batch, self.machine.device, self.environment.precision, self.group)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the start event and the dry run report."""
         corpus: Corpus | None = self.corpus
         training = self.config.training
         parts = task_of(self.config).parameters(self.config)
@@ -186,7 +184,7 @@ def prepare(
     warn: Warn,
     shortage: Shortage = "refuse",
     data: Data = "needed",
-    timed: Timed = "where it pays",
+    timed: Timed = "if useful",
     group: Group = ALONE,
 ) -> Prepared:
     """Prepares the data and makes every automatic choice. Raises ConfigError before any work that would be lost.
@@ -329,7 +327,6 @@ def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
 
 
 def _require_share(config: Config, world_size: int) -> None:
-    """Raises ConfigError if a batch has fewer examples than there are processes."""
     if (batch := effective_batch(config.training)) < world_size:
         raise ConfigError(
             f"a step has {batch} examples for {world_size} processes, and each needs at least one; raise "

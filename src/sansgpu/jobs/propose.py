@@ -168,7 +168,6 @@ def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
 
 
 def _with_length(best: Candidate, hours: float) -> Config:
-    """Sets the batch size, warm-up, and evaluation and save intervals for the length of the run."""
     window = best.config.window
     batch = BATCH_TOKENS * 2 ** round(math.log2(max(1.0, (best.tokens / BATCH_REFERENCE_TOKENS) ** 0.5)))
     batch = min(batch, MAX_BATCH_TOKENS)

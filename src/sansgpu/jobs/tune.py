@@ -336,7 +336,6 @@ class _Search:
                 self._running.remove(run)
 
     def _report(self, claimed: Claimed, run: TrialRun, event: Values, steps: int) -> None:
-        """Reports an evaluation to the study and stops the trial if it should be pruned."""
         loss = event[self.measure]
         if loss is not None and self.study.report(claimed, event["step"] / max(1, steps), loss):
             run.stop("pruned")

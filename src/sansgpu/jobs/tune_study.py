@@ -101,7 +101,6 @@ class Study:
             return self._claimed(self._sampling(number).ask(), False, lock)
 
     def _claimed(self, trial: optuna.Trial, resumed: bool, lock: FileLock) -> Claimed:
-        """Samples the trial's values, or reads those that it already has."""
         unchanged = trial.user_attrs.get("as_it_is")  # keys of the unchanged configuration that are in the space
         values = {
             key: _suggest(trial, parameter)
