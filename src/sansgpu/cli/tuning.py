@@ -38,7 +38,9 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the search space and a time estimate.")] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Search for the hyperparameters with the lowest validation loss. The same command resumes a search.
+    """Search for the hyperparameters with the lowest validation loss.
+
+    The same command resumes a search.
 
     Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
     """

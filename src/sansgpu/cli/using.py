@@ -121,7 +121,9 @@ def chat(
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
-    """Chat with a model. Each line is a message, /new starts a new conversation, Ctrl-D exits. Input can be piped.
+    """Chat with a model.
+
+    Each line is a message, /new starts a new conversation, Ctrl-D exits. Messages can also be piped in.
 
     Example: sansgpu chat runs/assistant
     """
