@@ -137,8 +137,8 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         ((plain / "final", *as_gguf), "is not a run"),
         ((home / "relu", *as_gguf), "this model has relu; use --format hf"),
         ((home / "gemma", *as_gguf), "is of architecture gemma"),
-        ((tmp_path / "qa", *as_gguf), "is of task qa; --format gguf takes decoders"),
-        ((tmp_path / "graph", *as_gguf), "is of task graph; --format gguf takes decoders"),
+        ((tmp_path / "qa", *as_gguf), "is a run of task qa, but --format gguf needs one of task pretrain or sft"),
+        ((tmp_path / "graph", *as_gguf), "is a run of task graph, but --format gguf needs one of task pretrain or sft"),
     ]:
         assert sentence in refused(capsys, "export", *arguments)
     assert (tmp_path / "notes.txt").read_text() == "keep me"

@@ -505,7 +505,7 @@ def test_an_image_without_a_version_is_warned_of(capsys: pytest.CaptureFixture[s
 
 def test_a_label_given_twice_is_refused_where_its_values_differ(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--node-selector", "pool=a", "--node-selector", "pool=b")
-    assert "gives pool as a and as b" in refused(capsys, *both)
+    assert "sets pool to both a and b" in refused(capsys, *both)
 
 
 def test_a_folder_is_written_again_but_not_over_others_files(capsys: pytest.CaptureFixture[str]) -> None:

@@ -306,5 +306,5 @@ def test_what_cannot_be_read_is_refused_first(run: Path, rows: Path) -> None:
         extracted(run)
     with pytest.raises(ConfigError, match="--text must not be empty"):
         extracted(run, text=" ")
-    with pytest.raises(ConfigError, match=r"--relation eats was not learned; .* knows is, lives in"):
+    with pytest.raises(ConfigError, match=r"--relation eats is unknown; .* was trained on is, lives in"):
         extracted(run, text="a", relations=("eats",))

@@ -293,7 +293,7 @@ def test_no_runs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert cli(["runs"]) == 0
     assert capsys.readouterr().out == "No runs found in runs.\n"
     assert cli(["runs", "elsewhere"]) == 2
-    assert "elsewhere is no folder" in capsys.readouterr().err
+    assert "elsewhere is not a folder" in capsys.readouterr().err
 
 
 def test_figures_say_what_plots_say(home: Path) -> None:

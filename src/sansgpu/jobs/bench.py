@@ -99,7 +99,6 @@ def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest, co
 
 
 def _with_choices(config: Config, prepared: Prepared) -> Config:
-    """Replaces every automatic setting by the run's choice."""
     environment, training = prepared.environment, prepared.config.training
     settings = [
         f"training.batch_size={environment.micro_batch}",
@@ -282,7 +281,6 @@ def _variations(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
 def _gpu(
     chosen: Config, prepared: Prepared, result: Result, request: BenchRequest, say: Callable[[str], None]
 ) -> Result | None:
-    """Measures the GPU if there is one, or else estimates one from --gpu-tflops."""
     tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
     if torch.cuda.is_available() and prepared.machine.device.type == "cpu":
         say("timing the GPU")

@@ -43,7 +43,6 @@ class Advice:
 
 
 def doctor() -> Result:
-    """Measures this machine for a few seconds and describes it."""
     cache = cache_dir(None)
     torch.set_num_threads(resolve_threads(TrainingConfig()))
     strain = Strain()

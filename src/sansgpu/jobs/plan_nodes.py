@@ -177,7 +177,6 @@ def _work(prepared: Prepared, timing: Timing) -> Work:
 
 
 def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
-    """Times a micro-batch of one example, with the same effective batch size."""
     settings = (
         "training.batch_size=1",
         f"training.gradient_accumulation_steps={effective_batch(prepared.config.training)}",

@@ -106,7 +106,6 @@ def _base(data: str, overrides: Sequence[str], progress: Progress, warn: Warn) -
 
 
 def _shape(base: Prepared, width: int) -> Config:
-    """Returns the configuration of a model with this width and steps of BATCH_TOKENS."""
     window = LONG_WINDOW if width >= LONG_WINDOW_MIN_WIDTH else WINDOW
     rate = LEARNING_RATE * (LEARNING_RATE_WIDTH / width) ** 0.5
     settings = (

@@ -46,7 +46,6 @@ def _row(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
 
 
 def show_snapshot(run: Path, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Returns everything in a snapshot except its tensors."""
     _, snapshot = run_snapshot(run, name, warn)
     known = {"name": snapshot.folder.name, "content_id": snapshot.content_id(), "bytes": snapshot.size_bytes()}
     return {**known, **snapshot.manifest(), **snapshot.state()}

@@ -79,7 +79,6 @@ class Study:
         return mean(done) if done else None
 
     def best(self) -> FrozenTrial | None:
-        """Returns the completed trial with the lowest loss."""
         return _best(self.trials())
 
     def run_folder(self, number: int) -> Path:
@@ -116,7 +115,6 @@ class Study:
         return optuna.load_study(study_name=NAME, storage=self._storage, sampler=sampler, pruner=self._pruner)
 
     def _lock(self, number: int) -> FileLock | None:
-        """Locks a trial. Returns None if another process has locked it."""
         folder = self.run_folder(number)
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".trial.lock", timeout=0, thread_local=False)
