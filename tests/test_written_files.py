@@ -264,16 +264,16 @@ def test_only_the_run_that_is_meant_is_written(home: Path, tmp_path: Path, capsy
     capsys.readouterr()
     before = state(tmp_path)
     for arguments, words in {
-        "export": (["export", str(one), "--output", str(other / "final")], "is a folder of the run"),
-        "fork": (["snapshots", "fork", str(one), "--output-dir", str(other)], "holds a run already"),
+        "export": (["export", str(one), "--output", str(other / "final")], "belongs to the run"),
+        "fork": (["snapshots", "fork", str(one), "--output-dir", str(other)], "already contains a run"),
         "bench": (["bench", "--output-dir", str(one)], "holds a run, not a measurement"),
         "export over": (["export", str(one), "--output", str(other)], "holds a run, not a model"),
         "checkpoints": (
             resume(other, "--set", f"training.checkpoint_dir={checkpoints}"),
-            "holds another run's snapshots",
+            "contains another run's snapshots",
         ),
-        "logs": (resume(other, "--set", f"training.logging_dir={logs}"), "holds another run's logs"),
-        "new": (train(home, tmp_path / "new", training__logging_dir=logs), "holds another run's logs"),
+        "logs": (resume(other, "--set", f"training.logging_dir={logs}"), "contains another run's logs"),
+        "new": (train(home, tmp_path / "new", training__logging_dir=logs), "contains another run's logs"),
     }.values():
         assert cli(arguments) == 2
         assert words in sentence(capsys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # type checkers take it for true; importing `typing` would delay the handling of Ctrl-C
+TYPE_CHECKING = False  # type checkers treat it as true; importing `typing` would delay the handling of Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
@@ -13,12 +13,12 @@ __all__ = ["Callback", "Run", "__version__", "fit"]
 
 
 def __getattr__(name: str) -> Any:
-    """`sansgpu.fit` and what belongs to it, imported when it is asked for: torch takes seconds."""
+    """Imports `sansgpu.api` on first use, because importing torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module sansgpu has no attribute {name}")
     from importlib import import_module
 
     from sansgpu.machine.launch import share_cores
 
-    share_cores()  # before torch is loaded
+    share_cores()  # must run before torch is imported
     return getattr(import_module("sansgpu.api"), name)

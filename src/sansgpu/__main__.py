@@ -1,4 +1,4 @@
-"""`python -m sansgpu`, the form launchers such as torchrun start."""
+"""Entry point of `python -m sansgpu`, which launchers such as torchrun use."""
 
 from sansgpu.cli import main
 

@@ -25,30 +25,33 @@ from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal, Warning
 __all__ = ["Callback", "Config", "ConfigError", "Run", "fit"]
 
 
-_IN_A_LINE = ("state", "steps", "training loss, last", "validation loss, best")
+_REPR_FACTS = ("state", "steps", "training loss, last", "validation loss, best")
 
 
 class Run:
-    """A run's folder, to look at and to use."""
+    """A run's folder: its events, and text generation with its model."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ConfigError where there is no run."""
+        """Raises ConfigError if `folder` is not a run."""
         self.folder = Path(folder)
         Record.open(self.folder)
 
     @property
     def record(self) -> Record:
-        """All that it has told so far, read anew."""
+        """The run's recorded events, read from disk on every access."""
         return Record.open(self.folder)
 
     def events(self, kind: str) -> list[Event]:
-        """Events of a kind: start, step, eval, snapshot, warning or end. `pandas.DataFrame(run.events("step"))`."""
+        """Returns the events of one kind: start, step, eval, snapshot, warning or end.
+
+        Example: `pandas.DataFrame(run.events("step"))`.
+        """
         return self.record.of(kind)
 
     def generate(
         self, prompt: str = "", max_new_tokens: int = 200, *, trust_remote_code: bool = False, **sampling: Any
     ) -> str:
-        """The last snapshot's continuation of `prompt`; `sampling` is temperature, top_k, top_p and seed."""
+        """Continues `prompt` with the latest snapshot. `sampling` takes temperature, top_k, top_p and seed."""
         chosen = Sampling(**sampling)
         pieces = generate_text(
             str(self.folder), prompt, max_new_tokens, chosen, "latest", lambda message: None, trust_remote_code
@@ -56,13 +59,11 @@ class Run:
         return "".join(pieces)
 
     def __repr__(self) -> str:
-        """One line."""
         facts = self._facts()
-        said = (f"{name} {facts[name]}" for name in _IN_A_LINE if name in facts)
-        return f"Run({str(self.folder)!r}: {', '.join(said)})"
+        shown = (f"{name} {facts[name]}" for name in _REPR_FACTS if name in facts)
+        return f"Run({str(self.folder)!r}: {', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        """A small table."""
         rows = "".join(
             f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
             for name, value in self._facts().items()
@@ -84,12 +85,12 @@ def fit(
     quiet: bool = False,
     strict: bool = False,
 ) -> Run:
-    """Train as `sansgpu train` does: the same folder, the same numbers.
+    """Trains like `sansgpu train`, with the same files and results.
 
-    `config` is a Config, its values, a file, a preset's name, or None for the built-in default; `overrides` are
-    `key.path=value`; `resume` is "latest" or a snapshot. Ctrl-C, or a notebook's stop button, saves and returns. Of
-    several processes (torchrun) rank 0 alone speaks, and has the callbacks.
-    Raises ConfigError before any work is done, and SansGPUError where the work fails.
+    `config` is a Config, a dict, a file, a preset's name, or None for the built-in default. `overrides` are strings
+    like `key.path=value`. `resume` is "latest" or a snapshot. Ctrl-C or a notebook's stop button saves and returns.
+    With several processes (torchrun), only rank 0 prints and calls the callbacks.
+    Raises ConfigError before any work is done, and SansGPUError if training fails.
     """
     if output_dir is not None and not str(output_dir):
         raise ConfigError("output_dir is empty; give a folder.")

@@ -66,7 +66,7 @@ def test_a_fixed_micro_batch_that_does_not_fit_is_refused_or_begun_in_parts() ->
     with pytest.raises(ConfigError, match=r"training\.batch_size=4 training\.gradient_accumulation_steps=8.*--force"):
         fitting_micro_batches(TASK, config, HOW, available, "refuse", said.append)
     assert fitting_micro_batches(TASK, config, HOW, available, "begin", said.append) == [4]
-    assert "micro-batches of 4 and the same batch" in said[0]
+    assert "micro-batches of 4 and the same effective batch size" in said[0]
     assert fitting_micro_batches(TASK, config, HOW, 1, "begin", said.append) == [1]
     assert fitting_micro_batches(TASK, config, HOW, 1, "report", said.append) == [16]
 
@@ -121,7 +121,7 @@ def test_changes_that_help_together_keep_the_tokens_of_a_step_and_name_every_cos
             assert fits(change.memory, available)
             assert effective_batch(changed.training) * changed.window == effective_batch(config.training) * 512
             pieces, fewer = changed.training.batch_size != 6, changed.model.n_layers < 24
-            assert ("the same batch in more pieces" in change.cost) == pieces
+            assert ("same effective batch size" in change.cost) == pieces
             assert (f"a context of {changed.window} tokens" in change.cost) == (changed.window < 512)
             assert ("M parameters instead of " in change.cost) == fewer
             together += len(change.cost.split("; ")) > 1

@@ -127,18 +127,18 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         given = f"task: {task}\nmodel: {{name_or_path: base}}\ndata: {{dataset_name: rows.jsonl}}\n"
         (tmp_path / task / "config.yaml").write_text(given)
     for arguments, sentence in [
-        ((plain, "--type", "f16"), "--type is for --format gguf"),
-        ((plain, *as_gguf, "--type", "q4_k"), "--type is q4_k, but known are f32, f16, bf16, q8_0"),
-        ((home / "qwen", *as_gguf, "--merge"), "--merge and --no-merge are for --format hf"),
-        ((plain, "--format", "onnx"), "only hf and gguf are known"),
+        ((plain, "--type", "f16"), "--type requires --format gguf"),
+        ((plain, *as_gguf, "--type", "q4_k"), "--type is q4_k, but must be one of f32, f16, bf16, q8_0"),
+        ((home / "qwen", *as_gguf, "--merge"), "--merge and --no-merge require --format hf"),
+        ((plain, "--format", "onnx"), "--format is onnx, but must be hf or gguf"),
         ((plain, *as_gguf, "--output", tmp_path / "notes.txt"), "exists and was not written by this command"),
         ((plain, *as_gguf, "--output", tmp_path), "is a folder"),
         ((plain, *as_gguf, "--snapshot", "9999"), "9999"),
-        ((plain / "final", *as_gguf), "is no run"),
+        ((plain / "final", *as_gguf), "is not a run"),
         ((home / "relu", *as_gguf), "this model has relu; use --format hf"),
         ((home / "gemma", *as_gguf), "this model has the architecture gemma"),
-        ((tmp_path / "qa", *as_gguf), "is of task qa; --format gguf takes decoders"),
-        ((tmp_path / "graph", *as_gguf), "is of task graph; --format gguf takes decoders"),
+        ((tmp_path / "qa", *as_gguf), "is a run of task qa, but --format gguf needs one of task pretrain or sft"),
+        ((tmp_path / "graph", *as_gguf), "is a run of task graph, but --format gguf needs one of task pretrain or sft"),
     ]:
         assert sentence in refused(capsys, "export", *arguments)
     assert (tmp_path / "notes.txt").read_text() == "keep me"
@@ -158,6 +158,6 @@ def test_a_file_that_is_no_model_is_refused_by_every_command(home: Path, capsys:
         assert sentence in refused(capsys, "chat", target, "--prompt", "a")
         assert sentence in refused(capsys, "eval", target, "--data", home / "corpus.jsonl")
     assert "no chat template" in refused(capsys, "chat", file, "--prompt", "a")
-    assert "name the text with --data" in refused(capsys, "eval", file)
+    assert "is not a run, so it has no validation split; name a dataset with --data" in refused(capsys, "eval", file)
     for target in (file, home / "plain/final"):
         assert "has no snapshots" in refused(capsys, "generate", target, "--snapshot", "best")

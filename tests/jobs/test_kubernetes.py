@@ -171,7 +171,7 @@ def test_threads_of_the_configuration_are_kept_where_there_are_cpus_for_them(
     rendered = render("--set", "training.threads=8", processes_per_node=2)
     assert rendered.env["OMP_NUM_THREADS"] == "8"
     line = refused(capsys, "--set", "training.threads=9", processes_per_node=2)
-    assert "9 threads of 2 processes on 16 CPUs" in line
+    assert "9 threads in each of 2 processes, but --cpus is 16" in line
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_pods_have_longer_to_save_than_a_step_and_its_snapshots_take() -> None:
 
 def test_of_a_model_that_is_not_here_a_size_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     rendered = render("--set", "model.name_or_path=/data/models/base", config=ROOT / "configs/sft.yaml")
-    assert "reckoned for a model of 1B parameters" in capsys.readouterr().err
+    assert "the grace period of pods assumes a model of 1B parameters" in capsys.readouterr().err
     assert rendered.training_pods[0]["terminationGracePeriodSeconds"] > 2 * 12e9 / DISK_BYTES_PER_SECOND
 
 
@@ -364,16 +364,16 @@ def test_memory_that_will_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> 
     [
         ({"nodes": 0}, "--nodes"),
         ({"nodes": "some"}, "--nodes"),
-        ({"min_nodes": 5}, "--min-nodes is 5 of 4 nodes"),
+        ({"min_nodes": 5}, "--min-nodes 5 is greater than --nodes 4"),
         ({"cpus": 0}, "--cpus"),
         ({"cpus": 1.5}, "--cpus"),
         ({"processes_per_node": 17}, "17 processes share 16 CPUs"),
-        ({"memory": "64GB"}, "write it as 64Gi"),
-        ({"memory": "lots"}, "write it as 64Gi"),
-        ({"memory": "-64Gi"}, "write it as 64Gi"),
-        ({"memory": "64"}, "64 is 64 bytes, too few"),
+        ({"memory": "64GB"}, "is not a Kubernetes quantity; write e.g. 64Gi"),
+        ({"memory": "lots"}, "is not a Kubernetes quantity; write e.g. 64Gi"),
+        ({"memory": "-64Gi"}, "is not a Kubernetes quantity; write e.g. 64Gi"),
+        ({"memory": "64"}, "64 is 64 bytes, too little"),
         *(
-            ({"memory": text}, "is no amount in Kubernetes")
+            ({"memory": text}, "is not a Kubernetes quantity")
             for text in (
                 "inf",
                 "nan",
@@ -393,7 +393,7 @@ def test_memory_that_will_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> 
             )
         ),
         *(
-            ({"image": name}, "names no image")
+            ({"image": name}, "is not a valid image reference")
             for name in (
                 "../x",
                 "./x",
@@ -414,22 +414,22 @@ def test_memory_that_will_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> 
                 "",
             )
         ),
-        ({"name": "x\nRUN touch x"}, "is no name"),
+        ({"name": "x\nRUN touch x"}, "is not a valid Kubernetes name"),
         ({"namespace": "a" * 64}, "63 characters at most"),
-        ({"pvc": "a..b"}, "--pvc 'a..b' is no name"),
+        ({"pvc": "a..b"}, "--pvc 'a..b' is not a valid Kubernetes name"),
         ({"node_selector": "a" * 254 + "/x=y"}, "write KEY=VALUE"),
-        ({"output_dir": "out\nRUN touch x"}, "holds control characters"),
+        ({"output_dir": "out\nRUN touch x"}, "contains control characters"),
         ({"pvc": None}, "--pvc"),
-        ({"pvc": "My_Claim"}, "--pvc 'My_Claim' is no name"),
-        ({"pvc": ""}, "--pvc '' is no name"),
+        ({"pvc": "My_Claim"}, "--pvc 'My_Claim' is not a valid Kubernetes name"),
+        ({"pvc": ""}, "--pvc '' is not a valid Kubernetes name"),
         ({"image": None}, "--image"),
-        ({"image": "Registry/Sans GPU"}, "names no image"),
-        ({"image": "sansgpu:"}, "names no image"),
+        ({"image": "Registry/Sans GPU"}, "is not a valid image reference"),
+        ({"image": "sansgpu:"}, "is not a valid image reference"),
         ({"image": "-rf"}, "--image"),
-        ({"name": "9lives"}, "--name '9lives' is no name"),
+        ({"name": "9lives"}, "--name '9lives' is not a valid Kubernetes name"),
         ({"name": "x" * 46}, "45 characters at most"),
-        ({"name": "Trial"}, "--name 'Trial' is no name"),
-        ({"namespace": "a.b"}, "--namespace 'a.b' is no name"),
+        ({"name": "Trial"}, "--name 'Trial' is not a valid Kubernetes name"),
+        ({"namespace": "a.b"}, "--namespace 'a.b' is not a valid Kubernetes name"),
         ({"node_selector": "pool"}, "write KEY=VALUE"),
         ({"node_selector": "=cpu"}, "write KEY=VALUE"),
         ({"node_selector": "pool=a b"}, "write KEY=VALUE"),
@@ -505,7 +505,7 @@ def test_an_image_without_a_version_is_warned_of(capsys: pytest.CaptureFixture[s
 
 def test_a_label_given_twice_is_refused_where_its_values_differ(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--node-selector", "pool=a", "--node-selector", "pool=b")
-    assert "gives pool as a and as b" in refused(capsys, *both)
+    assert "sets pool to both a and b" in refused(capsys, *both)
 
 
 def test_a_folder_is_written_again_but_not_over_others_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -542,7 +542,7 @@ def test_the_commands_that_follow_bring_the_data_and_fetch_the_model(capsys: pyt
     assert any(command.endswith("cp cpu-80m-files:/data/runs/cpu-80m/final cpu-80m-final") for command in commands)
     assert cli(arguments()) == 0
     shown = capsys.readouterr().out
-    assert "has to be ReadWriteMany" in shown
+    assert "must be ReadWriteMany" in shown
     assert "docker build -f k8s/cpu_80m/Dockerfile -t registry.example/sansgpu:1 ." in shown
     assert cli(arguments(nodes=1)) == 0
     assert "ReadWriteMany" not in capsys.readouterr().out

@@ -104,8 +104,8 @@ def test_what_does_not_fit_is_not_begun(home: Path, tmp_path: Path, capsys: pyte
     assert "does not fit" in capsys.readouterr().out
     assert cli(["train", *arguments, "--output-dir", str(tmp_path / "r")]) == 2
     error = capsys.readouterr().err
-    assert "of memory and" in error
-    assert "--force begins all the same" in error
+    assert "of memory, but" in error
+    assert "--force starts it anyway" in error
     assert not (tmp_path / "r/config.yaml").exists()
 
 
@@ -115,7 +115,7 @@ def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys:
     assert plan["total_steps"] == 7
     assert plan["train_tokens"] is None
     assert cli(["plan", *nowhere]) == 0
-    assert "this estimate uses random tokens" in capsys.readouterr().err
+    assert "the estimate below assumes random tokens" in capsys.readouterr().err
     epochs = settings(data__dataset_name=tmp_path / "missing.jsonl", training__num_epochs=1)
     assert cli(["plan", *epochs]) == 2
 
@@ -124,10 +124,10 @@ def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys:
     ("arguments", "said"),
     [
         (["small", "--hours", "1"], "leave out small"),
-        (["--data", "notes"], "go with --hours"),
-        (["--output", "x.yaml"], "go with --hours"),
+        (["--data", "notes"], "--data and --output require --hours"),
+        (["--output", "x.yaml"], "--data and --output require --hours"),
         (["--presets", "--hours", "1"], "leave out the configuration and --hours"),
-        (["--hours", "1", "--set", "model.d_model=64"], "--set model.d_model=64 has no place"),
+        (["--hours", "1", "--set", "model.d_model=64"], "leave out --set model.d_model=64"),
         (["--hours", "0"], "--hours is 0"),
     ],
 )

@@ -119,17 +119,17 @@ def test_without_nodes_nothing_is_said_of_a_cluster(home: Path, capsys: pytest.C
         (["--nodes", "0"], "'--nodes'"),
         (["--nodes", "two"], "'--nodes'"),
         (["--nodes", "5"], "a step has 4 examples, and each node needs one; raise training.gradient_accumulation"),
-        (["--nodes", "2", "--network", "fast"], "--network is 'fast'; give a positive number and its unit, as 10gbps"),
+        (["--nodes", "2", "--network", "fast"], "--network is 'fast'; give a positive number with a unit, e.g. 10gbps"),
         (["--nodes", "2", "--network", "10"], "--network is '10'"),
         (["--nodes", "2", "--network", "0gbps"], "--network is '0gbps'"),
         (["--nodes", "2", "--network", "-1gbps"], "--network is '-1gbps'"),
         (["--nodes", "2", "--network", "1e3mbit"], "--network is '1e3mbit'"),
-        (["--nodes", "2", "--latency", "soon"], "--latency is 'soon'; give a positive number and its unit, as 50us"),
+        (["--nodes", "2", "--latency", "soon"], "--latency is 'soon'; give a positive number with a unit, e.g. 50us"),
         (["--nodes", "2", "--latency", "1gbps"], "--latency is '1gbps'"),
         (["--nodes", "2", "--price", "-1"], "'--price'"),
-        (["--network", "1gbps"], "--network, --latency and --price go with --nodes"),
-        (["--latency", "1ms"], "--network, --latency and --price go with --nodes"),
-        (["--price", "1"], "--network, --latency and --price go with --nodes"),
+        (["--network", "1gbps"], "--network, --latency and --price require --nodes"),
+        (["--latency", "1ms"], "--network, --latency and --price require --nodes"),
+        (["--price", "1"], "--network, --latency and --price require --nodes"),
     ],
 )
 def test_what_makes_no_cluster_is_refused(
@@ -144,4 +144,4 @@ def test_what_makes_no_cluster_is_refused(
 @pytest.mark.parametrize("others", [["--presets"], ["--hours", "1"]])
 def test_nodes_are_about_one_configuration(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["plan", "--nodes", "2", *others]) == 2
-    assert "--nodes is about one configuration" in capsys.readouterr().err
+    assert "--nodes plans a single configuration" in capsys.readouterr().err

@@ -96,10 +96,13 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys
 
     before = Path("search/study.db").read_bytes()
     assert cli(arguments("--trials", "3", training__weight_decay=0.3)) == 2
-    assert "another configuration: training.weight_decay is 0.1 there and 0.3 here" in capsys.readouterr().err
+    assert (
+        "a search with another configuration: training.weight_decay is 0.1 there and 0.3 here"
+        in capsys.readouterr().err
+    )
     written({**SPACE, "weight_decay": [0.0, 0.1]})
     assert cli(arguments("--trials", "3")) == 2
-    assert "another space: training.weight_decay" in capsys.readouterr().err
+    assert "a search with another space: training.weight_decay" in capsys.readouterr().err
     assert Path("search/study.db").read_bytes() == before
 
 
@@ -130,8 +133,8 @@ def test_a_dry_run_shows_the_space_and_how_long_it_takes() -> None:
         ((), {}, "--trials N, --hours H or both"),
         (("--hours", "-1"), {}, "--hours is -1"),
         (("--trials", "2"), {"training__until": "07:00"}, "set training.max_hours instead"),
-        (("--trials", "2"), {"training__eval_batches": 3}, "measured on different texts"),
-        (("--trials", "2", "--workers", "4096"), {"training__threads": 2}, "there are threads for 2"),
+        (("--trials", "2"), {"training__eval_batches": 3}, "evaluated on different texts"),
+        (("--trials", "2", "--workers", "4096"), {"training__threads": 2}, "there are only 2 threads"),
     ],
 )
 def test_what_is_no_search_is_refused(
@@ -282,7 +285,7 @@ def test_a_trial_that_promises_little_is_pruned_and_leaves_no_weights() -> None:
 def test_hours_end_a_search_whose_trial_goes_on_later() -> None:
     code, _, error = finish(arguments("--hours", "0.001", training__max_steps=300), Path("cache").absolute())
     assert code == 1
-    assert "no trial was trained to its end: the time was over" in error
+    assert "no trial was completed: the time budget was too short" in error
     result, said = search("--trials", "1", training__max_steps=300)
     assert "trial 0 " in said
     assert [row["state"] for row in result["trials"]] == ["done"]

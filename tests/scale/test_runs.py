@@ -138,8 +138,8 @@ def test_a_folder_that_is_taken_is_said_once(home: Path) -> None:
     completed(home, "torchrun-2", torchrun(2))
     code, _, error = alone(arguments(home, "torchrun-2", "--processes=2"), home / "cache")
     assert code == 2
-    assert spoken(error) == [f"{home}/torchrun-2 holds a run already; go on with it by --resume, or choose another "
-                             "--output-dir."]  # fmt: skip
+    assert spoken(error) == [f"{home}/torchrun-2 already contains a run; continue it with --resume, or choose "
+                             "another --output-dir."]  # fmt: skip
 
 
 @pytest.mark.long
@@ -160,8 +160,8 @@ def test_an_interrupt_saves_once_and_the_run_goes_on(home: Path, one: Path, numb
 def test_what_cannot_work_is_said_once(home: Path) -> None:
     code, out = finish(torchrun(2), arguments(home, "none", training__batch_size=1), home / "cache")
     assert code != 0
-    assert spoken(out) == ["a step has 1 examples and the run 2 processes; raise training.gradient_accumulation_steps, "
-                           "or start fewer."]  # fmt: skip
+    assert spoken(out) == ["a step has 1 examples for 2 processes, and each needs at least one; raise "
+                           "training.gradient_accumulation_steps or start fewer processes."]  # fmt: skip
 
 
 @pytest.mark.long
@@ -189,7 +189,7 @@ def test_hosts_with_another_configuration_are_refused(home: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     code, out = finish([*launcher, "sh", "-c", script], arguments(home, "other"), home / "cache", module=sys.executable)
     assert code != 0
-    assert "rank 1 has training.learning_rate 0.5, and rank 0 0.0" in out, out
+    assert "training.learning_rate is 0.5 on rank 1 and 0.0" in out, out
 
 
 def test_wishes_on_rank_0_are_heeded_by_all(home: Path) -> None:

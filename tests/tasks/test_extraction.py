@@ -304,7 +304,7 @@ def test_what_cannot_be_read_is_refused_first(run: Path, rows: Path) -> None:
         extracted(run, text="a", data=rows)
     with pytest.raises(ConfigError, match="either --text or --data"):
         extracted(run)
-    with pytest.raises(ConfigError, match="needs some text"):
+    with pytest.raises(ConfigError, match="--text must not be empty"):
         extracted(run, text=" ")
-    with pytest.raises(ConfigError, match=r"--relation eats was not learned; .* knows is, lives in"):
+    with pytest.raises(ConfigError, match=r"--relation eats is unknown; .* was trained on is, lives in"):
         extracted(run, text="a", relations=("eats",))

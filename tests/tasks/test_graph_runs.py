@@ -173,12 +173,12 @@ def test_nothing_is_evaluated_unless_every_weight_is_there(home: Path, tmp_path:
 
 def test_what_cannot_work_is_refused_in_one_sentence(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run, text = made(home, "graph"), str(home / "rows.jsonl")
-    assert "is no run" in refused(capsys, "eval", str(run / "final"))
-    assert "--window is for decoders" in refused(capsys, "eval", str(run), "--window", "9")
-    assert "--limit is for --link-prediction" in refused(capsys, "eval", str(run), "--limit", "9")
+    assert "is not a run" in refused(capsys, "eval", str(run / "final"))
+    assert "--window works with decoders only" in refused(capsys, "eval", str(run), "--window", "9")
+    assert "--limit requires --link-prediction" in refused(capsys, "eval", str(run), "--limit", "9")
     assert "either --text or --data" in refused(capsys, "extract", str(run))
-    assert "--json needs --output" in refused(capsys, "extract", str(run), "--data", text, "--json")
-    assert "was not learned" in refused(capsys, "extract", str(run), "--text", "a", "--relation", "eats")
+    assert "--json requires --output" in refused(capsys, "extract", str(run), "--data", text, "--json")
+    assert "--relation eats is unknown" in refused(capsys, "extract", str(run), "--text", "a", "--relation", "eats")
     assert "neither a run of task graph" in refused(capsys, "extract", str(tmp_path), "--text", "a")
     train = ["train", "--dry-run"]
     few = settings(home, model__n_relations=1)
@@ -189,8 +189,8 @@ def test_what_cannot_work_is_refused_in_one_sentence(home: Path, tmp_path: Path,
     said = refused(capsys, *train, *settings(home, data__mask_ratio=0, training__mnm_weight=0))
     assert "nothing is learned" in said
     assert "does nothing where model.leaves is 0" in refused(capsys, *train, *settings(home, model__leaves=0))
-    assert "writes no text" in refused(capsys, "generate", str(run), "--prompt", "a")
-    assert "no adapter to merge" in refused(capsys, "export", str(run), "--merge")
+    assert "cannot generate text" in refused(capsys, "generate", str(run), "--prompt", "a")
+    assert "has no adapter; leave out --merge" in refused(capsys, "export", str(run), "--merge")
     assert "export takes a run" in refused(capsys, "export", str(run / "final"))
     short = write_rows(tmp_path / "short.jsonl", [{"text": f"a b {n}"} for n in range(9)])
     changes = {**BERT, "data__dataset_name": short}

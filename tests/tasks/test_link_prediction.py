@@ -311,7 +311,7 @@ def test_a_limit_takes_the_same_few_of_each_side(home: Path, run: Path) -> None:
 
 
 def test_what_a_run_trained_on_is_not_asked_of_its_own_data(run: Path) -> None:
-    with pytest.raises(ConfigError, match="no triples to ask for"):
+    with pytest.raises(ConfigError, match="has no triples to rank"):
         predicted(run, None)
 
 
@@ -328,7 +328,7 @@ def test_a_run_s_own_test_part_is_asked(home: Path) -> None:
 
 
 def test_an_exported_folder_needs_data_and_ranks_as_its_run(home: Path, run: Path) -> None:
-    with pytest.raises(ConfigError, match="name some with --data"):
+    with pytest.raises(ConfigError, match="has no triples of its own; name a dataset with --data"):
         predicted(run / "final", None)
     exported, trained = predicted(run / "final", home / "kg"), predicted(run, home / "kg")
     assert exported["step"] is None
@@ -340,5 +340,5 @@ def test_a_model_of_text_alone_is_refused(home: Path) -> None:
     (home / "texts.jsonl").write_text('{"text": "a fox is red"}\n{"text": "an owl is brown"}\n', "utf-8")
     changes = {"model__relation_dropout": 0.3, "data__leaf_mask_ratio": 0.15, "data__mask_ratio": 0.5}
     plain = run_of(home / "plain", home / "texts.jsonl", 1, model__leaves=0, **changes)
-    with pytest.raises(ConfigError, match="learned no triples"):
+    with pytest.raises(ConfigError, match="was trained without triples"):
         predicted(plain, home / "kg")

@@ -79,7 +79,7 @@ def test_going_back_sets_later_snapshots_aside_and_keeps_the_new_ones(
     capsys.readouterr()
     train(home, run, "--resume", "4", training__max_steps=7, training__keep_last=1)
     said = capsys.readouterr().out
-    assert f"step-000006 to step-000012 came after the step to go on from and moved to {run}/snapshots/{FIRST}" in said
+    assert f"step-000006 to step-000012: later than the resumed step, so moved to {run}/snapshots/{FIRST}" in said
     assert {name: contents(run / "snapshots" / FIRST / name) for name in later} == later
     assert (run / "snapshots" / FIRST / "metrics.jsonl").read_bytes() == before
     announced = said_steps(run / "metrics.jsonl", "snapshot")
@@ -133,7 +133,7 @@ def test_abandoned_snapshots_are_listed_verified_shown_and_pruned(
     name = f"{FIRST}/step-000012"
     assert name in content_ids(run, capsys)
     assert cli(["snapshots", "verify", str(run)]) == 0
-    assert f"{name}  whole" in capsys.readouterr().out
+    assert f"{name}  ok" in capsys.readouterr().out
     assert cli(["snapshots", "show", str(run), "--snapshot", name, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 12
     assert cli(["generate", str(run), "--snapshot", name, "--max-new-tokens", "2"]) == 0

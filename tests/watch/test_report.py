@@ -129,8 +129,8 @@ def test_without_matplotlib_pictures_are_refused_in_one_sentence(
     ("arguments", "words"),
     [
         (["missing"], "missing is no run: it has no config.yaml."),
-        (["a/tiny", "--format", "pdf"], "--format is pdf, but known are html, png, svg."),
-        (["empty", "--format", "svg"], "no step yet"),
+        (["a/tiny", "--format", "pdf"], "--format is pdf, but must be one of html, png, svg."),
+        (["empty", "--format", "svg"], "has no steps to plot yet"),
         (["list"], "keys and values"),
     ],
 )
@@ -291,9 +291,9 @@ def test_who_looks_at_a_run_that_nobody_trains_leaves_it_free(home: Path, capsys
 def test_no_runs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli(["runs"]) == 0
-    assert capsys.readouterr().out == "There is no run in runs.\n"
+    assert capsys.readouterr().out == "No runs found in runs.\n"
     assert cli(["runs", "elsewhere"]) == 2
-    assert "elsewhere is no folder" in capsys.readouterr().err
+    assert "elsewhere is not a folder" in capsys.readouterr().err
 
 
 def test_figures_say_what_plots_say(home: Path) -> None:

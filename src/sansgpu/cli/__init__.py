@@ -1,4 +1,4 @@
-"""The command line: argv -> one job. Importing this loads nothing else, so that Ctrl-C is handled from the start."""
+"""Command-line entry point. Imports almost nothing, so that Ctrl-C is handled from the start."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["main", "run"]
 
 
 def main() -> None:
-    """Run the command line; errors are one sentence on stderr."""
+    """Runs the command line and exits with its code. Errors are printed as one sentence on stderr."""
     try:
         handle_interrupts()
         share_cores()
         settle_randomness()
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # before `run` could say so
+    except KeyboardInterrupt:  # before `run` handles it
         code = CODE
         sys.stderr.write("sansgpu: interrupted.\n")
     stop_handling_interrupts()
@@ -25,7 +25,6 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code."""
-    from sansgpu.cli.running import run  # takes a tenth of a second to import
+    from sansgpu.cli.running import run  # importing it takes 0.1 s
 
     return run(arguments)

@@ -1,4 +1,4 @@
-"""`sansgpu k8s`: a run on a cluster."""
+"""The `sansgpu k8s` command."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app,
 
 
 class Allocator(str, Enum):
-    """What gives pods memory."""
+    """Memory allocators to preload."""
 
     TCMALLOC = "tcmalloc"
     NONE = "none"
 
 
 class OpenMP(str, Enum):
-    """What runs a process's threads."""
+    """OpenMP runtimes."""
 
     LIBGOMP = "libgomp"
     LIBIOMP = "libiomp"
@@ -27,30 +27,30 @@ class OpenMP(str, Enum):
 
 @app.command()
 def k8s(
-    nodes: Annotated[int, typer.Option(min=1, help="Pods of the run.")],
-    cpus: Annotated[int, typer.Option(min=1, help="Whole CPUs of a pod.")],
-    memory: Annotated[str, typer.Option(help="Of a pod, as 64Gi.")],
+    nodes: Annotated[int, typer.Option(min=1, help="Number of pods.")],
+    cpus: Annotated[int, typer.Option(min=1, help="CPUs per pod.")],
+    memory: Annotated[str, typer.Option(help="Memory per pod, e.g. 64Gi.")],
     pvc: Annotated[
-        str, typer.Option(help="The claim that has data and keeps snapshots; of several pods ReadWriteMany.")
+        str, typer.Option(help="PersistentVolumeClaim for data and snapshots; ReadWriteMany for several pods.")
     ],
-    image: Annotated[str, typer.Option(help="Where the image is pushed to and pulled from, with its version.")],
+    image: Annotated[str, typer.Option(help="Image reference with a tag, e.g. registry.example/sansgpu:1.")],
     config: ConfigArgument = None,
     override: OverrideOption = None,
-    min_nodes: Annotated[int, typer.Option(min=1, help="Go on while so many are left; PyTorchJob only.")] = 1,
-    processes_per_node: Annotated[int, typer.Option(min=1, help="Of a pod, as one for every NUMA node.")] = 1,
+    min_nodes: Annotated[int, typer.Option(min=1, help="Minimum pods for the run to continue (PyTorchJob only).")] = 1,
+    processes_per_node: Annotated[int, typer.Option(min=1, help="Processes per pod, e.g. one per NUMA node.")] = 1,
     node_selector: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A label that nodes must have. Repeatable.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Node label required for scheduling. Repeatable.")
     ] = None,
-    namespace: Annotated[str | None, typer.Option(help="By default that of kubectl's context.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the run; by default the configuration's.")] = None,
-    allocator: Annotated[Allocator, typer.Option(help="Preloaded in place of the C library's.")] = Allocator.TCMALLOC,
-    openmp: Annotated[OpenMP, typer.Option(help="libiomp: Intel's, preloaded; x86-64 only.")] = OpenMP.LIBGOMP,
+    namespace: Annotated[str | None, typer.Option(help="Namespace. Default: kubectl's current one.")] = None,
+    name: Annotated[str | None, typer.Option(help="Run name. Default: the configuration's file name.")] = None,
+    allocator: Annotated[Allocator, typer.Option(help="Memory allocator to preload.")] = Allocator.TCMALLOC,
+    openmp: Annotated[OpenMP, typer.Option(help="OpenMP runtime. libiomp is x86-64 only.")] = OpenMP.LIBGOMP,
     output_dir: Annotated[
-        Path | None, typer.Option(parser=written_path, metavar="DIR", help="Folder for the files. Default: k8s/NAME.")
+        Path | None, typer.Option(parser=written_path, metavar="DIR", help="Output folder. Default: k8s/NAME.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a Dockerfile and the manifests of a run by Kubeflow: a PyTorchJob, or a TrainJob.
+    """Write a Dockerfile and Kubeflow manifests (PyTorchJob and TrainJob) to train on Kubernetes.
 
     Example: sansgpu k8s configs/cpu_80m.yaml --nodes 4 --cpus 16 --memory 64Gi --pvc corpus --image hub/sansgpu:1
     """
@@ -82,11 +82,11 @@ def k8s(
         return
     show("\n".join(result["files"]))
     show(
-        f"\nPods: {result['nodes']}, each with {result['cpus']} CPUs, {result['memory']}, "
+        f"\nPods: {result['nodes']}, each with {result['cpus']} CPUs, {result['memory']} of memory, "
         f"{result['processes_per_node']} x {result['threads']} compute threads and {result['grace_seconds']} s to save "
-        "in when it has to go."
+        "a snapshot before termination."
     )
     if result["access_mode"] == "ReadWriteMany":
-        show(f"The claim {result['claim']} has to be ReadWriteMany, as pods on several nodes mount it.")
-    show("\nNext (with Kubeflow Trainer 2 apply trainjob.yaml, and leave out the wait for the PyTorchJob):\n")
+        show(f"The claim {result['claim']} must be ReadWriteMany, because pods on several nodes mount it.")
+    show("\nNext steps (for Kubeflow Trainer 2, apply trainjob.yaml and skip the wait for the PyTorchJob):\n")
     show("\n".join(result["commands"]))

@@ -1,4 +1,4 @@
-"""`sansgpu extract`: triples read from texts."""
+"""The `sansgpu extract` command."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from sansgpu.cli.options import SnapshotOption, app, print_json, show_json, warn
 
 @app.command()
 def extract(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of task graph, or a folder exported from one.")],
-    text: Annotated[str | None, typer.Option(help="A text to read triples from.")] = None,
-    data: Annotated[str | None, typer.Option(help="A source as data.dataset_name, for many texts.")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task graph, or a folder exported from one.")],
+    text: Annotated[str | None, typer.Option(help="Text to extract triples from.")] = None,
+    data: Annotated[str | None, typer.Option(help="Dataset to read (file, folder or Hub name).")] = None,
     head: Annotated[
         list[str] | None,
-        typer.Option(help="Ask of this; by default of a text's entities, or all its words. Repeatable."),
+        typer.Option(help="Head to query. Default: the text's entities, or else all its words. Repeatable."),
     ] = None,
     relation: Annotated[
-        list[str] | None, typer.Option(help="Ask for this; by default for all relations. Repeatable.")
+        list[str] | None, typer.Option(help="Relation to query. Default: all relations. Repeatable.")
     ] = None,
     closed: Annotated[
-        bool, typer.Option("--closed", help="Choose tails from a text's entities, or from all tails of training.")
+        bool, typer.Option("--closed", help="Choose tails from the text's entities, or else from all training tails.")
     ] = False,
-    min_score: Annotated[float | None, typer.Option(help="Leave out what scores less: mean log-probability.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Tails that are followed at once, where they are spelled.")] = 10,
-    top: Annotated[int, typer.Option(min=1, help="Tails of each head and relation, the best first.")] = 1,
+    min_score: Annotated[float | None, typer.Option(help="Minimum score (mean log-probability).")] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Beam width when tails are generated token by token.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Maximum number of tails per head and relation.")] = 1,
     output: Annotated[
         Path | None,
-        typer.Option(parser=written_path, metavar="FILE", help="New file for the triples. Default: stdout."),
+        typer.Option(parser=written_path, metavar="FILE", help="New JSON lines file. Default: stdout."),
     ] = None,
     snapshot: SnapshotOption = "latest",
     as_json: Annotated[
-        bool, typer.Option("--json", help="With --output: how it agrees, as one JSON object on stdout.")
+        bool, typer.Option("--json", help="With --output: print counts and scores as one JSON object.")
     ] = False,
 ) -> None:
-    """Read triples from texts: JSON lines with doc, head, relation, tail and score.
+    """Extract triples from texts as JSON lines with doc, head, relation, tail and score.
 
-    Where the data has triples of its own, precision, recall and F1 follow on stderr.
+    If the data has triples, precision, recall and F1 are printed to stderr.
 
     Example: sansgpu extract runs/graph --text "Metformin lowers glucose." --head Metformin
     """
@@ -54,7 +54,7 @@ def extract(
     from sansgpu.watch.terminal import PreparationBar, RunConsole
 
     if as_json and output is None:
-        raise typer.BadParameter("--json needs --output: stdout has the triples")
+        raise typer.BadParameter("--json requires --output, because stdout carries the triples")
     if output is not None:
         require_file(output)
     errors = RunConsole(stderr=True)
@@ -74,7 +74,7 @@ def extract(
 
 @contextmanager
 def _writer(output: Path | None) -> Iterator[Callable[[str], object]]:
-    """Writes lines to a file, or to stdout as they come. Raises SansGPUError where the disk refuses."""
+    """Yields a function that writes to `output`, or to stdout. Raises SansGPUError if the file cannot be written."""
     if output is None:
         yield show_json
         return

@@ -1,4 +1,4 @@
-"""What the commands share: the applications they belong to, and options that mean the same everywhere."""
+"""Typer applications, shared options and output helpers of the command line."""
 
 from __future__ import annotations
 
@@ -19,28 +19,33 @@ app = typer.Typer(
     help="Train language models on machines without a GPU.",
 )
 tokenizer_app = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer, or encode text with one.")
-snapshots_app = typer.Typer(no_args_is_help=True, help="Look at, check, delete and branch a run's snapshots.")
+snapshots_app = typer.Typer(no_args_is_help=True, help="List, verify, delete and fork a run's snapshots.")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(snapshots_app, name="snapshots")
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
-SnapshotOption = Annotated[str, typer.Option(help="latest, best, a step, or a name that `snapshots list` shows.")]
-RemoteCodeOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
+SnapshotOption = Annotated[
+    str, typer.Option(help="Snapshot to use: latest, best, a step, or a name from `snapshots list`.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+RemoteCodeOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow Python code that ships with the model to run.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 ConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG]", help="A file, or small, medium, large; none: the built-in default.")
+    Path | None,
+    typer.Argument(
+        metavar="[CONFIG]", help="Configuration file or preset (small, medium, large). Default: built-in configuration."
+    ),
 ]
 OverrideOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a configuration key. Repeatable.")
 ]
-LONGEST_LINE = 2500  # characters of a message on stderr
-LARGEST_SEED = 2**63 - 1  # the largest seed that torch.Generator accepts
+MAX_LINE_LENGTH = 2500  # characters of a message on stderr
+LARGEST_SEED = 2**63 - 1  # limit of torch.Generator
 
 
 def written_path(name: str) -> Path:
-    """The path that an option names to write to. An empty one, often of an unset variable, would be this folder."""
+    """Parses an output path. Rejects an empty one: from an unset shell variable, it would mean the current folder."""
     if not name.strip():
         raise typer.BadParameter("the name is empty; give a file or a folder")
     return Path(name)
@@ -50,32 +55,27 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
 def show(text: object = "", end: str = "\n") -> None:
-    """Write to stdout at once. Control characters are written out: text may come from anybody, a model included."""
+    """Prints to stdout and flushes. Escapes control characters, because the text may be a model's output."""
     print(printable(str(text)), end=end, flush=True)
 
 
 def show_json(text: str) -> None:
-    """Write lines of JSON to stdout."""
     print(printable_json(text), end="", flush=True)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """The result of a command, for other programs. A number that is not finite is null, as JSON has none."""
+    """Prints one JSON object. Infinities and NaN become null, because JSON cannot represent them."""
     from sansgpu.watch.events import finite
 
     show_json(json.dumps(finite(value), allow_nan=False) + "\n")
 
 
 def complain(message: str) -> None:
-    """Write one line to stderr.
-
-    A very long one loses its middle: what is wrong is said at the beginning, and what to do about it at the end.
-    """
+    """Prints one line to stderr. Cuts the middle of a long one: its start names the problem, its end the remedy."""
     line = printable_line(message)
-    half = LONGEST_LINE // 2
-    print(line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}", file=sys.stderr)
+    half = MAX_LINE_LENGTH // 2
+    print(line if len(line) <= MAX_LINE_LENGTH else f"{line[:half]} ... {line[-half:]}", file=sys.stderr)
 
 
 def warn(message: str) -> None:
-    """Write a warning to stderr."""
     complain(f"warning: {message}")

@@ -1,4 +1,4 @@
-"""`sansgpu plan`, `bench` and `doctor`: what is known and measured before a run."""
+"""The commands that measure and estimate before a run: `sansgpu plan`, `bench` and `doctor`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app,
 def plan(
     config: ConfigArgument = None,
     override: OverrideOption = None,
-    presets: Annotated[bool, typer.Option("--presets", help="A table of small, medium and large.")] = False,
-    hours: Annotated[float | None, typer.Option(help="Propose the best model for so many hours.")] = None,
-    data: Annotated[str | None, typer.Option(help="What it is to learn, as data.dataset_name.")] = None,
+    presets: Annotated[bool, typer.Option("--presets", help="Compare the presets small, medium and large.")] = False,
+    hours: Annotated[float | None, typer.Option(help="Propose the best configuration for this many hours.")] = None,
+    data: Annotated[str | None, typer.Option(help="With --hours: dataset (file, folder or Hub name).")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(parser=written_path, metavar="FILE", help="New file for the proposal. Default: proposed.yaml."),
+        typer.Option(parser=written_path, metavar="FILE", help="With --hours: output file. Default: proposed.yaml."),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Also on so many machines like this one.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Also estimate the run on this many machines.")] = None,
     network: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Between nodes, as 10gbps (the default) or 100mbit.")
+        str | None, typer.Option(metavar="RATE", help="Network bandwidth between nodes, e.g. 100mbit. Default: 10gbps.")
     ] = None,
     latency: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Of the network, one way, as 50us (the default) or 0.1ms.")
+        str | None, typer.Option(metavar="TIME", help="One-way network latency, e.g. 0.1ms. Default: 50us.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of a node and hour.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price per node and hour.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a run costs in memory and hours, before any work.
+    """Estimate the memory and time of a run without training.
 
     Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
     """
@@ -44,15 +44,15 @@ def plan(
     from sansgpu.watch.terminal import PreparationBar, RunConsole
 
     if presets and (config or hours is not None):
-        raise ConfigError("--presets shows small, medium and large; leave out the configuration and --hours.")
+        raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
     if hours is not None and config:
-        raise ConfigError(f"--hours proposes a configuration of its own; leave out {config}, and give --data.")
+        raise ConfigError(f"--hours proposes a configuration of its own; leave out {config} and give --data.")
     if hours is None and (data or output):
-        raise ConfigError("--data and --output go with --hours; the data of a plan is --set data.dataset_name=PATH.")
+        raise ConfigError("--data and --output require --hours; to plan for other data, --set data.dataset_name=PATH.")
     if nodes is not None and (presets or hours is not None):
-        raise ConfigError("--nodes is about one configuration; leave out --presets and --hours.")
+        raise ConfigError("--nodes plans a single configuration; leave out --presets and --hours.")
     if nodes is None and (network is not None or latency is not None or price is not None):
-        raise ConfigError("--network, --latency and --price go with --nodes; say how many there are.")
+        raise ConfigError("--network, --latency and --price require --nodes.")
     cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
     bar = PreparationBar(RunConsole(stderr=True))
     try:
@@ -77,20 +77,22 @@ def plan(
 def bench(
     config: ConfigArgument = None,
     override: OverrideOption = None,
-    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 20,
+    steps: Annotated[int, typer.Option(min=2, help="Number of steps to time.")] = 20,
     output_dir: Annotated[
         Path | None,
         typer.Option(parser=written_path, metavar="DIR", help="Folder for the report. Default: bench/NAME."),
     ] = None,
-    from_step: Annotated[int, typer.Option(min=0, help="Also project from a snapshot of this step.")] = 0,
-    what_if: Annotated[bool, typer.Option(help="Measure changes of the configuration, too.")] = True,
+    from_step: Annotated[int, typer.Option(min=0, help="Also project the time of a run resumed at this step.")] = 0,
+    what_if: Annotated[bool, typer.Option(help="Also measure variations of the configuration.")] = True,
     forward_only: Annotated[
-        bool, typer.Option("--forward-only", help="The model alone, forward, without data.")
+        bool, typer.Option("--forward-only", help="Time only forward passes, without data.")
     ] = False,
-    gpu_tflops: Annotated[float | None, typer.Option(help="Estimate a GPU of this rate beside it.")] = None,
+    gpu_tflops: Annotated[
+        float | None, typer.Option(help="Compare with the estimated speed of a GPU with this many TFLOP/s.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a configuration, and write report.md, report.html, optimized.yaml and start.sh.
+    """Benchmark a configuration and write report.md, report.html, optimized.yaml and start.sh.
 
     Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --steps 20
     """
@@ -120,7 +122,7 @@ def bench(
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Show what this machine is and can do, and what would make it faster.
+    """Show this machine's hardware and measured speed, with advice to make it faster.
 
     Example: sansgpu doctor
     """

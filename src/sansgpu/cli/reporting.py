@@ -1,4 +1,4 @@
-"""`sansgpu report` and `runs`."""
+"""The `sansgpu report` and `runs` commands."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sansgpu.cli.options import JsonOption, app, print_json, show, warn, written
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.", show_default=False)],
     output: Annotated[
         Path | None,
         typer.Option(
             parser=written_path,
             metavar="PATH",
-            help="File for the page, or folder for the pictures. Default: RUN/report.html or RUN/plots.",
+            help="Output file (html) or folder (png, svg). Default: RUN/report.html or RUN/plots.",
         ),
     ] = None,
     form: Annotated[
-        str, typer.Option("--format", metavar="html|png|svg", help="html: one page; png, svg: a picture a plot.")
+        str, typer.Option("--format", metavar="html|png|svg", help="html: one page. png, svg: one image per plot.")
     ] = "html",
 ) -> None:
-    """Write all that is known of a run as one page that needs no network; several runs are compared.
+    """Write a self-contained HTML report of a run, or compare several runs.
 
     Example: sansgpu report runs/default runs/lower-lr --output compared.html
     """
@@ -37,10 +37,10 @@ def report(
 
 @app.command("runs")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where they lie.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to search.")] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """List the runs below a folder, the one that changed last first.
+    """List the runs in a folder, most recently changed first.
 
     Example: sansgpu runs
     """
@@ -50,7 +50,7 @@ def list_runs(
     if as_json:
         print_json({"runs": rows})
     elif not rows:
-        show(f"There is no run in {folder}.")
+        show(f"No runs found in {folder}.")
     else:
         from sansgpu.watch.run_list import print_runs
         from sansgpu.watch.terminal import RunConsole

@@ -1,4 +1,4 @@
-"""Runs one command line. Every import of weight happens inside the command that needs it."""
+"""Runs one command line. Slow imports happen inside the command that needs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sansgpu import __version__
-from sansgpu.cli import (  # noqa: F401  what they define is in app
+from sansgpu.cli import (  # noqa: F401  importing them registers their commands in app
     cluster,
     extracting,
     planning,
@@ -22,56 +22,54 @@ from sansgpu.cli import (  # noqa: F401  what they define is in app
 from sansgpu.cli.options import CONFIG_SUFFIXES, app, complain, show
 from sansgpu.cli.signals import CODE, interrupted
 
-# A path that was asked for cannot work, rather than the disk: it names nothing, a wrong kind of file, or is too long.
-_WRONG_NAMES = (
+# Errors caused by the requested path (missing, wrong kind of file, too long) rather than by the disk.
+_PATH_ERRORS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO,
 )  # fmt: skip
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of one command line."""
     debug = "--debug" in arguments
     arguments = _with_resume_value([a for a in arguments if a != "--debug"])
     try:
         code = app(arguments, prog_name="sansgpu", standalone_mode=False)
-        if interrupted():  # typer turns the interrupt into a code
+        if interrupted():  # typer turns the interrupt into an exit code
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
-        return 0  # who read our output has left, as `head` does
+        return 0  # the reader of our output closed the pipe, as `head` does
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             for line in traceback.format_exc().splitlines():
                 complain(line)
-        message, code = _explained(error)
+        message, code = _explain(error)
         complain(f"sansgpu: {message}")
         return code
 
 
-def _explained(error: BaseException) -> tuple[str, int]:
-    """One sentence, and the exit code."""
-    from sansgpu.config import SansGPUError  # not above: `--help` needs no schema
+def _explain(error: BaseException) -> tuple[str, int]:
+    from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
     from sansgpu.config.plain import cut
 
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
         return f"the name {cut(name)} has {len(name):,} characters, which is too long for the file system.", 2
     if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        return "interrupted; what was saved before stays.", CODE
-    usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer names it in no public place
+        return "interrupted; everything saved before remains.", CODE
+    usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer does not export it
     if isinstance(error, SansGPUError):
-        return " ".join(str(error).split()), error.exit_code  # a library's reason in it may have several lines
+        return " ".join(str(error).split()), error.exit_code  # it may quote a library's message of several lines
     if isinstance(error, usage_error):
         context = error.ctx.command_path if error.ctx else "sansgpu"
         return f"{error.format_message().rstrip('.')}; see {context} --help.", 2
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{cut(str(error.filename))} cannot be used: {error.strerror}.", 2 if error.errno in _WRONG_NAMES else 1
-    # a defect of ours, or a machine in trouble
+        return f"{cut(str(error.filename))} cannot be used: {error.strerror}.", 2 if error.errno in _PATH_ERRORS else 1
+    # a bug in sansgpu, or a failing machine
     return f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)", 1
 
 
 def _with_resume_value(arguments: list[str]) -> list[str]:
-    """`--resume` alone means `--resume latest`."""
+    """Expands `--resume` without a value to `--resume latest`."""
     completed: list[str] = []
     for index, argument in enumerate(arguments):
         completed.append(argument)
@@ -81,15 +79,17 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     return completed
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         show(__version__)
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     pass

@@ -1,4 +1,4 @@
-"""Ctrl-C outside of training: it ends a command with one sentence at whatever moment it comes."""
+"""Handling of Ctrl-C outside of training: a command ends with one sentence instead of a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # type checkers take it for true; importing `typing` would delay the handling of Ctrl-C
+TYPE_CHECKING = False  # type checkers treat it as true; importing `typing` would delay the handling of Ctrl-C
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
     from types import FrameType
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 CODE = 128 + signal.SIGINT
 RETRY_SECONDS = 0.01
 
-_came = False
+_received = False
 
 
 def interrupted() -> bool:
-    """Returns True once SIGINT has come. What a library then raises need not be a KeyboardInterrupt."""
-    return _came
+    """Returns True after a SIGINT. Libraries may turn its KeyboardInterrupt into another exception."""
+    return _received
 
 
 def handle_interrupts() -> None:
-    """Have the first SIGINT raise KeyboardInterrupt, and a second one end the process at once.
+    """Makes the first SIGINT raise KeyboardInterrupt and the second one end the process at once.
 
-    A SIGINT that the parent process made us ignore stays ignored.
+    SIGINT stays ignored if the parent process ignored it.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
@@ -36,10 +36,10 @@ def handle_interrupts() -> None:
 
 
 def stop_handling_interrupts() -> None:
-    """End the process at once if it was interrupted, and otherwise as soon as SIGINT comes: while the interpreter shuts
-    down it would show a traceback.
+    """Exits at once after an interrupt. Otherwise restores the default handler: while the interpreter shuts down,
+    KeyboardInterrupt would print a traceback.
     """
-    if _came:
+    if _received:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -49,22 +49,22 @@ def stop_handling_interrupts() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    global _came
-    if _came:
+    global _received
+    if _received:
         os._exit(CODE)
-    _came = True
+    _received = True
     raise KeyboardInterrupt
 
 
 def _unraisable(problem: UnraisableHookArgs) -> None:
-    """Raise an interrupt again that was lost in a destructor or a callback, such as those of imports."""
-    global _came
+    """Raises an interrupt again if a destructor or a callback, e.g. of an import, swallowed it."""
+    global _received
     if not issubclass(problem.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(problem)
         return
     import threading
 
-    _came = False
-    again = threading.Timer(RETRY_SECONDS, signal.raise_signal, (signal.SIGINT,))
-    again.daemon = True
-    again.start()
+    _received = False
+    timer = threading.Timer(RETRY_SECONDS, signal.raise_signal, (signal.SIGINT,))
+    timer.daemon = True
+    timer.start()

@@ -1,4 +1,4 @@
-"""`sansgpu tokenizer` and `snapshots`."""
+"""The `sansgpu tokenizer` and `snapshots` commands."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from sansgpu.cli.options import (
 
 @tokenizer_app.command("train")
 def tokenizer_train(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A file, a folder, a dataset or python-stdlib.")],
-    output: Annotated[Path, typer.Option(parser=written_path, metavar="DIR", help="The tokenizer's folder.")],
-    vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 8192,
-    sample_mb: Annotated[int, typer.Option(min=1, help="Megabytes of text to learn from.")] = 32,
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="File, folder, Hugging Face dataset or python-stdlib.")
+    ],
+    output: Annotated[Path, typer.Option(parser=written_path, metavar="DIR", help="Folder for the tokenizer.")],
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size.")] = 8192,
+    sample_mb: Annotated[int, typer.Option(min=1, help="Megabytes of text to train on.")] = 32,
     as_json: JsonOption = False,
 ) -> None:
-    """Train byte-level BPE.
+    """Train a byte-level BPE tokenizer.
 
     Example: sansgpu tokenizer train notes/ --vocab-size 8192 --output tokenizer
     """
@@ -51,12 +53,12 @@ def tokenizer_train(
 @tokenizer_app.command("encode")
 def tokenizer_encode(
     tokenizer: Annotated[
-        str, typer.Argument(metavar="TOKENIZER", help="A folder, a tokenizer.json, or a model's name.")
+        str, typer.Argument(metavar="TOKENIZER", help="Tokenizer folder, tokenizer.json file or model name.")
     ],
-    text: Annotated[str | None, typer.Option(help="The text; by default standard input.")] = None,
+    text: Annotated[str | None, typer.Option(help="Text to encode. Default: standard input.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the token ids of a text.
+    """Print the token ids of a text.
 
     Example: sansgpu tokenizer encode tokenizer --text "def main"
     """
@@ -70,7 +72,7 @@ def tokenizer_encode(
 
 
 def _standard_input() -> str:
-    """All of standard input, to the character: no line end is translated. Raises ConfigError if it is not UTF-8."""
+    """Reads standard input without translating line ends. Raises ConfigError if it is not UTF-8."""
     from sansgpu.config import ConfigError
 
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -84,7 +86,7 @@ def _standard_input() -> str:
 
 @snapshots_app.command("list")
 def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
-    """List a run's snapshots, and after them those of abandoned branches.
+    """List a run's snapshots, then those of abandoned branches.
 
     Example: sansgpu snapshots list runs/default
     """
@@ -102,7 +104,7 @@ def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
 
 @snapshots_app.command("show")
 def snapshots_show(run: RunArgument, snapshot: SnapshotOption = "latest", as_json: JsonOption = False) -> None:
-    """Show all that a snapshot holds but its tensors.
+    """Show a snapshot's contents except its tensors.
 
     Example: sansgpu snapshots show runs/default --snapshot best
     """
@@ -119,7 +121,7 @@ def snapshots_show(run: RunArgument, snapshot: SnapshotOption = "latest", as_jso
 
 @snapshots_app.command("verify")
 def snapshots_verify(run: RunArgument) -> int:
-    """Check every snapshot against its manifest; exit code 1 where one is torn or altered.
+    """Check every snapshot against its manifest. Exits with code 1 if one is incomplete or altered.
 
     Example: sansgpu snapshots verify runs/default
     """
@@ -127,7 +129,7 @@ def snapshots_verify(run: RunArgument) -> int:
 
     results = verify_snapshots(run)
     for name, problem in results:
-        show(f"{name}  {problem or 'whole'}")
+        show(f"{name}  {problem or 'ok'}")
     return int(any(problem for _, problem in results))
 
 
@@ -136,10 +138,10 @@ def snapshots_prune(
     run: RunArgument,
     keep_last: Annotated[
         int | None,
-        typer.Option(help="Number of newest snapshots to keep, besides the best. Default: 1, or all with --abandoned."),
+        typer.Option(help="Newest snapshots to keep in addition to the best. Default: 1, or all with --abandoned."),
     ] = None,
     abandoned: Annotated[
-        bool, typer.Option("--abandoned", help="Delete the snapshots of abandoned branches, see snapshots list.")
+        bool, typer.Option("--abandoned", help="Also delete the snapshots of abandoned branches.")
     ] = False,
 ) -> None:
     """Delete old snapshots.
@@ -155,14 +157,14 @@ def snapshots_prune(
 @snapshots_app.command("fork")
 def snapshots_fork(
     run: RunArgument,
-    output_dir: Annotated[Path, typer.Option(parser=written_path, metavar="DIR", help="The new run's folder.")],
+    output_dir: Annotated[Path, typer.Option(parser=written_path, metavar="DIR", help="Folder for the new run.")],
     snapshot: SnapshotOption = "latest",
 ) -> None:
-    """Begin a new run as a copy of a snapshot, to go on with other settings.
+    """Copy a snapshot into a new run, to continue training with other settings.
 
     Example: sansgpu snapshots fork runs/default --output-dir runs/lower-lr
     """
     from sansgpu.jobs.snapshots import fork_snapshot
 
     forked = fork_snapshot(run, snapshot, output_dir, warn)
-    show(f"{forked}; go on with: sansgpu train --resume --output-dir {forked}")
+    show(f"{forked}; continue with: sansgpu train --resume --output-dir {forked}")

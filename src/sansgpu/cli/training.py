@@ -1,4 +1,4 @@
-"""`sansgpu train`."""
+"""The `sansgpu train` command."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from sansgpu.cli.options import OverrideOption, RemoteCodeOption, app, show, wri
 @app.command()
 def train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML, TOML or JSON; none: the built-in default.")
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="Configuration (YAML, TOML or JSON). Default: the built-in one."),
     ] = None,
     config_option: Annotated[
-        Path | None, typer.Option("-f", "--config", metavar="FILE", help="The same as CONFIG.")
+        Path | None, typer.Option("-f", "--config", metavar="FILE", help="Same as CONFIG.")
     ] = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option("--output-dir", "--output_dir", parser=written_path, metavar="DIR", help="The run's folder."),
+        typer.Option("--output-dir", "--output_dir", parser=written_path, metavar="DIR", help="Run folder."),
     ] = None,
     override: OverrideOption = None,
-    resume: Annotated[str | None, typer.Option(metavar="[latest|SNAPSHOT]", help="Go on from a snapshot.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Optimizer updates.")] = None,
-    batch_size: Annotated[str | None, typer.Option(metavar="N|auto", help="Examples of a micro-batch.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Context and window in tokens.")] = None,
-    target_device: Annotated[str | None, typer.Option(metavar="cpu|gpu|auto", help="Where to train.")] = None,
-    prefetch: Annotated[int | None, typer.Option(min=0, help="Batches prepared ahead.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The source of all randomness.")] = None,
-    headless: Annotated[bool, typer.Option("--headless", help="JSON lines on stdout, nothing else there.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Lines in place of the live view.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything up to the first step.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse a resume that cannot be exact.")] = False,
-    until: Annotated[
-        str | None, typer.Option(metavar="HH:MM", help="Be over, with the model saved, by this time.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Begin though memory does not suffice.")] = False,
+    resume: Annotated[str | None, typer.Option(metavar="[latest|SNAPSHOT]", help="Resume from a snapshot.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Maximum number of optimizer updates.")] = None,
+    batch_size: Annotated[str | None, typer.Option(metavar="N|auto", help="Examples per micro-batch.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Context length in tokens, for the model and the data.")] = None,
+    target_device: Annotated[str | None, typer.Option(metavar="cpu|gpu|auto", help="Device to train on.")] = None,
+    prefetch: Annotated[int | None, typer.Option(min=0, help="Number of batches to prepare ahead.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
+    headless: Annotated[bool, typer.Option("--headless", help="Print only JSON lines on stdout.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of the live view.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prepare the run and show it, without training.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse to resume if the result could differ.")] = False,
+    until: Annotated[str | None, typer.Option(metavar="HH:MM", help="Finish and save by this time of day.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if the memory estimate says the run will not fit.")
+    ] = False,
     trust_remote_code: RemoteCodeOption = False,
-    objective: Annotated[
-        str | None, typer.Option(metavar="MODULE:CLASS", help="Import this class, which does the task.")
-    ] = None,
+    objective: Annotated[str | None, typer.Option(metavar="MODULE:CLASS", help="Python class of the task.")] = None,
     processes: Annotated[
-        str | None, typer.Option(metavar="N|auto", help="Processes on this machine; auto: one a NUMA node or socket.")
+        str | None,
+        typer.Option(metavar="N|auto", help="Processes to start on this machine. auto: one per NUMA node or socket."),
     ] = None,
 ) -> int:
-    """Train as CONFIG says.
+    """Train a model from a configuration.
 
     Example: sansgpu train configs/cpu_small.yaml --set data.dataset_name=notes/ --max-steps 200
     """
     started = time.monotonic()
     if config and config_option:
-        raise typer.BadParameter("CONFIG is given twice")
+        raise typer.BadParameter("the configuration is given twice, as CONFIG and with --config")
     devices = {"cpu": "cpu", "gpu": "cuda", "auto": "auto", None: None}
     if target_device not in devices:
-        raise typer.BadParameter(f"--target-device is {target_device}, but cpu, gpu and auto are known")
+        raise typer.BadParameter(f"--target-device is {target_device}, but must be cpu, gpu or auto")
     flags = {
         "training.max_steps": max_steps,
         "training.batch_size": batch_size,
@@ -87,7 +87,9 @@ def train(
         from sansgpu.jobs.processes import processes as number_of
 
         if world.launcher:
-            raise typer.BadParameter(f"--processes starts its own, but {world.launcher} has started this one")
+            raise typer.BadParameter(
+                f"--processes starts its own processes, but {world.launcher} has started this one; leave it out"
+            )
         if (number := number_of(processes)) > 1:
             return launch(number, _without(sys.argv[1:], "--processes"))
     console, errors = RunConsole(), RunConsole(stderr=True)
@@ -125,30 +127,29 @@ def train(
 
 
 def _without(arguments: list[str], option: str) -> list[str]:
-    """The arguments without an option and its value."""
-    kept: list[str] = []
+    """Removes an option and its value from the arguments."""
+    remaining: list[str] = []
     skip = False
     for argument in arguments:
         if not skip and not argument.startswith(f"{option}="):
             skip = argument == option
-            kept += [] if skip else [argument]
+            remaining += [] if skip else [argument]
         else:
             skip = False
-    return kept
+    return remaining
 
 
-def _print_dry_run(begun: Any) -> None:
-    """The resolved configuration and what the run would do, as YAML."""
+def _print_dry_run(result: Any) -> None:
     import dataclasses
 
     import yaml
 
     from sansgpu.config import acting_values
 
-    prepared = begun.prepared
+    prepared = result.prepared
     environment = dataclasses.asdict(prepared.environment)
-    sections = {"output_dir": str(begun.paths.root), "environment": environment, "run": prepared.facts()}
+    sections = {"output_dir": str(result.paths.root), "environment": environment, "run": prepared.facts()}
     show(yaml.safe_dump({"config": acting_values(prepared.config), **sections}, sort_keys=False), end="")
     if (preview := prepared.corpus.preview()) is not None:
-        show("# The first example; what is learned stands between ⟦ and ⟧:")
+        show("# First training example. Tokens that count toward the loss are between ⟦ and ⟧:")
         show("".join(f"# {line}\n" for line in preview.splitlines()), end="")

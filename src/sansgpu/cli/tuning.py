@@ -1,4 +1,4 @@
-"""`sansgpu tune`."""
+"""The `sansgpu tune` command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app,
 
 
 class Pruner(str, Enum):
-    """What ends trials early."""
+    """Rules that stop trials early."""
 
     MEDIAN = "median"
     HYPERBAND = "hyperband"
@@ -24,23 +24,23 @@ def tune(
     config: ConfigArgument = None,
     override: OverrideOption = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Runs to compare, the configuration as it is first.")
+        int | None, typer.Option(min=1, help="Number of trials. The first is the unchanged configuration.")
     ] = None,
-    hours: Annotated[float | None, typer.Option(help="Time this search may take.")] = None,
-    space: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What is searched, as YAML; by default what usually pays.")
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Trials at a time, which share the cores.")] = 1,
-    pruner: Annotated[Pruner, typer.Option(help="What ends trials that promise little.")] = Pruner.MEDIAN,
+    hours: Annotated[float | None, typer.Option(help="Time budget of the search in hours.")] = None,
+    space: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML search space. Default: built-in.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Trials to run in parallel. They share the cores.")] = 1,
+    pruner: Annotated[Pruner, typer.Option(help="Rule that stops unpromising trials early.")] = Pruner.MEDIAN,
     output_dir: Annotated[
         Path | None,
-        typer.Option(parser=written_path, metavar="DIR", help="The search's folder. Default: runs/tune-NAME."),
+        typer.Option(parser=written_path, metavar="DIR", help="Folder for the search. Default: runs/tune-NAME."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The source of all randomness, as training.seed.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="What is searched and how long it takes.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Random seed (training.seed).")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the search space and a time estimate.")] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Search for the values with which a configuration learns best; the same command goes on with a search.
+    """Search for the hyperparameters with the lowest validation loss.
+
+    The same command resumes a search.
 
     Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
     """
@@ -64,7 +64,7 @@ def tune(
         bar.close()
         terminal.close()
     if isinstance(result, Interrupted):
-        console.print(f"interrupted and saved; the same command goes on with {result.folder}", soft_wrap=True)
+        console.print(f"interrupted and saved; the same command resumes {result.folder}", soft_wrap=True)
         return 128 + result.signal
     if as_json:
         print_json(result)

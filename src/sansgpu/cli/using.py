@@ -1,4 +1,4 @@
-"""`sansgpu eval`, `generate`, `chat`, `predict` and `export`: what a trained model is good for."""
+"""The commands that use a trained model: `sansgpu eval`, `generate`, `chat`, `predict` and `export`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,28 @@ from sansgpu.cli.options import (
 
 @app.command("eval")
 def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, a Hugging Face model, or a GGUF file.")],
-    data: Annotated[str | None, typer.Option(help="A source as data.dataset_name; by default the run's own.")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.")],
+    data: Annotated[
+        str | None,
+        typer.Option(help="Dataset to evaluate on (file, folder or Hub name). Default: the run's validation split."),
+    ] = None,
     snapshot: SnapshotOption = "latest",
-    window: Annotated[int | None, typer.Option(min=2, help="Tokens a window, with --data.")] = None,
+    window: Annotated[int | None, typer.Option(min=2, help="With --data: context length in tokens.")] = None,
     link_prediction: Annotated[
-        bool, typer.Option("--link-prediction", help="Of task graph: rank all entities as tails of held-out triples.")
+        bool, typer.Option("--link-prediction", help="Task graph: rank all entities as tails of held-out triples.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --link-prediction: this many triples.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --link-prediction: maximum triples per side.")] = None,
     trust_remote_code: RemoteCodeOption = False,
     objective: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:CLASS", help="Import the class that the run was trained with, for its own data."),
+        typer.Option(metavar="MODULE:CLASS", help="Python class that the run was trained with."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure loss, perplexity and bits per byte; of a run of task qa exact match and F1, with the answers beside it;
-    of task graph the accuracies of masked tokens and leaves.
+    """Evaluate a model: loss, perplexity and bits per byte.
+
+    Task qa: exact match and F1; the answers are written to the run folder. Task graph: accuracy on masked tokens
+    and leaves.
 
     Example: sansgpu eval runs/default --data notes.txt
     """
@@ -48,11 +53,11 @@ def evaluate(
     from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal
 
     if limit is not None and not link_prediction:
-        raise typer.BadParameter("--limit is for --link-prediction; leave it out")
+        raise typer.BadParameter("--limit requires --link-prediction")
     if window is not None and link_prediction:
-        raise typer.BadParameter("--window does nothing with --link-prediction; leave it out")
+        raise typer.BadParameter("--window has no effect with --link-prediction; leave it out")
     if objective and link_prediction:
-        raise typer.BadParameter("--objective does nothing with --link-prediction; leave it out")
+        raise typer.BadParameter("--objective has no effect with --link-prediction; leave it out")
     bar = PreparationBar(RunConsole(stderr=True))
     try:
         if link_prediction:
@@ -76,17 +81,17 @@ def evaluate(
 
 @app.command()
 def generate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, a Hugging Face model, or a GGUF file.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The same seed writes the same text.")] = 0,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: always the most likely token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens. 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
-    """Write a text, token by token.
+    """Generate text, streaming it token by token.
 
     Example: sansgpu generate runs/default --prompt "def main" --max-new-tokens 100
     """
@@ -104,19 +109,21 @@ def generate(
 @app.command()
 def chat(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run of task sft, or a chat model: Hugging Face's, or a GGUF file.")
+        str, typer.Argument(metavar="RUN", help="Run of task sft, or a chat model (Hugging Face folder or GGUF file).")
     ],
-    prompt: Annotated[str | None, typer.Option(help="Say this, print the answer, and end.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.7,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this probability.")] = 0.9,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The same seed gives the same answers.")] = 0,
+    prompt: Annotated[str | None, typer.Option(help="Send this message, print the answer and exit.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: always the most likely token.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens. 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 0.9,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
-    """Talk to a model: a line is what you say, /new begins anew, Ctrl-D ends. Lines may also come from a pipe.
+    """Chat with a model.
+
+    Each line is a message, /new starts a new conversation, Ctrl-D exits. Messages can also be piped in.
 
     Example: sansgpu chat runs/assistant
     """
@@ -126,8 +133,8 @@ def chat(
     from sansgpu.models.generate import Sampling
 
     conversation = Conversation(run, system, snapshot, warn, trust_remote_code)
-    attended = prompt is None and sys.stdin.isatty()
-    lines = iter([prompt]) if prompt is not None else _lines("> " if attended else "")
+    interactive = prompt is None and sys.stdin.isatty()
+    lines = iter([prompt]) if prompt is not None else _lines("> " if interactive else "")
     for number, line in enumerate(lines):
         if line.strip() == "/new":
             conversation.forget()
@@ -136,12 +143,11 @@ def chat(
             for piece in conversation.say(line, max_new_tokens, sampling):
                 show(piece, end="")
             show()
-    if attended:
+    if interactive:
         show()
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """Lines of standard input, each asked for by `prompt`."""
     while True:
         try:
             yield input(prompt)
@@ -151,18 +157,18 @@ def _lines(prompt: str) -> Iterator[str]:
 
 @app.command()
 def predict(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of task qa, or a Hugging Face model for it.")],
-    question: Annotated[str, typer.Option(help="What is asked.")],
-    context: Annotated[str, typer.Option(help="The text in which the answer stands.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task qa, or a Hugging Face model for it.")],
+    question: Annotated[str, typer.Option(help="Question to answer.")],
+    context: Annotated[str, typer.Option(help="Text that contains the answer.")],
     null_answers: Annotated[
         bool | None,
-        typer.Option("--null-answers/--no-null-answers", help="Whether there may be none; by default as was learned."),
+        typer.Option("--null-answers/--no-null-answers", help="Allow an empty answer. Default: as in training."),
     ] = None,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the answer to a question in a text.
+    """Answer a question from a text.
 
     Example: sansgpu predict runs/squad --question "Who wrote it?" --context "It was written by Ada."
     """
@@ -179,35 +185,33 @@ def predict(
 def export(
     run: RunArgument,
     form: Annotated[
-        str, typer.Option("--format", metavar="hf|gguf", help="hf: a Hugging Face folder; gguf: a file for llama.cpp.")
+        str, typer.Option("--format", metavar="hf|gguf", help="hf: a Hugging Face folder. gguf: a file for llama.cpp.")
     ] = "hf",
     kind: Annotated[
         str | None,
-        typer.Option("--type", metavar="f32|f16|bf16|q8_0", help="With gguf: numbers of matrices; by default f16."),
+        typer.Option("--type", metavar="f32|f16|bf16|q8_0", help="With gguf: data type of matrices. Default: f16."),
     ] = None,
     snapshot: SnapshotOption = "latest",
     output: Annotated[
         Path | None,
-        typer.Option(
-            parser=written_path, metavar="PATH", help="Where to write. Default: RUN/export or RUN/NAME-TYPE.gguf."
-        ),
+        typer.Option(parser=written_path, metavar="PATH", help="Output. Default: RUN/export or RUN/NAME-TYPE.gguf."),
     ] = None,
     merge: Annotated[
         bool | None,
-        typer.Option("--merge/--no-merge", help="With hf: make an adapter part of the model, or write it alone."),
+        typer.Option("--merge/--no-merge", help="With hf: merge the adapter into the model, or write it alone."),
     ] = None,
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
-    """Write a snapshot as a model that others load.
+    """Export a snapshot as a Hugging Face folder or a GGUF file.
 
     Example: sansgpu export runs/default --format gguf --type q8_0 --snapshot best
     """
     if form not in ("hf", "gguf"):
-        raise typer.BadParameter(f"--format is {form}, but only hf and gguf are known")
+        raise typer.BadParameter(f"--format is {form}, but must be hf or gguf")
     if form == "hf" and kind is not None:
-        raise typer.BadParameter("--type is for --format gguf; leave it out")
+        raise typer.BadParameter("--type requires --format gguf")
     if form == "gguf" and merge is not None:
-        raise typer.BadParameter("--merge and --no-merge are for --format hf; gguf always holds the whole model")
+        raise typer.BadParameter("--merge and --no-merge require --format hf; a GGUF file always holds the whole model")
     if form == "gguf":
         from sansgpu.jobs.export import export_gguf
 

@@ -1,1 +1,1 @@
-"""One file a verb of the command line."""
+"""The jobs behind the commands, mostly one module per command."""

@@ -1,4 +1,4 @@
-"""`sansgpu bench`: measure a configuration, then write report.md, report.html, optimized.yaml and start.sh."""
+"""Benchmarks a configuration and writes report.md, report.html, optimized.yaml and start.sh."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.watch.bench_report import write_report
 from sansgpu.watch.outputs import filled_folder, require_folder
 
-PROJECTED = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
-WHAT_IF_STEPS = 4  # timed for each question
-FASTER = 1.03  # by less than this is noise
-SPREAD = 1.15  # of the slowest over the median step: beyond, something disturbed the measurement
-COMPILING = "half a minute at the start"
-FREE = ("nothing", "memory", COMPILING)  # what is given up without harm to what is learned
-BUSY_CORES = 0.15  # of others, that is worth naming
-GPU_MFU = 0.4  # that a good trainer reaches; an assumption
+PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
+WHAT_IF_STEPS = 4  # timed per variation
+MIN_SPEEDUP = 1.03  # smaller speedups are noise
+MAX_STEP_RATIO = 1.15  # slowest step / median step; above it, something disturbed the measurement
+COMPILE_COST = "half a minute at the start"
+HARMLESS_COSTS = ("nothing", "memory", COMPILE_COST)  # costs that do not change what the model learns
+MIN_BUSY_CORES = 0.15  # cores used by other programs before they are reported
+GPU_MFU = 0.4  # assumed for a good trainer
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What the command line asked for."""
+    """Arguments of the bench command."""
 
     config_file: Path | None
     overrides: tuple[str, ...]
@@ -60,7 +60,7 @@ class BenchRequest:
 
 
 def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[str], None]) -> Result:
-    """Measure and write the files. Raises ConfigError, and SansGPUError where a measurement failed."""
+    """Measures and writes the files. Raises ConfigError, or SansGPUError if a measurement failed."""
     require_plain_name(request.output_dir)
     config, notes = load_config(request.config_file, request.overrides)
     for note in notes:
@@ -74,14 +74,14 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
     if request.forward_only:
         return _forward_only(prepared, chosen, request, say)
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as compiled:
-        say(f"{request.steps} steps, from nothing")
+        say(f"timing {request.steps} steps with empty caches")
         measured = measure_apart(_first_request(chosen, prepared, request, Path(compiled)))
-        say("the same again, as after a snapshot")
+        say("timing the same configuration with warm caches")
         baseline = measure_apart(Request(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens))
     result = _summary(prepared, measured, baseline, request)
     if prepared.corpus is None:
         result["warnings"].append(
-            "the data could not be read: reading it, evaluations and the export are not in the projections"
+            "the data could not be read, so the projections leave out reading it, evaluations and the export"
         )
     result["what_if"] = _what_if(chosen, prepared, baseline, say) if request.what_if else []
     result["gpu"] = _gpu(chosen, prepared, result, request, say)
@@ -92,14 +92,13 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
 
 
 def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest, compiled: Path) -> Request:
-    """The run itself, or the same steps on random tokens if its data could not be read."""
+    """Measures the run itself, or the same steps on random tokens if its data could not be read."""
     if prepared.corpus is not None:
         return Request(chosen, request.steps, compiled, with_data=True, profiled=True)
     return Request(chosen, request.steps, compiled, prepared.usual_tokens, snapshots=True, profiled=True)
 
 
 def _with_choices(config: Config, prepared: Prepared) -> Config:
-    """The configuration with every automatic choice made, as a run would make it."""
     environment, training = prepared.environment, prepared.config.training
     settings = [
         f"training.batch_size={environment.micro_batch}",
@@ -110,9 +109,9 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
         f"training.threads={environment.threads}",
         f"training.optimizer={training.optimizer}",
     ]
-    settled = prepared.config.model.model_dump()  # what the data decides of the model's shape
+    resolved = prepared.config.model.model_dump()  # includes what depends on the data, e.g. vocab_size
     given = config.model.model_dump()
-    settings += [f"model.{key}={value}" for key, value in settled.items() if value != given[key]]
+    settings += [f"model.{key}={value}" for key, value in resolved.items() if value != given[key]]
     return change_config(config, settings)
 
 
@@ -159,13 +158,14 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         "from_step": request.from_step,
         "startup_seconds": {"from zero": cold.startup_seconds, "from a snapshot": warm.startup_seconds},
     }
-    steps = sorted({*PROJECTED, *((request.from_step + n for n in PROJECTED[:4]) if request.from_step else ())})
+    resumed = (request.from_step + n for n in PROJECTED_STEPS[:4])
+    steps = sorted({*PROJECTED_STEPS, *(resumed if request.from_step else ())})
     result["projections"] = [_projection(n, request.from_step, cold, warm, training) for n in steps]
     return result
 
 
 def _forecasts(measured: Result, baseline: Result, step: float) -> tuple[Forecast, Forecast]:
-    """(from zero, from a snapshot): the second finds data and compiled graphs in the cache."""
+    """Returns forecasts of a new run and of a resumed run, which finds data and compiled graphs in the cache."""
     start = measured["import_seconds"] + measured["model_seconds"]
     end = measured["write_seconds"] + measured["export_seconds"]
     built = measured["data_seconds"] + measured["tokenizer_seconds"]
@@ -185,30 +185,28 @@ def _projection(steps: int, first: int, cold: Forecast, warm: Forecast, training
 
 
 def _disturbances(measured: Result, seconds: list[float]) -> list[str]:
-    """What made steps uneven, where they are."""
     found = []
-    spread = max(seconds) / median(seconds)
-    uneven = f"the slowest step took {spread:.2f} times the median"
+    ratio = max(seconds) / median(seconds)
+    uneven = f"the slowest step took {ratio:.2f} times the median"
     if measured["throttled"]:
-        found.append(f"the processor was throttled for heat {measured['throttled']} times")
-    if measured["stolen_cores"] > BUSY_CORES:
+        found.append(f"the CPU was throttled for heat {measured['throttled']} times")
+    if measured["stolen_cores"] > MIN_BUSY_CORES:
         found.append(f"the host of this virtual machine took {measured['stolen_cores']:.1f} cores for others")
-    if measured["other_cores"] > BUSY_CORES:
+    if measured["other_cores"] > MIN_BUSY_CORES:
         found.append(f"other programs kept {measured['other_cores']:.1f} cores busy")
-    if spread > SPREAD:
-        found.append(uneven if found else f"{uneven}; what disturbed it cannot be seen from here")
+    if ratio > MAX_STEP_RATIO:
+        found.append(uneven if found else f"{uneven}, for an unknown reason")
     return found
 
 
 def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable[[str], None]) -> list[Result]:
-    """Each change measured beside the configuration as it is, on random tokens."""
     rows = [_row("as it is", (), "", chosen, baseline, prepared)]
-    for name, settings, given_up in _questions(chosen):
+    for name, settings, given_up in _variations(chosen):
         try:
             changed = change_config(chosen, settings)
         except ConfigError:
-            continue  # a shape that does not divide
-        say(f"what if: {name}")
+            continue  # the model's shape is not divisible
+        say(f"timing a variation: {name}")
         try:
             measured = measure_apart(Request(changed, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens))
         except SansGPUError as error:
@@ -242,8 +240,8 @@ def _row(
     }
 
 
-def _questions(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
-    """(name, settings, what is given up); every step has as many tokens as before."""
+def _variations(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
+    """Returns (name, settings, cost) of each variation, all with the same tokens per step."""
     model, training, window = chosen.model, chosen.training, chosen.window
     size, accumulation, threads = training.batch_size, training.gradient_accumulation_steps, training.threads
     assert size != "auto"
@@ -276,17 +274,16 @@ def _questions(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
     if training.compile == "on":
         found.append(("not compiled", ("training.compile='off'",), "nothing"))
     elif missing_for_compile() is None:
-        found.append(("compiled", ("training.compile='on'",), COMPILING))
+        found.append(("compiled", ("training.compile='on'",), COMPILE_COST))
     return found
 
 
 def _gpu(
     chosen: Config, prepared: Prepared, result: Result, request: BenchRequest, say: Callable[[str], None]
 ) -> Result | None:
-    """A GPU measured where there is one, else reckoned from the rate that was given."""
     tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
     if torch.cuda.is_available() and prepared.machine.device.type == "cpu":
-        say("the GPU")
+        say("timing the GPU")
         settings = (
             "device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16",
         )  # fmt: skip
@@ -314,9 +311,9 @@ def _gpu(
 
 
 def _optimized(chosen: Config, rows: Sequence[Result]) -> tuple[Config, list[str]]:
-    """The configuration with the fastest of the changes that leave what is learned as it is, by measurement."""
+    """Returns the configuration with the fastest variation that does not change what the model learns."""
     best = max(
-        (row for row in rows[1:] if row.get("speedup", 0) > FASTER and row["gives_up"] in FREE),
+        (row for row in rows[1:] if row.get("speedup", 0) > MIN_SPEEDUP and row["gives_up"] in HARMLESS_COSTS),
         key=lambda row: row["speedup"],
         default=None,
     )
@@ -332,7 +329,7 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
             start = new / "start.sh"
             run = f"runs/{result['name']}-optimized"
             start.write_text(
-                "#!/bin/sh\n# Trains as measured by sansgpu bench. Takes train's arguments, as --resume.\nset -eu\n"
+                "#!/bin/sh\n# Trains with optimized.yaml and passes its arguments on to `sansgpu train`.\nset -eu\n"
                 'here=$(CDPATH= cd "$(dirname "$0")" && pwd)\n'
                 f'exec {shlex.quote(sys.executable)} -m sansgpu train "$here/optimized.yaml" '
                 f'--output-dir {shlex.quote(run)} "$@"\n',
@@ -346,21 +343,20 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
 
 
 def _gemm_rate(prepared: Prepared, measured: Result, reached: float) -> float:
-    """The best GEMM rate in FLOP/s, at least what the model reached."""
     known, machine = measured["gemm_flops_per_second"], prepared.machine
     return best_gemm_rate(known, reached, machine.precision, machine.device.type)
 
 
 def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]) -> Result:
-    """The model alone, at the run's micro-batch and at one window."""
+    """Times forward passes at the run's micro-batch and at batch size 1."""
     rows = []
     task, window = task_of(chosen), chosen.window
     for size in sorted({1, prepared.environment.micro_batch}):
-        say(f"forward passes of {size} x {window} tokens")
+        say(f"timing forward passes of {size} x {window} tokens")
         one = change_config(chosen, (f"training.batch_size={size}",))
         measured = measure_apart(Request(one, request.steps, forward_only=True))
         seconds = median(measured["step_seconds"][-request.steps :])
-        flops = task.work(chosen, size * window).needed / 3  # forward is a third of a step's products
+        flops = task.work(chosen, size * window).needed / 3  # forward is a third of a step's FLOPs
         gemm = _gemm_rate(prepared, measured, flops / seconds)
         rows.append(
             {

@@ -1,4 +1,4 @@
-"""`sansgpu chat`: a conversation with a model."""
+"""Conversation with a chat model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sansgpu.models.generate import Sampling, require_possible
 
 
 class Conversation:
-    """What was said so far, and a model that goes on with it."""
+    """A chat model with the messages so far."""
 
     def __init__(
         self,
@@ -25,21 +25,20 @@ class Conversation:
     ) -> None:
         """Raises ConfigError if there is no model, or if it has no chat template."""
         if (Path(target).expanduser() / "config.yaml").is_file() and not is_fine_tuning(target):
-            raise ConfigError(f"{target} was not taught to talk, but to go on with a text: use `sansgpu generate`.")
+            raise ConfigError(f"{target} was not trained on conversations; use `sansgpu generate` to continue a text.")
         loaded = load_fine_tuned(target, "causal", snapshot, warn, remote_code)
         self._model, self._tokenizer = loaded.objective.model, loaded.tokenizer
         if self._tokenizer.chat_template is None:
             raise ConfigError(f"{target} has no chat template; use `sansgpu generate`, or give data.chat_template.")
         narrow_where_faster(self._model)
-        self._begin = [{"role": "system", "content": system}] if system else []
+        self._system_messages = [{"role": "system", "content": system}] if system else []
         self.forget()
 
     def forget(self) -> None:
-        """Begin a new conversation."""
-        self.said = list(self._begin)
+        self.said = list(self._system_messages)
 
     def say(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-        """The model's answer, in pieces; it is remembered when it is read to its end."""
+        """Streams the model's answer. It joins the conversation once it is read to the end."""
         require_possible(sampling)
         self.said.append({"role": "user", "content": text})
         pieces: list[str] = []

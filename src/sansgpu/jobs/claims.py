@@ -1,4 +1,4 @@
-"""Which folders a run may write to, and whether its configuration is its own."""
+"""Checks that a run may write to its folders and that its recorded configuration is intact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sansgpu.watch.unmarked import is_unmarked
 
 
 def require_places(paths: RunPaths, resumes: bool) -> None:
-    """Raises ConfigError unless a run may write to its folder, and to the folders of its snapshots and logs."""
+    """Raises ConfigError unless a run may write to its folder and to its snapshot and log folders."""
     require_folder(paths.root, "run")
     require_no_links(paths.written)
     for folder, kind in ((paths.final, "model"), (paths.tokenizer, "tokenizer")):
@@ -27,11 +27,11 @@ def require_places(paths: RunPaths, resumes: bool) -> None:
         mark, run = read_mark(folder), _own(paths.root)
         owner = mark.run if mark else None
         if owner and owner != run and (run or not resumes) and _is_used(folder):
-            raise ConfigError(f"{folder} holds another run's {kind}; choose another {key}.")
+            raise ConfigError(f"{folder} contains another run's {kind}; choose another {key}.")
 
 
 def claim_elsewhere(paths: RunPaths) -> None:
-    """Mark the folders of snapshots and logs that are not in the run's folder. Raises ConfigError."""
+    """Marks snapshot and log folders outside of the run's folder. Raises ConfigError if one cannot be written."""
     run = _identity_of(paths)
     for folder, kind, key in _elsewhere(paths):
         try:
@@ -42,23 +42,23 @@ def claim_elsewhere(paths: RunPaths) -> None:
 
 
 def claim_run(paths: RunPaths, config: Config) -> None:
-    """Mark the run's folder, with the configuration that config.yaml is about to hold. Raises OSError."""
+    """Marks the run's folder with the configuration that is about to be written. Raises OSError."""
     before = read_mark(paths.root)
     by_0_1 = before.made_by_0_1 if before else is_unmarked(paths.root, "run")
     write_mark(paths.root, Mark("run", {}, _identity_of(paths), by_0_1, identity(config)))
 
 
 def require_own_configuration(paths: RunPaths) -> None:
-    """Raises ConfigError if config.yaml was cut off, or altered so that it describes another model or data order.
+    """Raises ConfigError if config.yaml is truncated, or altered so that it describes another model or data order.
 
-    It has to fit the folder's mark or the newest snapshot: a run that is resumed with other values has them in its mark
-    alone until its first snapshot. Runs that version 0.1.0 made recorded neither.
+    It must match the folder's mark or the newest snapshot: a run resumed with other values records them only in its
+    mark until its next snapshot. Runs of version 0.1.0 recorded neither.
     """
     require_identity(paths.config, read_values(paths.config), list(_recorded(paths)))
 
 
 def _recorded(paths: RunPaths) -> Iterator[dict[str, Any]]:
-    """What is recorded of the run's configuration."""
+    """Yields the configurations recorded in the run's mark and newest readable snapshot."""
     mark = read_mark(paths.root)
     if mark and mark.configuration:
         yield mark.configuration
@@ -66,14 +66,14 @@ def _recorded(paths: RunPaths) -> Iterator[dict[str, Any]]:
         try:
             recorded = snapshot.state().get("configuration")
         except (OSError, ValueError, ConfigError):
-            continue  # a torn one, which resuming skips
+            continue  # incomplete; resuming skips it, too
         if isinstance(recorded, dict):
             yield recorded
         return
 
 
 def _elsewhere(paths: RunPaths) -> Iterator[tuple[Path, str, str]]:
-    """Folders outside of the run's own places: path, kind, and the key that names it."""
+    """Yields (path, kind, configuration key) of snapshot and log folders outside of the run's folder."""
     seen = {paths.root.resolve()}
     named = (paths.checkpoint_dir, "snapshots", "checkpoint_dir"), (paths.logging_dir, "logs", "logging_dir")
     for folder, kind, key in named:
@@ -83,7 +83,7 @@ def _elsewhere(paths: RunPaths) -> Iterator[tuple[Path, str, str]]:
 
 
 def _identity_of(paths: RunPaths) -> str:
-    """The run's identity: the one it has, or the one of the snapshots that it goes on from, or a new one."""
+    """Returns the run's identity: its own, or that of its snapshot or log folder, or a new one."""
     known = (_own(folder) for folder in (paths.root, *(folder for folder, _, _ in _elsewhere(paths))))
     return next((run for run in known if run), None) or uuid.uuid4().hex
 

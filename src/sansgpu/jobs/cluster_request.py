@@ -1,4 +1,4 @@
-"""What `sansgpu k8s` was asked for, checked before anything is written, and settled."""
+"""Validates the arguments of `sansgpu k8s` and resolves them to the values of the manifests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values
 from sansgpu.jobs.manifests import DATA, ClusterJob
 from sansgpu.jobs.pod_needs import Needs, needs_of
 
-MANY_CPUS, SPARED_OF_FEW, SPARED_OF_MANY = 16, 1, 2  # for torchrun, and what prepares batches, writes and sends
-SHARED_PART = 8  # of a pod's memory may be files in /dev/shm
-LEAST_MEMORY = 1 << 30
-LONGEST_DOMAIN = 253
-LONGEST_NAME = 45  # Kubernetes' 63, less what operators append: `-node-0-1234-abcde`
+# CPUs left to torchrun, data loading, snapshot writing and communication, on pods of up to SMALL_POD_CPUS or more.
+SMALL_POD_CPUS, SPARE_CPUS_SMALL, SPARE_CPUS_LARGE = 16, 1, 2
+SHARED_MEMORY_DIVISOR = 8  # /dev/shm may use an eighth of a pod's memory
+MIN_MEMORY = 1 << 30
+MAX_DOMAIN_LENGTH = 253
+MAX_NAME_LENGTH = 45  # Kubernetes' 63 without the suffix that operators append, e.g. `-node-0-1234-abcde`
 
 # Kubernetes' quantities: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity
 _QUANTITY = r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[mkMGTPE]?|[eE][-+]?[0-9]{1,2})"
@@ -35,16 +36,16 @@ _HOST = rf"{_HOST_PART}(\.{_HOST_PART})*(:[0-9]{{1,5}})?"
 _TAG = r":[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _VERSION = rf"{_TAG}|({_TAG})?@sha256:[0-9a-f]{{64}}"
 _IMAGE = rf"(?P<name>({_HOST}/)?{_IMAGE_PART}(/{_IMAGE_PART})*)(?P<version>{_VERSION})?"
-_LONGEST_IMAGE = 255  # characters of its name
-_READ = (
+_MAX_IMAGE_LENGTH = 255  # characters of the name without its version
+_INPUT_KEYS = (
     "data.dataset_name", "data.validation_name", "data.tokenizer", "data.chat_template", "model.name_or_path",
 )  # fmt: skip
-_WRITTEN = ("data.cache_dir", "training.checkpoint_dir", "training.logging_dir")
+_OUTPUT_KEYS = ("data.cache_dir", "training.checkpoint_dir", "training.logging_dir")
 
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """What the command line asked for."""
+    """Arguments of the k8s command."""
 
     config_file: Path | None
     overrides: Sequence[str]
@@ -64,19 +65,20 @@ class ClusterRequest:
 
     @property
     def config_name(self) -> str:
-        """Of the configuration, as its file is called."""
         return self.config_file.stem if self.config_file else "default"
 
 
 def settle(request: ClusterRequest, config: Config, warn: Callable[[str], None]) -> ClusterJob:
-    """What the manifests are to say. Raises ConfigError where Kubernetes or the pods could not do it."""
+    """Returns the values of the manifests. Raises ConfigError if Kubernetes would reject them or pods could not run."""
     if request.min_nodes > request.nodes:
-        raise ConfigError(f"--min-nodes is {request.min_nodes} of {request.nodes} nodes; give at most --nodes.")
+        raise ConfigError(f"--min-nodes {request.min_nodes} is greater than --nodes {request.nodes}; lower it.")
     name = request.name or _as_name(request.config_name)
-    _require("[a-z]([-a-z0-9]*[a-z0-9])?", LONGEST_NAME, "--name", name, "a letter, then small letters, digits and -")
-    _require(_DOMAIN, LONGEST_DOMAIN, "--pvc", request.pvc, "small letters, digits, - and .")
+    _require(
+        "[a-z]([-a-z0-9]*[a-z0-9])?", MAX_NAME_LENGTH, "--name", name, "a letter, then lowercase letters, digits and -"
+    )
+    _require(_DOMAIN, MAX_DOMAIN_LENGTH, "--pvc", request.pvc, "lowercase letters, digits, - and .")
     if request.namespace is not None:
-        _require(_LABEL, 63, "--namespace", request.namespace, "small letters, digits and -")
+        _require(_LABEL, 63, "--namespace", request.namespace, "lowercase letters, digits and -")
     _check_image(request.image, warn)
     selector = _node_selector(request.node_selector)
     memory, threads = _bytes_of(request.memory), _threads(config, request)
@@ -95,7 +97,7 @@ def settle(request: ClusterRequest, config: Config, warn: Callable[[str], None])
         threads=threads,
         cpus=request.cpus,
         memory=request.memory,
-        shared_memory=f"{memory // SHARED_PART >> 20}Mi",
+        shared_memory=f"{memory // SHARED_MEMORY_DIVISOR >> 20}Mi",
         node_selector=selector,
         allocator=request.allocator,
         openmp=request.openmp,
@@ -104,18 +106,18 @@ def settle(request: ClusterRequest, config: Config, warn: Callable[[str], None])
 
 
 def on_claim(path: str) -> str:
-    """Where a pod looks for it: relative paths begin at the claim."""
+    """Returns a path as pods see it. Relative paths are relative to the claim."""
     return normpath(path if path.startswith("/") else f"{DATA}/{path}")
 
 
 def lying_here(config: Config) -> list[str]:
-    """Files and folders that the configuration reads, and that are on this machine by the same relative path."""
-    paths = (path for _, path in _paths(config, _READ) if not path.startswith("/"))
+    """Returns the relative input paths of the configuration that exist on this machine."""
+    paths = (path for _, path in _paths(config, _INPUT_KEYS) if not path.startswith("/"))
     return [normpath(path) for path in dict.fromkeys(paths) if Path(path).exists()]
 
 
 def _paths(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(key, value) of those that are given; a value may be another name, as of a dataset on the hub."""
+    """Yields (key, value) of the keys that are set. A value may also be a Hub name instead of a path."""
     for key in keys:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
@@ -124,66 +126,71 @@ def _paths(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _require_pods_can_run(config: Config) -> None:
-    """Raise ConfigError where the configuration asks for what pods have not."""
     training = config.training
     if training.device == "cuda" and not training.force_cpu:
-        raise ConfigError("device is cuda, which the image's torch has not; set device to cpu.")
+        raise ConfigError("device is cuda, which the image's build of torch does not support; set device to cpu.")
     if (backend := training.distributed_backend) != "gloo":
         raise ConfigError(
-            f"training.distributed_backend is {backend}, which the image's torch has not; set it to gloo."
+            f"training.distributed_backend is {backend}, which the image's build of torch does not support; set it to "
+            "gloo."
         )
-    for key, path in _paths(config, _READ + _WRITTEN):
+    for key, path in _paths(config, _INPUT_KEYS + _OUTPUT_KEYS):
         if path.startswith("~") or not f"{on_claim(path)}/".startswith(f"{DATA}/"):
             raise ConfigError(
-                f"{key} is {path}, but pods have only the claim, at {DATA}; give a path on it, as "
+                f"{key} is {path}, but pods only have the claim, mounted at {DATA}; give a path on it, e.g. "
                 f"{PurePosixPath(path).name or 'notes'} or {DATA}/{PurePosixPath(path).name or 'notes'}."
             )
 
 
 def _as_name(stem: str) -> str:
-    """A name as Kubernetes wants it, of whatever a file is called."""
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
-    return name[:LONGEST_NAME].rstrip("-")
+    return name[:MAX_NAME_LENGTH].rstrip("-")
 
 
-def _require(pattern: str, longest: int, option: str, value: str, form: str) -> None:
-    if not re.fullmatch(pattern, value) or len(value) > longest:
-        raise ConfigError(f"{option} {value!r} is no name in Kubernetes; write {form}, {longest} characters at most.")
+def _require(pattern: str, max_length: int, option: str, value: str, allowed: str) -> None:
+    if not re.fullmatch(pattern, value) or len(value) > max_length:
+        raise ConfigError(
+            f"{option} {value!r} is not a valid Kubernetes name; use {allowed}, {max_length} characters at most."
+        )
 
 
 def _check_image(image: str, warn: Callable[[str], None]) -> None:
     match = re.fullmatch(_IMAGE, image)
-    if match is None or len(match["name"]) > _LONGEST_IMAGE:
-        raise ConfigError(f"--image {image!r} names no image; write it as registry.example/sansgpu:{__version__}.")
+    if match is None or len(match["name"]) > _MAX_IMAGE_LENGTH:
+        raise ConfigError(
+            f"--image {image!r} is not a valid image reference; write it as registry.example/sansgpu:{__version__}."
+        )
     if match["version"] is None:
-        warn(f"{image} has no version, so pods may run different ones; --image {image}:{__version__} would have.")
+        warn(f"{image} has no tag, so pods may run different versions; use --image {image}:{__version__}.")
 
 
 def _node_selector(given: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for pair in given:
         key, _, value = pair.partition("=")
-        if not re.fullmatch(rf"({_DOMAIN}/)?{_WORD}=({_WORD})?", pair) or len(key.rpartition("/")[0]) > LONGEST_DOMAIN:
-            raise ConfigError(f"--node-selector {pair!r} is no label of nodes; write KEY=VALUE.")
+        if (
+            not re.fullmatch(rf"({_DOMAIN}/)?{_WORD}=({_WORD})?", pair)
+            or len(key.rpartition("/")[0]) > MAX_DOMAIN_LENGTH
+        ):
+            raise ConfigError(f"--node-selector {pair!r} is not a valid node label; write KEY=VALUE.")
         if found.setdefault(key, value) != value:
-            raise ConfigError(f"--node-selector gives {key} as {found[key]} and as {value}; leave one out.")
+            raise ConfigError(f"--node-selector sets {key} to both {found[key]} and {value}; leave one out.")
     return found
 
 
 def _bytes_of(memory: str) -> int:
-    """Bytes of a Kubernetes quantity such as 64Gi. Raises ConfigError if it is none, or too large or too small."""
+    """Parses a Kubernetes quantity such as 64Gi to bytes. Raises ConfigError if it is invalid or out of range."""
     match = re.fullmatch(_QUANTITY, memory)
     amount = 0 if match is None else int(Decimal(match[1]) * _factor(match[2]))
     if match is None or amount > _LARGEST:
-        raise ConfigError(f"--memory {memory[:40]!r} is no amount in Kubernetes; write it as 64Gi.")
-    if amount < LEAST_MEMORY:
-        raise ConfigError(f"--memory {memory} is {amount:,} bytes, too few for any run; write it as 64Gi.")
+        raise ConfigError(f"--memory {memory[:40]!r} is not a Kubernetes quantity; write e.g. 64Gi.")
+    if amount < MIN_MEMORY:
+        raise ConfigError(f"--memory {memory} is {amount:,} bytes, too little for any run; write e.g. 64Gi.")
     return amount
 
 
 def _factor(suffix: str) -> Decimal:
-    """The number that a quantity's suffix multiplies by."""
     if suffix.endswith("i"):
         return Decimal(1024) ** (1 + _BINARY.index(suffix[0]))
     if suffix[:1] in ("e", "E") and len(suffix) > 1:
@@ -192,21 +199,20 @@ def _factor(suffix: str) -> Decimal:
 
 
 def _threads(config: Config, request: ClusterRequest) -> int:
-    """Compute threads of a process, by the configuration or by the CPUs there are."""
-    cpus, processes, asked = request.cpus, request.processes_per_node, config.training.threads
+    cpus, processes, threads = request.cpus, request.processes_per_node, config.training.threads
     if processes > cpus:
         raise ConfigError(f"{processes} processes share {cpus} CPUs; raise --cpus or lower --processes-per-node.")
-    if asked == "auto":
-        return max(1, (cpus - (SPARED_OF_FEW if cpus <= MANY_CPUS else SPARED_OF_MANY)) // processes)
-    if asked * processes > cpus:
-        total = f"{asked} threads of {processes} processes" if processes > 1 else f"{asked} threads"
-        raise ConfigError(f"training.threads makes {total} on {cpus} CPUs; set it to auto, or raise --cpus.")
-    return asked
+    if threads == "auto":
+        return max(1, (cpus - (SPARE_CPUS_SMALL if cpus <= SMALL_POD_CPUS else SPARE_CPUS_LARGE)) // processes)
+    if threads * processes > cpus:
+        total = f"{threads} threads in each of {processes} processes" if processes > 1 else f"{threads} threads"
+        raise ConfigError(f"training.threads asks for {total}, but --cpus is {cpus}; set it to auto or raise --cpus.")
+    return threads
 
 
 def _warn_if_short(needs: Needs, available: int, warn: Callable[[str], None]) -> None:
     if not needs.fit(available):
         warn(
-            f"each process needs about {needs.memory / 1e9:.1f} GB and has {available / 1e9:.1f} of its pod's; raise "
-            "--memory, or lower what `sansgpu plan` tells."
+            f"each process needs about {needs.memory / 1e9:.1f} GB of memory, but its share of a pod is "
+            f"{available / 1e9:.1f} GB; raise --memory or shrink the run, see `sansgpu plan`."
         )

@@ -1,4 +1,4 @@
-"""`sansgpu doctor`: what this machine is and can do, and what to change to make it faster."""
+"""Describes and measures this machine, and advises how to make training faster."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ from sansgpu.machine.usage import Strain
 
 Result = dict[str, Any]
 
-STRAIN_SECONDS = 0.5  # others are watched
-BUSY = 0.25  # cores' worth of other programs that is worth a word
-HARDLY = 1.2  # times as fast
-LITTLE_DISK, LITTLE_MEMORY = 5e9, 2e9
+USAGE_SECONDS = 0.5  # to observe other programs
+MIN_BUSY_CORES = 0.25  # cores used by other programs before they are reported
+MIN_BF16_SPEEDUP = 1.2
+MIN_FREE_DISK, MIN_FREE_MEMORY = 5e9, 2e9  # bytes
 
 
 @dataclass(frozen=True)
 class Advice:
-    """`gain` is by how much a step may become faster; 0 for what only protects it."""
+    """A recommendation. `gain` is the possible speedup of a step minus 1, or 0 if it only protects the run."""
 
     gain: float
     text: str
 
 
 def doctor() -> Result:
-    """Describe this machine, after measuring it for a few seconds."""
     cache = cache_dir(None)
     torch.set_num_threads(resolve_threads(TrainingConfig()))
     strain = Strain()
-    time.sleep(STRAIN_SECONDS)
+    time.sleep(USAGE_SECONDS)
     others = strain.seen()
     device = torch.device("cpu")
     unsafe: list[str] = []
@@ -56,7 +55,9 @@ def doctor() -> Result:
     threads = torch.get_num_threads()
     rates = {
         "fp32": gemm_flops_per_second("fp32", threads=threads),
-        "bf16": gemm_flops_per_second("bf16", threads=threads) if bf16 else None,  # emulated it takes long
+        "bf16": gemm_flops_per_second("bf16", threads=threads)
+        if bf16
+        else None,  # emulated bf16 is too slow to measure
     }
     facts: Result = {
         **hardware(),
@@ -79,7 +80,7 @@ def doctor() -> Result:
 
 
 def _advice(facts: Result) -> list[Advice]:
-    """Gains as measured on two cores with AMX (docs/lab-notes.md), or by the machine's own figures."""
+    """Returns advice with gains measured on two cores with AMX (docs/lab-notes.md) or computed from `facts`."""
     return [*_build_advice(facts), *_cores_advice(facts), *_memory_advice(facts)]
 
 
@@ -87,36 +88,36 @@ def _build_advice(facts: Result) -> Iterator[Advice]:
     rates, missing = facts["gemm_flops_per_second"], missing_for_compile()
     if missing:
         yield Advice(
-            1.0, f"install {missing} (Debian: apt install g++ python3-dev): our kernels and compiling need it."
+            1.0, f"install {missing} (Debian: apt install g++ python3-dev); native kernels and torch.compile need it."
         )
     elif facts["kernels"] != "native":
         problem = facts["kernels_problem"]
-        yield Advice(1.0, f"our kernels do not compile ({problem}), and plain torch does their work.")
+        yield Advice(1.0, f"the native kernels do not compile ({problem}), so training falls back to plain torch.")
     if facts["cache_problem"]:
         yield Advice(0.0, facts["cache_problem"])
     if facts["isa_limits"]:
         names = ", ".join(f"{name}={value}" for name, value in facts["isa_limits"].items())
-        yield Advice(1.0, f"unset {names}: it keeps torch from instructions that this processor may have.")
+        yield Advice(1.0, f"unset {names}; it keeps torch from using instructions that this CPU may have.")
     if "oneDNN" not in facts["torch_blas"]:
-        yield Advice(0.5, "this torch was built without oneDNN, which has the fast products; install one from PyPI.")
-    if facts["bf16_native"] and rates["bf16"] < HARDLY * rates["fp32"]:
-        yield Advice(0.0, "bf16 products are hardly faster than fp32 here; precision auto measures and decides.")
+        yield Advice(0.5, "this build of torch has no oneDNN, which makes matrix products fast; install one from PyPI.")
+    if facts["bf16_native"] and rates["bf16"] < MIN_BF16_SPEEDUP * rates["fp32"]:
+        yield Advice(0.0, "bf16 products are hardly faster than fp32 here; precision auto picks the faster one.")
 
 
 def _cores_advice(facts: Result) -> Iterator[Advice]:
     usable, busy, quota = (facts[key] for key in ("cores_usable", "busy_cores", "cpu_quota"))
     cores = min(facts["cpus"], facts["cores"])
-    if busy > BUSY:
+    if busy > MIN_BUSY_CORES:
         gain = busy / max(usable - busy, usable / 2)
-        yield Advice(gain, f"others keep {busy:.1f} cores busy; stop them, or give the run cores of its own.")
+        yield Advice(gain, f"other programs keep {busy:.1f} cores busy; stop them, or reserve cores for the run.")
     if quota and quota < cores:
         yield Advice(cores / quota - 1, f"the container may use {quota:.1f} of {cores} cores; raise its CPU limit.")
     if facts["numa_nodes"] > 1:
         nodes = facts["numa_nodes"]
-        yield Advice(0.3, f"{nodes} NUMA nodes: one process for each of them (sansgpu train CONFIG --processes auto).")
+        yield Advice(0.3, f"start one process per NUMA node ({nodes}): sansgpu train CONFIG --processes auto.")
     if facts["governor"] not in (None, "performance", "schedutil"):
         command = "cpupower frequency-set -g performance"
-        yield Advice(0.2, f"the clock's governor is {facts['governor']}; set it to performance ({command}).")
+        yield Advice(0.2, f"the CPU frequency governor is {facts['governor']}; set it to performance ({command}).")
     if len(facts["openmp"]) > 1:
         yield Advice(0.1, f"several OpenMP runtimes compete for the cores: {', '.join(facts['openmp'])}.")
 
@@ -124,9 +125,9 @@ def _cores_advice(facts: Result) -> Iterator[Advice]:
 def _memory_advice(facts: Result) -> Iterator[Advice]:
     if facts["transparent_huge_pages"] == "never":
         command = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        yield Advice(0.03, f"transparent huge pages are off; {command} turns them on for those who ask.")
-    if facts["available_bytes"] < LITTLE_MEMORY:
+        yield Advice(0.03, f"transparent huge pages are off; turn them on for programs that request them: {command}.")
+    if facts["available_bytes"] < MIN_FREE_MEMORY:
         yield Advice(0.0, f"only {facts['available_bytes'] / 1e9:.1f} GB of memory are available.")
-    if facts["cache_free_bytes"] < LITTLE_DISK:
+    if facts["cache_free_bytes"] < MIN_FREE_DISK:
         free = facts["cache_free_bytes"] / 1e9
-        yield Advice(0.0, f"{free:.1f} GB are free for {facts['cache']}; set SANSGPU_CACHE to a larger disk.")
+        yield Advice(0.0, f"only {free:.1f} GB are free for {facts['cache']}; set SANSGPU_CACHE to a larger disk.")

@@ -1,4 +1,4 @@
-"""`sansgpu eval`: any run or Hugging Face folder on any data."""
+"""Evaluation of runs, Hugging Face models and GGUF files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sansgpu.tasks.language_modelling import LanguageModelling
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 
-EVALUATION_TOKENS = 4096  # of a micro-batch
+EVALUATION_TOKENS = 4096  # per micro-batch
 
 
 def evaluate_model(
@@ -37,18 +37,19 @@ def evaluate_model(
     remote_code: bool = False,
     objective: str | None = None,
 ) -> dict[str, Any]:
-    """The eval event of a model on `data`, or of a run on its own validation part.
+    """Returns the eval event of a model on `data`, or of a run on its own validation split.
 
-    `remote_code` allows Python code that comes with the model to run, `objective` is the run's, which makes its data.
+    `remote_code` allows the model's own Python code to run. `objective` names the Python class that prepares the run's
+    data. Raises ConfigError if the target or the data cannot be used.
     """
     if objective and data is not None:
-        raise ConfigError("--objective prepares a run's own data, and does nothing with --data; leave one out.")
+        raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
     if is_filling(target):
         from sansgpu.jobs.evaluate_graph import evaluate_graph
 
         _without_window(window)
         if objective:
-            raise ConfigError("--objective does nothing for a run of task graph; leave it out.")
+            raise ConfigError("--objective has no effect on a run of task graph; leave it out.")
         return evaluate_graph(target, data, snapshot, progress, warn, remote_code)
     if is_fine_tuning(target):
         from sansgpu.jobs.evaluate_fine_tuned import evaluate_fine_tuned  # imports transformers
@@ -77,12 +78,12 @@ def evaluate_model(
 
 def _without_window(window: int | None) -> None:
     if window is not None:
-        raise ConfigError("--window is for decoders; what others read is as long as they learned.")
+        raise ConfigError("--window works with decoders only; other models use the length that they were trained with.")
 
 
 def _own_validation(loaded: LoadedModel, folder: Path, objective: str | None, progress: Progress) -> LanguageModelling:
     if loaded.config is None:
-        raise ConfigError("only a run has a validation part of its own; name the text with --data.")
+        raise ConfigError(f"{folder} is not a run, so it has no validation split; name a dataset with --data.")
     config = with_objective(loaded.config, folder, objective)
     _, corpus = task_of(config).prepare(config, cache_dir(config.data.cache_dir), progress)
     return LanguageModelling(loaded.model, corpus.validation)
@@ -97,7 +98,7 @@ def _on_data(
     settings = DataConfig(dataset_name=name, text_column=config.data.text_column)
     store = build_store(open_single(name, settings), loaded.tokenizer, cache_dir(config.data.cache_dir), progress)
     tokenizer, documents = loaded.tokenizer, all_documents(store)
-    # As in training from scratch, the next document's first token is what a document's last one predicts.
+    # As in pretraining, the last token of a document predicts the first token of the next document.
     continuous = isinstance(loaded.model, TransformerLM) and (tokenizer.before, tokenizer.after) == (
         (tokenizer.end_id,), ()
     )  # fmt: skip

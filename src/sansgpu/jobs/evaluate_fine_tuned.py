@@ -1,4 +1,4 @@
-"""`sansgpu eval` of fine-tuning runs."""
+"""Evaluation of fine-tuning runs (sft and qa)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sansgpu.tasks import sft as talking
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 
-EXAMPLES = 8  # read at once
+EXAMPLES = 8  # per micro-batch
 
 
 def evaluate_fine_tuned(
@@ -32,7 +32,7 @@ def evaluate_fine_tuned(
     remote_code: bool,
     objective: str | None,
 ) -> dict[str, Any]:
-    """The eval event of a run on `data`, or on its own validation part; of questions, the answers are written too."""
+    """Returns the eval event of a run on `data`, or on its own validation split. Task qa also writes the answers."""
     config, _ = open_run(run)
     if config.kind == QA:
         require_run(run)
@@ -54,7 +54,6 @@ def evaluate_fine_tuned(
 def _measured(
     loaded: FineTuned, config: Config, data: str | None, progress: Progress, warn: Callable[[str], None]
 ) -> Evaluated:
-    """The model on all of `data`, or on the validation part of the run's data."""
     objective, part = cast(Any, loaded.objective), cast(Any, None)
     notes: list[str] = []
     if data is None:
@@ -70,7 +69,7 @@ def _measured(
         for note in notes:
             warn(note)
         if not len(part):
-            raise ConfigError(f"{data} holds nothing to evaluate on.")
+            raise ConfigError(f"{data} has no examples to evaluate on.")
     if config.task == "qa":
         return asking.AnswerReader(objective, part, config.data)
     return talking.AnswerLoss(objective, part)

@@ -1,4 +1,4 @@
-"""`sansgpu eval` of models that fill gaps."""
+"""Evaluation of masked language models and graph encoders."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 
-WILSON_Z = 1.96  # of an interval that holds the truth 95 times of 100
+WILSON_Z = 1.96  # normal quantile of a two-sided 95 % interval
 
 
 @dataclass(frozen=True)
-class _Filler:
+class _Evaluated:
     model: Filler
     codec: GraphCodec
     config: Config
@@ -40,43 +40,45 @@ def evaluate_graph(
     warn: Callable[[str], None],
     remote_code: bool = False,
 ) -> dict[str, Any]:
-    """The eval event of a run of task graph on `data`, or on its own validation part, with 95 % intervals."""
-    filler = _load(target, snapshot, warn, remote_code)
-    config, codec = filler.config, filler.codec
+    """Returns the eval event of a graph run on `data`, or on its own validation split, with 95 % intervals."""
+    loaded = _load(target, snapshot, warn, remote_code)
+    config, codec = loaded.config, loaded.codec
     cache = cache_dir(config.data.cache_dir)
-    if filler.snapshot is None and data is None:
-        raise ConfigError(f"{target} is no run and has no validation part of its own; name texts with --data.")
-    majority, held = None, None
-    if filler.snapshot is not None:
+    if loaded.snapshot is None and data is None:
+        raise ConfigError(f"{target} is not a run, so it has no validation split; name a dataset with --data.")
+    majority, held_out = None, None
+    if loaded.snapshot is not None:
         corpus = graph_corpus(config, cache, progress, codec)
-        if not str(filler.snapshot.state()["data"]).startswith(corpus.fingerprint):
-            warn(f"the data of {target} is not what it was when it was trained.")
-        majority, held = majority_of(corpus.train), corpus.validation
+        if not str(loaded.snapshot.state()["data"]).startswith(corpus.fingerprint):
+            warn(f"the data of {target} has changed since it was trained, so these metrics may not match its record.")
+        majority, held_out = majority_of(corpus.train), corpus.validation
     if data is not None:
         notes: list[str] = []
         settings = config.data.model_copy(update={"dataset_config": None})
         source = open_graph_part(data, settings, notes.append, config.data.inverse_relations)
         documents = read_graphs(source, config, progress)
-        held = build_leafy(documents, codec.tokenizer, codec.relations, leafy_rules(config), entities=codec.entities)
-        if note := held.note():
+        held_out = build_leafy(
+            documents, codec.tokenizer, codec.relations, leafy_rules(config), entities=codec.entities
+        )
+        if note := held_out.note():
             notes.append(f"{data}: {note}.")
         for note in notes:
             warn(note)
-        if not len(held):
-            raise ConfigError(f"{data} holds nothing to evaluate on.")
-    assert held is not None
+        if not len(held_out):
+            raise ConfigError(f"{data} has no examples to evaluate on.")
+    assert held_out is not None
     training = config.training
-    masking = held_masking(held, mask_rules(config, codec.tokenizer), training.seed)
+    masking = held_masking(held_out, mask_rules(config, codec.tokenizer), training.seed)
     weights = (training.mlm_weight, training.mnm_weight, training.entity_weight)
-    metrics = evaluate(Filling(filler.model, masking, majority or majority_of(held), weights), filler.plan)
+    metrics = evaluate(Filling(loaded.model, masking, majority or majority_of(held_out), weights), loaded.plan)
     assert metrics is not None
-    return {"event": "eval", "step": filler.snapshot.step if filler.snapshot else None, **_with_intervals(metrics)}
+    return {"event": "eval", "step": loaded.snapshot.step if loaded.snapshot else None, **_with_intervals(metrics)}
 
 
-def _load(target: str, snapshot: str, warn: Callable[[str], None], remote_code: bool) -> _Filler:
+def _load(target: str, snapshot: str, warn: Callable[[str], None], remote_code: bool) -> _Evaluated:
     if is_graph(target):
         loaded = load_graph(target, snapshot, warn)
-        return _Filler(loaded.objective, loaded.codec, loaded.config, loaded.snapshot, loaded.plan)
+        return _Evaluated(loaded.objective, loaded.codec, loaded.config, loaded.snapshot, loaded.plan)
     from sansgpu.jobs.fine_tuned import load_fine_tuned  # imports transformers
     from sansgpu.tasks.masked import MaskedObjective
 
@@ -86,20 +88,20 @@ def _load(target: str, snapshot: str, warn: Callable[[str], None], remote_code: 
     device = resolve_device(tuned.config.training)
     cast(Any, tuned.objective.model).to(device)
     codec = GraphCodec(of_pretrained(tuned.tokenizer), ())
-    return _Filler(tuned.objective, codec, tuned.config, tuned.snapshot, StepPlan(EXAMPLES, device, precision))
+    return _Evaluated(tuned.objective, codec, tuned.config, tuned.snapshot, StepPlan(EXAMPLES, device, precision))
 
 
 def _with_intervals(metrics: dict[str, float]) -> dict[str, Any]:
-    """Each accuracy with the interval that holds the true one 95 times of 100 (Wilson 1927)."""
-    found: dict[str, Any] = dict(metrics)
+    """Adds a 95 % confidence interval to each accuracy (Wilson 1927)."""
+    result: dict[str, Any] = dict(metrics)
     for name in (*KINDS, ENTITY, "tail"):
         if count := metrics.get(f"{name}_count"):
-            found[f"{name}_interval"] = wilson(metrics[f"{name}_acc"], count)
-    return found
+            result[f"{name}_interval"] = wilson(metrics[f"{name}_acc"], count)
+    return result
 
 
 def wilson(share: float, count: float) -> list[float]:
-    """[low, high] of a share that was seen in so many draws."""
+    """Returns the interval [low, high] of a proportion `share` observed in `count` samples."""
     z2 = WILSON_Z**2 / count
     middle = (share + z2 / 2) / (1 + z2)
     half = WILSON_Z / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))

@@ -1,4 +1,4 @@
-"""`sansgpu export`: a snapshot as a model others load."""
+"""Export of a snapshot as a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sansgpu.watch.marks import read_mark
 from sansgpu.watch.outputs import GGUF, require_file, require_folder
 from sansgpu.watch.unmarked import is_unmarked
 
-_Parts = tuple[dict[str, Any], Weights, TokenizerParts]  # config.json, weights by Hugging Face's names, tokenizer
+_Parts = tuple[dict[str, Any], Weights, TokenizerParts]  # config.json, Hugging Face weights, tokenizer
 
 
 def export_run(
@@ -35,13 +35,14 @@ def export_run(
     warn: Callable[[str], None],
     remote_code: bool = False,
 ) -> Path:
-    """Write a Hugging Face folder of a run's snapshot; by default RUN/export. Returns the folder.
+    """Writes a run's snapshot as a Hugging Face folder (default: RUN/export) and returns its path.
 
-    `merge` says whether an adapter becomes part of the model; by default as the run's configuration does.
+    `merge` chooses whether an adapter is merged into the model; None follows the run's configuration. Raises
+    ConfigError if this is not a run.
     """
     if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is a Hugging Face folder already; export takes a run.")
-    open_run(run)  # refuses what is no run
+        raise ConfigError(f"{run} is already a Hugging Face folder; export takes a run.")
+    open_run(run)  # raises if it is not a run
     folder = output or run / "export"
     if output is None:
         require_run(run)
@@ -53,8 +54,7 @@ def export_run(
     if is_graph(str(run)):
         _export_graph(run, snapshot, folder, merge, warn)
         return folder
-    if merge is not None:
-        raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
+    _require_adapter(merge is None, run)
     loaded = load_model(str(run), snapshot, warn)
     assert loaded.snapshot is not None  # a run's model is one of its snapshots
     export_model(loaded.decoder, loaded.tokenizer, folder)
@@ -63,18 +63,22 @@ def export_run(
 
 
 def _require_no_other_run(folder: Path, run: Path) -> None:
-    """Raises ConfigError if `folder` belongs to another run, as its `final/` does."""
+    """Raises ConfigError if `folder` is inside another run's folder, e.g. its `final/`."""
     owner = folder.resolve().parent
     mark = read_mark(owner)
     if owner != run.resolve() and ((mark and mark.kind == "run") or is_unmarked(owner, "run")):
-        raise ConfigError(f"{folder} is a folder of the run {owner}, not of {run}; choose another --output.")
+        raise ConfigError(f"{folder} belongs to the run {owner}, not to {run}; choose another --output.")
+
+
+def _require_adapter(has_adapter: bool, run: Path) -> None:
+    if not has_adapter:
+        raise ConfigError(f"{run} has no adapter; leave out --merge and --no-merge.")
 
 
 def _export_graph(run: Path, snapshot: str, folder: Path, merge: bool | None, warn: Callable[[str], None]) -> None:
     encoder = load_graph(str(run), snapshot, warn)
-    assert encoder.snapshot is not None  # as above
-    if merge is not None:
-        raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
+    assert encoder.snapshot is not None
+    _require_adapter(merge is None, run)
     export_graph_model(encoder.objective.model, encoder.codec, folder, how_learned(encoder.config))
     leave_card(run, folder, encoder.snapshot.step, warn)
 
@@ -85,8 +89,7 @@ def _export_fine_tuned(
     from sansgpu.jobs.fine_tuned import HEADS, load_fine_tuned  # imports transformers
 
     loaded = load_fine_tuned(str(run), HEADS[open_run(run)[0].kind], snapshot, warn, remote_code)
-    if merge is not None and loaded.config.model.adapter == "none":
-        raise ConfigError(f"{run} has no adapter to merge or to leave apart; drop --merge and --no-merge.")
+    _require_adapter(merge is None or loaded.config.model.adapter != "none", run)
     loaded.objective.export_to(loaded.tokenizer, folder, merge)
     if loaded.snapshot is not None:
         leave_card(run, folder, loaded.snapshot.step, warn)
@@ -95,15 +98,15 @@ def _export_fine_tuned(
 def export_gguf(
     run: Path, snapshot: str, output: Path | None, kind: str, warn: Callable[[str], None], remote_code: bool = False
 ) -> Path:
-    """Write a run's snapshot as a GGUF file with matrices of type `kind`; by default RUN/NAME-KIND.gguf.
+    """Writes a run's snapshot as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
 
-    Returns the file. Raises ConfigError where llama.cpp has no such model.
+    `kind` is the data type of matrices. Raises ConfigError if llama.cpp does not support the model.
     """
     if kind not in TYPES:
-        raise ConfigError(f"--type is {kind}, but known are {', '.join(TYPES)}.")
+        raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")
     config, _ = open_run(run)
     if config.kind not in (PRETRAIN, SFT):
-        raise ConfigError(f"{run} is of task {config.task}; --format gguf takes decoders, of task pretrain or sft.")
+        raise ConfigError(f"{run} is a run of task {config.task}, but --format gguf needs one of task pretrain or sft.")
     path = output or run / f"{run.resolve().name}-{kind}.gguf"
     if output is None:
         require_run(run)
@@ -112,14 +115,17 @@ def export_gguf(
         step, parts = _pretrained_parts(run, snapshot, warn)
     else:
         step, parts = _fine_tuned_parts(run, snapshot, warn, remote_code)
-    apart = write_gguf(path, *parts, kind, _about(run, config, step))
-    if apart:
-        warn(f"{len(apart)} matrices have rows of no multiple of 32 and are f16, beginning with {apart[0]}")
+    unquantized = write_gguf(path, *parts, kind, _about(run, config, step))
+    if unquantized:
+        warn(
+            f"{len(unquantized)} matrices are stored as f16, because their row length is not a multiple of 32; the "
+            f"first is {unquantized[0]}"
+        )
     return path
 
 
 def _about(run: Path, config: Config, step: int) -> About:
-    """Names without the folders that they lie in on this machine."""
+    """Returns the file's metadata, with names only, so that no local paths are published."""
     base = config.model.name_or_path
     return About(
         name=run.resolve().name,
@@ -139,9 +145,8 @@ def _pretrained_parts(run: Path, snapshot: str, warn: Callable[[str], None]) -> 
 
 
 def _parts_of(tokenizer: Tokenizer) -> TokenizerParts:
-    """A tokenizer of ours: a document begins, as it ends, with the end of text."""
     end = tokenizer.end_id
-    return TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)
+    return TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)  # documents start with it, too
 
 
 def _fine_tuned_parts(run: Path, snapshot: str, warn: Callable[[str], None], remote_code: bool) -> tuple[int, _Parts]:

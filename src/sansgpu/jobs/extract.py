@@ -1,4 +1,4 @@
-"""`sansgpu extract`: triples read from texts."""
+"""Extraction of triples from texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sansgpu.tasks.graph_corpus import leafy_rules, read_graphs
 
 
 class Triples:
-    """Triples to be read, once, in the order of the texts: {"doc", "head", "relation", "tail", "score"} of each."""
+    """Single-use iterable of triples, in text order, with keys doc, head, relation, tail and score."""
 
     def __init__(
         self, extraction: Extraction, agreement: Agreement, documents: list[GraphDocument], progress: Progress
@@ -30,7 +30,7 @@ class Triples:
                 yield {"doc": extracted.document.id, **triple._asdict()}
 
     def summary(self) -> dict[str, Any]:
-        """Once all are read: how many there are, and how well they agree with the texts' own triples."""
+        """Returns counts and, if the texts have triples, precision, recall and F1. Call it after iterating."""
         return {"event": "extraction", **self._agreement.summary()}
 
 
@@ -48,22 +48,21 @@ def extract(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> Triples:
-    """The triples of `text`, or of the documents of `data`; `top` tails of each head and relation, those of a score
-    below `min_score` left out.
+    """Extracts up to `top` tails per head and relation with a score of at least `min_score` from `text` or `data`.
 
-    Asked are all relations of training, inverse ones only by name; of the heads given, or else of each document's
-    entities, the heads of its triples, or its words. With `closed` tails are chosen from the document's entities, or
-    where it names none from all tails that were trained on. Raises ConfigError before any is read.
+    `heads` defaults to each document's entities, or else the heads of its triples, or else its words. `relations`
+    defaults to all of training except inverse ones. With `closed`, tails are chosen from the document's entities, or
+    from all training tails if it has none. Raises ConfigError before any text is processed.
     """
     if (text is None) == (data is None):
-        raise ConfigError("give either --text or --data, what triples are to be read from.")
+        raise ConfigError("give either --text or --data to extract triples from.")
     if text is not None and not text.strip():
-        raise ConfigError("--text needs some text.")
+        raise ConfigError("--text must not be empty.")
     loaded = load_triples_model(target, snapshot, warn)
     config = loaded.config
     unknown = next((name for name in relations if name not in loaded.relations), None)
     if unknown is not None:
-        raise ConfigError(f"--relation {unknown} was not learned; {target} knows {', '.join(loaded.relations)}.")
+        raise ConfigError(f"--relation {unknown} is unknown; {target} was trained on {', '.join(loaded.relations)}.")
     if text is not None:
         documents = [GraphDocument("text", "text", text)]
     else:
@@ -89,10 +88,9 @@ def extract(
 def _trained_tails(
     loaded: LoadedGraph, target: str, progress: Progress, warn: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """All names that were tails in training."""
     own = run_parts(loaded, progress, warn)
     if own is None:
         raise ConfigError(
-            f"{target} is no run, and the texts name no entities to choose tails from; leave out --closed."
+            f"{target} is not a run and the texts have no entities to choose tails from; leave out --closed."
         )
     return tuple(dict.fromkeys(triple.tail for document in own.train for triple in document.triples))

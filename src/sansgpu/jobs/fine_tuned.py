@@ -1,4 +1,4 @@
-"""A model of transformers, from a fine-tuning run, a Hugging Face folder, or a name on the hub."""
+"""Loads transformers models from fine-tuning runs, Hugging Face folders or Hub names."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OBJECTIVES: dict[Head, Callable[[Config], FineTuning]] = {
     "qa": QAObjective,
     "masked": MaskedObjective,
 }
-HEADS: dict[str, Head] = {"sft": "causal", "qa": "qa", "masked": "masked"}  # of each kind of run
+HEADS: dict[str, Head] = {"sft": "causal", "qa": "qa", "masked": "masked"}  # by kind of run
 _TASKS: dict[Head, str] = {"causal": "sft", "qa": "qa", "masked": "graph"}
 
 
 @dataclass(frozen=True)
 class FineTuned:
-    """A model with its tokenizer; `snapshot` where it is a run's."""
+    """A model with its tokenizer. `snapshot` is None if the model is not a run's."""
 
     objective: FineTuning
     tokenizer: Any
@@ -43,15 +43,17 @@ class FineTuned:
 def load_fine_tuned(
     target: str, head: Head, snapshot_name: str, warn: Callable[[str], None], remote_code: bool = False
 ) -> FineTuned:
-    """The model, in evaluation mode and in fp32. Raises ConfigError if there is none with such a head.
+    """Loads a model in fp32 and evaluation mode. Raises ConfigError if there is none with this head.
 
-    `remote_code` allows Python code that comes with the model to run.
+    `remote_code` allows the model's own Python code to run.
     """
     folder, snapshot = Path(target).expanduser(), None
     if (folder / "config.yaml").is_file():
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
         if HEADS.get(config.kind) != head:
-            raise ConfigError(f"{target} is a run of task {config.task}; this takes one of task {_TASKS[head]}.")
+            raise ConfigError(
+                f"{target} is a run of task {config.task}, but this command needs one of task {_TASKS[head]}."
+            )
     else:
         require_latest(target, snapshot_name)
         given = {"task": _TASKS[head], "model": {"name_or_path": target}, "data": {"dataset_name": "-"}}
@@ -68,7 +70,7 @@ def load_fine_tuned(
 
 
 def narrow_where_faster(model: torch.nn.Module) -> None:
-    """Matrices in bf16 where this processor computes that natively: each new token reads all of them."""
+    """Converts matrices to bf16 if this CPU computes it natively, because each generated token reads all of them."""
     dtype = torch.bfloat16 if has_native_bf16() else torch.float32
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype if parameter.ndim > 1 else torch.float32)

@@ -1,4 +1,4 @@
-"""Run folders: where a new run goes, and how an old one is opened."""
+"""Run folders: choosing one for a new run, and opening an existing one."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from sansgpu.watch.escape import printable_line
 from sansgpu.watch.files import make_folder, scratch, write_text
 from sansgpu.watch.outputs import require_folder
 
-LOCAL = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
-LOOKING = 0.5  # seconds that one who looks whether a run is held may hold it
+PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
+PROBE_SECONDS = 0.5  # `is_held` may hold the lock for a moment
 
 
 def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
-    """The files of the run in `folder`."""
     if config is None:
         return RunPaths(folder)
     return RunPaths.of(folder, config.training.checkpoint_dir, config.training.logging_dir)
 
 
-def open_output(asked: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
-    """The folder of the run to start or resume; by default runs/NAME of the configuration's name.
+def open_output(output_dir: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
+    """Returns the folder of the run to start or resume. Default: runs/NAME, from the configuration file's name.
 
-    Raises ConfigError if the folder holds anything else than this run, or cannot be written.
+    Raises ConfigError if the folder contains anything but this run, or cannot be written.
     """
-    if asked is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
+    if output_dir is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
         folder = Path(resume).absolute().parent
-        asked = (folder.parent if folder.name.startswith(ABANDONED) else folder).parent
-    if asked is None:
+        output_dir = (folder.parent if folder.name.startswith(ABANDONED) else folder).parent
+    if output_dir is None:
         name = config_file.stem if config_file else "default"
         taken = [p for p in _numbered(name) if holds_run(p)]
-        asked = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if _is_free(p))
-    require_folder(asked, "run")
-    if not resume and not dry_run and holds_run(asked):
-        raise ConfigError(f"{asked} holds a run already; go on with it by --resume, or choose another --output-dir.")
+        output_dir = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if _is_free(p))
+    require_folder(output_dir, "run")
+    if not resume and not dry_run and holds_run(output_dir):
+        raise ConfigError(
+            f"{output_dir} already contains a run; continue it with --resume, or choose another --output-dir."
+        )
     if not dry_run:
-        require_writable(asked)
-    return asked
+        require_writable(output_dir)
+    return output_dir
 
 
 def _numbered(name: str, endless: bool = False) -> list[Path]:
@@ -58,7 +59,6 @@ def _numbered(name: str, endless: bool = False) -> list[Path]:
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether a new run may go there."""
     try:
         require_folder(folder, "run")
     except ConfigError:
@@ -67,12 +67,12 @@ def _is_free(folder: Path) -> bool:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether something was trained into it."""
+    """Returns whether the folder has a snapshot or a final model."""
     return bool(snapshots(folder / "snapshots")) or (folder / "final").exists()
 
 
 def require_writable(folder: Path) -> None:
-    """Make a folder. Raises ConfigError if nothing can be written there."""
+    """Creates a folder. Raises ConfigError if nothing can be written there."""
     try:
         make_folder(folder)
         with scratch(folder, is_folder=False) as probe:
@@ -82,29 +82,31 @@ def require_writable(folder: Path) -> None:
 
 
 def require_plain_name(folder: Path) -> None:
-    """Raises ConfigError if a folder that files will name has line ends or other control characters in its own name."""
+    """Raises ConfigError if a folder that scripts will refer to has control characters in its name."""
     if printable_line(str(folder)) != str(folder):
-        raise ConfigError(f"{folder} holds control characters, which no script can name; choose another --output-dir.")
+        raise ConfigError(
+            f"the name {folder} contains control characters, which scripts cannot use; choose another --output-dir."
+        )
 
 
 @contextmanager
 def held_run(folder: Path) -> Iterator[None]:
-    """Keep other processes from training into `folder`; a process that is killed lets go.
+    """Locks `folder` for training; the lock is released when the process dies.
 
-    Raises ConfigError where one does already.
+    Raises ConfigError if another process holds it.
     """
     try:
-        with FileLock(RunPaths(folder).lock, timeout=LOOKING):
+        with FileLock(RunPaths(folder).lock, timeout=PROBE_SECONDS):
             yield
     except Timeout:
         raise ConfigError(f"{folder} is being trained by another process; wait for it, or stop it first.") from None
 
 
 def open_run(folder: Path) -> tuple[Config, RunPaths]:
-    """The configuration and the files of an existing run. Raises ConfigError if there is none.
+    """Returns the configuration and the paths of an existing run. Raises ConfigError if there is none.
 
-    The configuration allows no Python code from outside sansgpu, whatever the folder says: a run may come from anybody,
-    so `objective` and `model.trust_remote_code` are honored only where the command line repeats them.
+    The configuration allows no Python code from outside sansgpu: a run may come from anybody, so `objective` and
+    `model.trust_remote_code` take effect only if the command line repeats them.
     """
     config = recorded_config(folder)
     require_own_configuration(run_paths(folder, config))
@@ -112,33 +114,33 @@ def open_run(folder: Path) -> tuple[Config, RunPaths]:
     return config.model_copy(update={"objective": None, "model": model}), run_paths(folder, config)
 
 
-def with_objective(config: Config, folder: Path, asked: str | None) -> Config:
-    """`config` of the run in `folder` with the class that prepared its data, which the command line has to name.
+def with_objective(config: Config, folder: Path, requested: str | None) -> Config:
+    """Returns `config` with the run's objective class, which the command line must name explicitly.
 
-    Raises ConfigError if `asked` is not the run's `objective`.
+    Raises ConfigError if `requested` is not the run's `objective`.
     """
     recorded = recorded_config(folder).objective
-    if recorded and asked is None:
+    if recorded and requested is None:
         raise ConfigError(
             f"{folder} was trained with objective {recorded}, which is Python code: add --objective {recorded} to "
             "import it, or name other data with --data."
         )
-    if asked != recorded:
+    if requested != recorded:
         raise ConfigError(
-            f"{folder} was not trained with objective {asked}; its objective is {recorded or 'built in'}."
+            f"{folder} was not trained with objective {requested}; its objective is {recorded or 'built in'}."
         )
-    return config.model_copy(update={"objective": asked})
+    return config.model_copy(update={"objective": requested})
 
 
 def require_allowed(config: Config, file: Path, overrides: Sequence[str]) -> None:
-    """Raises ConfigError if a run's own configuration `file` asks for Python code and the command line does not."""
-    asked = {override.partition("=")[0].strip() for override in overrides}
-    if config.objective and "objective" not in asked:
+    """Raises ConfigError if a run's own configuration `file` needs Python code that the command line does not name."""
+    requested = {override.partition("=")[0].strip() for override in overrides}
+    if config.objective and "objective" not in requested:
         raise ConfigError(
             f"{file} names objective {config.objective}, which is Python code: add --objective {config.objective} to "
             "import it, or give the configuration that you started the run with."
         )
-    if config.model.trust_remote_code and "model.trust_remote_code" not in asked:
+    if config.model.trust_remote_code and "model.trust_remote_code" not in requested:
         raise ConfigError(
             f"{file} sets model.trust_remote_code, which runs the model's own Python code: add --trust-remote-code to "
             "allow that, or give the configuration that you started the run with."
@@ -146,14 +148,14 @@ def require_allowed(config: Config, file: Path, overrides: Sequence[str]) -> Non
 
 
 def recorded_config(folder: Path) -> Config:
-    """The configuration of a run as its folder has it, which may name code of others. Raises ConfigError."""
+    """Returns a run's recorded configuration, which may name foreign Python code. Raises ConfigError if unreadable."""
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is no run: it has no config.yaml.")
+        raise ConfigError(f"{folder} is not a run: it has no config.yaml.")
     return load_config(folder / "config.yaml")[0]
 
 
 def recorded_file(folder: Path, resume: str) -> Path | None:
-    """The config.yaml that the snapshot called `resume` was trained with; None if the run has none yet."""
+    """Returns the config.yaml that the snapshot `resume` was trained with, or None if the run has none yet."""
     own = run_paths(folder).config
     if not own.is_file():
         return None
@@ -163,7 +165,7 @@ def recorded_file(folder: Path, resume: str) -> Path | None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write one JSON object. Raises SansGPUError where the disk refuses."""
+    """Writes one JSON object. Raises SansGPUError if the file cannot be written."""
     try:
         write_text(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
@@ -171,8 +173,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def anywhere(config: Config) -> Config:
-    """Local data and models by their absolute paths, so that the file runs from any folder."""
-    for section, keys in LOCAL.items():
+    """Makes local paths in the configuration absolute, so that its file works from any folder."""
+    for section, keys in PATH_KEYS.items():
         values = getattr(config, section)
         paths = {
             key: Path(name).expanduser()

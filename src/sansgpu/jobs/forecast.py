@@ -1,4 +1,4 @@
-"""How long a prepared run takes: its step as it was timed, and what happens between steps."""
+"""Time estimate of a prepared run, from its timed step and the work between steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
 from sansgpu.train.forecast import Forecast
 from sansgpu.train.schedule import UNKNOWN
 
-START_SECONDS = {"off": 3.0, "on": 8.0}  # from the command to the first step, compiled graphs in the cache; measured
-SAMPLED_LAYER_SECONDS = 0.4e-3  # a token and layer; measured on a small model
-SAVE_SECONDS_PER_BYTE = 1 / 10e9  # copying in memory what a snapshot holds
+START_SECONDS = {"off": 3.0, "on": 8.0}  # until the first step, by compile, with a warm cache; measured
+SAMPLED_LAYER_SECONDS = 0.4e-3  # per generated token and layer; measured on a small model
+SAVE_SECONDS_PER_BYTE = 1 / 10e9  # to copy a snapshot in memory
 
 
 def execution(prepared: Prepared) -> Execution:
-    """How the run's steps are computed."""
     environment = prepared.environment
     return Execution(
         environment.micro_batch,
@@ -29,24 +28,24 @@ def execution(prepared: Prepared) -> Execution:
 
 
 def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None = None) -> Forecast:
-    """The run's parts in seconds, by the timing of its blocks; of several nodes with the step they take together."""
+    """Estimates the run's parts in seconds from its timing. On several nodes, `step_seconds` is their joint step."""
     timing, config, training = prepared.timing, prepared.config, prepared.config.training
     assert timing is not None
     layers = task_of(config).layers(config)
     passes = prepared.accumulation * timing.pass_seconds(layers)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
-    held, weights = prepared.memory.snapshot, prepared.memory.weights
+    snapshot, weights = prepared.memory.snapshot, prepared.memory.weights
     return Forecast(
         startup_seconds=START_SECONDS[timing.compile],
         step_seconds=timing.step_seconds(layers, prepared.accumulation) if step_seconds is None else step_seconds,
         evaluation_seconds=passes * prepared.evaluated_share / EVALUATED_IN_A_STEP / nodes + sampling,
-        save_seconds=held * SAVE_SECONDS_PER_BYTE,
-        end_seconds=(held + weights) / DISK_BYTES_PER_SECOND,
+        save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,
+        end_seconds=(snapshot + weights) / DISK_BYTES_PER_SECOND,
     )
 
 
 def length_of(prepared: Prepared, forecast: Forecast) -> tuple[int, float]:
-    """(steps, seconds) of the run: as many as it is to have, or as its time has room for."""
+    """Returns (steps, seconds) of the run, limited by its time budget."""
     training, allowed = prepared.config.training, seconds_allowed(prepared.config)
     steps = prepared.total_steps
     if steps == UNKNOWN or forecast.seconds(training, steps) > allowed:

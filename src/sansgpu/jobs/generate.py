@@ -1,4 +1,4 @@
-"""`sansgpu generate`: a stream of text."""
+"""Text generation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def generate_text(
     warn: Callable[[str], None],
     remote_code: bool = False,
 ) -> Iterator[str]:
-    """The continuation of `prompt` by a run's or a Hugging Face folder's model, piece by piece.
+    """Streams the continuation of `prompt` by a run, a Hugging Face model or a GGUF file.
 
-    `remote_code` allows Python code that comes with the model to run.
+    `remote_code` allows the model's own Python code to run.
     """
     require_possible(sampling)
     if is_ours(target):

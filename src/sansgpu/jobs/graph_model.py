@@ -1,4 +1,4 @@
-"""A graph encoder, from a run of task graph or from the folder one was exported to."""
+"""Loads graph encoders from runs of task graph or exported folders."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sansgpu.tasks.graph_corpus import names_of
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.step import StepPlan
 
-EXAMPLES = 16  # read at once
-UNKNOWN = "-"  # what an exported model was trained on
+EXAMPLES = 16  # per micro-batch
+UNKNOWN = "-"  # dataset name of an exported model
 
 
 @dataclass(frozen=True)
 class LoadedGraph:
-    """A model with its tokenizer and relations; `snapshot` where it is a run's."""
+    """A model with its tokenizer and relations. `snapshot` is None if the model is not a run's."""
 
     objective: GraphObjective
     codec: GraphCodec
@@ -39,27 +39,24 @@ class LoadedGraph:
 
     @property
     def config(self) -> Config:
-        """As it was trained."""
         return self.objective.config
 
     @property
     def tokenizer(self) -> MaskTokenizer:
-        """What cuts texts."""
         return self.codec.tokenizer
 
     @property
     def relations(self) -> tuple[str, ...]:
-        """Their names; number 1 is the first."""
+        """Relation names. Relation ids start at 1."""
         return self.codec.relations
 
     @property
     def precision(self) -> str:
-        """What products are computed in."""
         return self.plan.precision
 
 
 def is_graph(target: str) -> bool:
-    """Whether this is a run of a graph encoder of ours, or a folder exported from one in our layout."""
+    """Returns whether this is a run of a GraphEncoder, or a folder exported from one."""
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
         return open_run(folder)[0].kind == GRAPH
@@ -67,7 +64,7 @@ def is_graph(target: str) -> bool:
 
 
 def load_graph(target: str, snapshot_name: str, warn: Callable[[str], None]) -> LoadedGraph:
-    """The model, in evaluation mode and in fp32. Raises ConfigError where there is none, or a weight is missing."""
+    """Loads a graph encoder in fp32 and evaluation mode. Raises ConfigError if there is none or a weight is missing."""
     folder = Path(target).expanduser()
     if not is_graph(target):
         raise ConfigError(f"{target} is neither a run of task graph nor a folder exported from one.")
@@ -96,13 +93,12 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
     try:
         return Config.model_validate({"task": GRAPH, "model": model.config.model_dump(), **learned, "data": data})
     except ValidationError as error:
-        raise ConfigError(f"{folder}: config.json makes no model: {'; '.join(problems(error))}.") from None
+        raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error))}.") from None
 
 
 def _load_whole(model: GraphEncoder, snapshot: Snapshot) -> None:
-    """Raises ConfigError unless every weight is there, and fits."""
     try:
         model.load_state_dict(snapshot.weights(), assign=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{snapshot.folder} does not hold the whole model: {reason}") from None
+        raise ConfigError(f"{snapshot.folder} does not contain the whole model: {reason}") from None

@@ -1,4 +1,4 @@
-"""Which kernels a job computes with."""
+"""Choice of native or plain torch kernels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sansgpu.kernels import native
 
 
 def load_kernels(wanted: str, cache: Path, device: torch.device, warn: Callable[[str], None]) -> str:
-    """Resolve `training.kernels` (auto, native or torch) to native or torch, and load them.
+    """Resolves `training.kernels` (auto, native or torch) to native or torch, and loads them.
 
-    `cache` is what `machine.compiled.compiled_cache` returns. Raises ConfigError if native kernels are required and
-    cannot be loaded.
+    `cache` comes from `machine.compiled.compiled_cache`. Raises ConfigError if native kernels are required but cannot
+    be loaded.
     """
     if wanted == "torch" or (wanted == "auto" and device.type != "cpu"):
         return "torch"
@@ -24,5 +24,5 @@ def load_kernels(wanted: str, cache: Path, device: torch.device, warn: Callable[
         return "native"
     if wanted == "native":
         raise ConfigError(f"training.kernels is native, but they cannot be compiled ({reason}); set it to auto.")
-    warn(f"the native kernels cannot be compiled ({reason}); plain torch does their work, and steps take longer.")
+    warn(f"the native kernels cannot be compiled ({reason}); falling back to plain torch, which is slower.")
     return "torch"

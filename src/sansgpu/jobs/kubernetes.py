@@ -1,4 +1,4 @@
-"""`sansgpu k8s`: a run on a cluster, as the recipe of its image and the manifests of its pods."""
+"""Writes the Dockerfile and the Kubernetes manifests of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = (*RECIPE, "pytorchjob.yaml", "trainjob.yaml", "files.yaml")
 
 
 def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Write the files; returns what they hold, and the commands that follow. Raises ConfigError."""
+    """Writes the files and returns their summary and the next commands. Raises ConfigError."""
     config, notes = load_config(request.config_file, request.overrides)
     for note in notes:
         warn(note)
@@ -37,7 +37,6 @@ def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str
 
 
 def _texts(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
-    """The files by their names."""
     configuration = manifests.config_map(job)
     return {
         **_recipe(job, config, folder),
@@ -54,7 +53,7 @@ def _recipe(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
         "image": job.image,
         "base": PYTHON_IMAGE,
         "version": __version__,
-        "torch": torch.__version__.partition("+")[0],  # the one that the tests here pass with
+        "torch": torch.__version__.partition("+")[0],  # the installed version, which is tested
         "intel_openmp": INTEL_OPENMP,
         "packages": ["g++", "libgomp1", *(["libtcmalloc-minimal4"] if job.allocator == "tcmalloc" else [])],
         "extras": [name for name in config.training.report_to if name == "wandb"],
@@ -97,14 +96,14 @@ def _summary(job: ClusterJob, config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
-    """What follows, in this order: the image, the data that lies here, the run and its log, its model."""
+    """Returns the next commands: build the image, copy local data, start the run, follow its log, copy the model."""
     kubectl = ["kubectl", *(["--namespace", job.namespace] if job.namespace else [])]
     pod, files = f"{job.name}-files", str(folder / "files.yaml")
-    begin = [
+    start_pod = [
         [*kubectl, "apply", "-f", files],
         [*kubectl, "wait", "--for=condition=Ready", f"pod/{pod}", "--timeout=10m"],
     ]
-    end = [[*kubectl, "delete", "-f", files]]  # a claim that is ReadWriteOnce is free again
+    delete_pod = [[*kubectl, "delete", "-f", files]]  # releases a ReadWriteOnce claim
     copies = []
     for path in lying_here(config):
         place = PurePosixPath(on_claim(path))
@@ -115,11 +114,11 @@ def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
     return [
         ["docker", "build", "-f", str(folder / "Dockerfile"), "-t", job.image, "."],
         ["docker", "push", job.image],
-        *([*begin, *copies, *end] if copies else []),
+        *([*start_pod, *copies, *delete_pod] if copies else []),
         [*kubectl, "apply", "-f", str(folder / "pytorchjob.yaml")],
         [*kubectl, "wait", "--for=condition=Running", f"pytorchjob/{job.name}", "--timeout=30m"],
         [*kubectl, "logs", "-f", "--prefix", "--ignore-errors", f"--max-log-requests={job.nodes}", "-l", pods],
-        *begin,
+        *start_pod,
         [*kubectl, "cp", f"{pod}:{job.run}/final", f"{job.name}-final"],
-        *end,
+        *delete_pod,
     ]

@@ -1,4 +1,4 @@
-"""`sansgpu eval --link-prediction`: how well a graph encoder ranks entities as the tails of held-out triples."""
+"""Link prediction: ranks entities as the tails (or heads) of held-out triples with a graph encoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Documents = list[GraphDocument]
 
 @dataclass(frozen=True)
 class Parts:
-    """All documents of a source."""
+    """Documents of a source by split."""
 
     train: Documents
     validation: Documents
@@ -35,54 +35,54 @@ def link_prediction(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Figures of the triples of `data`, or of those a run held out: `tail`, and `head` where it learned both ways.
+    """Returns `tail` metrics of held-out triples, and `head` metrics if the model was trained with inverse relations.
 
-    Of `data` its test part is asked for, else its validation part, else all of it; a run's own data has no triple
-    asked that was trained on. All other parts, and all of the run's data, are known to be true. With `limit` of so
-    many triples of each side. Raises ConfigError where there is nothing to ask.
+    Queries the test split of `data`, or else its validation split, or else all of it. Without `data`, queries the run's
+    own held-out triples that do not occur in training. All other triples of `data` and of the run are known facts,
+    which filtered ranking excludes. `limit` is the maximum number of triples per side. Raises ConfigError if there is
+    nothing to query.
     """
     loaded = load_triples_model(target, snapshot, warn)
     config = loaded.config
     own = run_parts(loaded, progress, warn)
     if data is not None:
         parts = own if own and data == config.data.dataset_name else open_all(config, data, progress, warn)
-        held = parts.test or parts.validation or parts.train
+        queried = parts.test or parts.validation or parts.train
     elif own is not None:
-        parts, held = own, _unseen(own)
+        parts, queried = own, _unseen(own)
     else:
-        raise ConfigError(f"{target} is no run and has no triples of its own; name some with --data.")
-    if not any(document.triples for document in held):
-        raise ConfigError(f"{data or config.data.dataset_name} holds no triples to ask for; name others with --data.")
-    trained = own.train if own else parts.train if held is not parts.train else []
+        raise ConfigError(f"{target} is not a run, so it has no triples of its own; name a dataset with --data.")
+    if not any(document.triples for document in queried):
+        raise ConfigError(f"{data or config.data.dataset_name} has no triples to rank; name another --data.")
+    trained = own.train if own else parts.train if queried is not parts.train else []
     known = KnownFacts(trained, [d for p in (own, parts) if p for d in (*p.train, *p.validation, *p.test)])
     ranking = LinkPrediction(filler_of(loaded), loaded.codec, leafy_rules(config), known)
     step = loaded.snapshot.step if loaded.snapshot else None
-    report = ranking.report(held, config.data.inverse_relations, limit, progress)
+    report = ranking.report(queried, config.data.inverse_relations, limit, progress)
     return {"event": "link_prediction", "step": step, **report}
 
 
 def load_triples_model(target: str, snapshot: str, warn: Callable[[str], None]) -> LoadedGraph:
-    """A graph encoder that learned triples. Raises ConfigError where it did not."""
+    """Loads a graph encoder. Raises ConfigError if it was trained without triples."""
     loaded = load_graph(target, snapshot, warn)
     if not loaded.config.model.leaf_slots or not loaded.relations:
-        raise ConfigError(f"{target} learned no triples, so it knows no relation to ask for; take a run that did.")
+        raise ConfigError(f"{target} was trained without triples, so it has no relations; give a run with triples.")
     return loaded
 
 
 def filler_of(loaded: LoadedGraph) -> GapFiller:
-    """What asks the model."""
     return GapFiller(loaded.objective, loaded.tokenizer.mask_id, loaded.plan.device, loaded.precision)
 
 
 def run_parts(loaded: LoadedGraph, progress: Progress, warn: Callable[[str], None]) -> Parts | None:
-    """A run's own data, divided as it was for training; of an exported folder nothing is known."""
+    """Returns a run's own data with its training split, or None for an exported folder."""
     if loaded.snapshot is None:
         return None
     return open_all(loaded.config, loaded.config.data.dataset_name, progress, warn)
 
 
 def open_all(config: Config, name: str, progress: Progress, warn: Callable[[str], None]) -> Parts:
-    """The parts of a source that is read as a run's is; divided only where it is the run's own and has no parts."""
+    """Returns a source's splits. Splits off validation documents only for the run's own data without such a split."""
     own = name == config.data.dataset_name
     data = config.data.model_copy(
         update={} if own else {"dataset_name": name, "dataset_config": None, "validation_name": None}
@@ -99,7 +99,7 @@ def open_all(config: Config, name: str, progress: Progress, warn: Callable[[str]
 
 
 def _unseen(parts: Parts) -> Documents:
-    """The documents that are asked for, without the triples that were trained on."""
+    """Returns the test or validation documents without triples that also occur in training."""
     known = frozenset(triple.fact for document in parts.train for triple in document.triples)
     return [
         document._replace(triples=tuple(triple for triple in document.triples if triple.fact not in known))

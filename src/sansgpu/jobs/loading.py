@@ -1,4 +1,4 @@
-"""A trained model, wherever it lies: a run, a Hugging Face folder, a GGUF file, or a name on the hub."""
+"""Loads trained models from runs, Hugging Face folders, GGUF files or Hub names."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from sansgpu.models.graph_folder import fills_gaps, is_graph_folder
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, load_decoder, load_gguf_decoder
 from sansgpu.train.checkpoint import Snapshot, find_snapshot
 
-UNBOUNDED_CONTEXT = 1024  # the window of models that name no longest context
+UNBOUNDED_CONTEXT = 1024  # tokens, for models without a maximum context length
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer; `config` and `snapshot` where it is a run's."""
+    """A model with its tokenizer. `config` and `snapshot` are None if the model is not a run's."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -37,17 +37,17 @@ class LoadedModel:
 
     @property
     def decoder(self) -> TransformerLM:
-        """The model, where it is one of our layouts. Raises ConfigError where it is not."""
+        """The model as a TransformerLM. Raises ConfigError if its architecture is not supported."""
         if not isinstance(self.model, TransformerLM):
             raise ConfigError(
-                "this model is of another architecture; text is generated with the layouts of Qwen3, GPT-2 and, with "
-                "ReLU squared, Apertus."
+                "this model's architecture is not supported for generating text; use one with the layout of Qwen3, "
+                "GPT-2 or Apertus (with ReLU squared)."
             )
         return self.model
 
     @property
     def context(self) -> int:
-        """The longest context."""
+        """Maximum context length in tokens."""
         if isinstance(self.model, TransformerLM):
             return self.model.config.max_seq_len
         assert isinstance(self.model, HuggingFaceLM)
@@ -55,9 +55,7 @@ class LoadedModel:
 
 
 def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[Config, Snapshot]:
-    """A run's configuration and one of its snapshots, as `find_snapshot` takes its name. Raises ConfigError if there
-    is none.
-    """
+    """Returns a run's configuration and the snapshot called `name`. Raises ConfigError if there is none."""
     config, paths = open_run(folder)
     snapshot = find_snapshot(paths.snapshots, name, warn)
     if snapshot is None:
@@ -66,19 +64,18 @@ def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[
 
 
 def require_latest(target: str, name: str) -> None:
-    """Raises ConfigError where a snapshot is asked for of what has none."""
+    """Raises ConfigError if a snapshot is requested of a target that is not a run."""
     if name != "latest":
-        raise ConfigError(f"{target} is no run and has no snapshots; leave --snapshot out.")
+        raise ConfigError(f"{target} is not a run, so it has no snapshots; leave out --snapshot.")
 
 
 def is_fine_tuning(target: str) -> bool:
-    """Whether this is the folder of a fine-tuning run."""
     folder = Path(target).expanduser()
     return (folder / "config.yaml").is_file() and open_run(folder)[0].kind in FINE_TUNING
 
 
 def is_filling(target: str) -> bool:
-    """Whether this is a run of task graph, or a folder of a model that fills gaps."""
+    """Returns whether this is a run of task graph, or the folder of a masked language model."""
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
         return open_run(folder)[0].task == GRAPH
@@ -86,26 +83,26 @@ def is_filling(target: str) -> bool:
 
 
 def is_ours(target: str) -> bool:
-    """Whether this is a run of a decoder of ours, or a folder or GGUF file in one of its layouts.
+    """Returns whether TransformerLM can load this: a pretraining run, or a folder or GGUF file in its layouts.
 
-    Raises ConfigError where it fills gaps.
+    Raises ConfigError for masked language models and graph encoders.
     """
     folder = Path(target).expanduser()
     if is_gguf(target):
         return decoder_config(folder) is not None
     if (folder / "config.yaml").is_file():
         if (kind := open_run(folder)[0].kind) in (GRAPH, MASKED):
-            raise ConfigError(f"{target} is a run of task graph, which writes no text; use sansgpu eval.")
+            raise ConfigError(f"{target} is a run of task graph, which cannot generate text; use sansgpu eval.")
         return kind == PRETRAIN
     if folder.is_dir():
         return not (folder / "config.json").is_file() or decoder_config(folder) is not None
-    return folder.is_absolute() or target.startswith((".", "runs/"))  # it is not there, as loading it will say
+    return folder.is_absolute() or target.startswith((".", "runs/"))  # missing; loading it raises the error
 
 
 def load_model(target: str, snapshot_name: str, warn: Callable[[str], None], remote_code: bool = False) -> LoadedModel:
-    """The model of a run, a Hugging Face folder, a GGUF file or a name on the hub, in fp32 and evaluation mode.
+    """Loads a model in fp32 and evaluation mode. Raises ConfigError if there is none.
 
-    `remote_code` allows Python code that comes with the model to run.
+    `remote_code` allows the model's own Python code to run.
     """
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():

@@ -1,4 +1,4 @@
-"""A run on a cluster as Kubernetes objects: plain dicts of a configuration map, its jobs and a pod to copy files by."""
+"""Kubernetes objects of a run as plain dicts: ConfigMap, PyTorchJob, TrainJob, and a pod for copying files."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import yaml
 
 Manifest = dict[str, Any]
 
-DATA, CONFIG = "/data", "/etc/sansgpu"  # where pods have the claim and the configuration
-USER = 1000  # of the image, and the group that owns the claim's files
-# Where the image has them on every architecture.
+DATA, CONFIG = "/data", "/etc/sansgpu"  # mount points of the claim and the configuration
+USER = 1000  # user of the image, and group that owns the claim's files
+# Paths in the image, the same on every architecture.
 TCMALLOC, LIBIOMP = "/usr/local/lib/libtcmalloc.so", "/usr/local/lib/libiomp5.so"
-PROCESS_RESTARTS = 3  # by torchrun, inside a pod that lives
-POD_RESTARTS = 10  # of a pod, or of all pods of a TrainJob; lost nodes count only where the operator cannot tell
-KILLED_AFTER = 10  # seconds before the pod's end in which torchrun reaps what has not saved by then
-TEMPORARY = "8Gi"  # of the node's disk, for what the compiler and the hub write on the way
+PROCESS_RESTARTS = 3  # by torchrun, inside a running pod
+POD_RESTARTS = 10  # per pod, or of all pods of a TrainJob; lost nodes count only if the operator cannot detect them
+REAP_SECONDS = 10  # before the pod ends, for torchrun to kill processes that have not saved yet
+TMP_SIZE = "8Gi"  # disk for temporary files of the compiler and the Hub client
 TRAINER = "trainer.kubeflow.org"
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """What the manifests say, checked and settled."""
+    """Validated values of the manifests."""
 
     name: str
     namespace: str | None
     image: str
     claim: str
-    config: str  # as YAML
+    config: str  # YAML
     nodes: int
     min_nodes: int
-    processes: int  # of a node
-    threads: int  # of a process
+    processes: int  # per node
+    threads: int  # per process
     cpus: int
     memory: str
     shared_memory: str
@@ -44,27 +44,26 @@ class ClusterJob:
 
     @property
     def labels(self) -> dict[str, str]:
-        """By which the run's pods are found, whatever operator made them."""
+        """Labels that select the run's pods under either operator."""
         return {"app.kubernetes.io/name": "sansgpu", "app.kubernetes.io/instance": self.name}
 
     @property
     def pod_labels(self) -> dict[str, str]:
-        """The same, and no proxy of a mesh: that would be a container without guarantees, and between the processes."""
+        """`labels`, and no service mesh sidecar: it would lack guaranteed resources and proxy gloo's connections."""
         return {**self.labels, "sidecar.istio.io/inject": "false"}
 
     @property
     def run(self) -> str:
-        """The run's folder, one for all pods."""
+        """The run folder, shared by all pods."""
         return f"{DATA}/runs/{self.name}"
 
 
 def config_map(job: ClusterJob) -> Manifest:
-    """The configuration."""
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": {"config.yaml": job.config}}
 
 
 def pytorch_job(job: ClusterJob) -> Manifest:
-    """Kubeflow's Training Operator 1.9: an elastic run, whose pods come and go."""
+    """Returns a PyTorchJob for Kubeflow's Training Operator 1.9: an elastic run with a varying number of pods."""
     worker = {
         "replicas": job.nodes,
         "restartPolicy": "OnFailure",
@@ -78,8 +77,8 @@ def pytorch_job(job: ClusterJob) -> Manifest:
         "kind": "PyTorchJob",
         "metadata": _metadata(job),
         "spec": {
-            "nprocPerNode": str(job.processes),  # elasticPolicy's own is deprecated, and both are refused
-            # Pods stay for their logs. `Running` would end those that still write when the first is done.
+            "nprocPerNode": str(job.processes),  # elasticPolicy.nProcPerNode is deprecated, and setting both fails
+            # Keep pods for their logs. `Running` would kill pods that are still writing when the first one is done.
             "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": POD_RESTARTS * job.nodes},
             "elasticPolicy": {
                 "rdzvBackend": "c10d",
@@ -93,14 +92,14 @@ def pytorch_job(job: ClusterJob) -> Manifest:
 
 
 def training_runtime(job: ClusterJob) -> Manifest:
-    """Kubeflow Trainer 2: what the pods of a TrainJob are. They begin and end together."""
+    """Returns the runtime of a TrainJob for Kubeflow Trainer 2. Its pods start and end together."""
     pod = {"restartPolicy": "Never", **_training_pod(job, _container(job, "node", {}))}
     node = {
         "name": "node",
         "template": {
             "metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}},
             "spec": {
-                "backoffLimit": 0,  # one pod alone cannot go on: all begin anew, from the last snapshot
+                "backoffLimit": 0,  # if a pod fails, all restart from the last snapshot
                 "podFailurePolicy": {
                     "rules": [
                         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
@@ -111,7 +110,7 @@ def training_runtime(job: ClusterJob) -> Manifest:
         },
     }
     lost = {
-        "name": "pod_lost",  # drained, preempted or evicted: no fault of the run's
+        "name": "pod_lost",  # drained, preempted or evicted, which is not the run's fault
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
@@ -132,7 +131,6 @@ def training_runtime(job: ClusterJob) -> Manifest:
 
 
 def train_job(job: ClusterJob) -> Manifest:
-    """The run itself, of that runtime."""
     return {
         "apiVersion": f"{TRAINER}/v1alpha1",
         "kind": "TrainJob",
@@ -152,7 +150,7 @@ def train_job(job: ClusterJob) -> Manifest:
 
 
 def files_pod(job: ClusterJob) -> Manifest:
-    """A pod that waits, with the claim: data is copied in by it, and the model out."""
+    """Returns an idle pod that mounts the claim, for copying data in and the model out."""
     container = {
         "name": "files",
         "image": job.image,
@@ -162,7 +160,7 @@ def files_pod(job: ClusterJob) -> Manifest:
         "securityContext": _confined(),
         "volumeMounts": [{"name": "data", "mountPath": DATA}],
     }
-    labels = {"app.kubernetes.io/name": "sansgpu"}  # but not the run's, by which its pods are found
+    labels = {"app.kubernetes.io/name": "sansgpu"}  # without the run's, which select its training pods
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -170,7 +168,7 @@ def files_pod(job: ClusterJob) -> Manifest:
         "spec": {
             **_pod(job),
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": 1,  # sleep heeds no signal
+            "terminationGracePeriodSeconds": 1,  # sleep as PID 1 ignores SIGTERM
             "containers": [container],
             "volumes": [_claim(job)],
         },
@@ -183,7 +181,7 @@ def _metadata(job: ClusterJob) -> Manifest:
 
 
 def _command(job: ClusterJob) -> list[str]:
-    """What the operators' PET_* variables complete. Begins where there is no snapshot yet, and else goes on."""
+    """Returns the torchrun command, which the operators configure through PET_* variables. Resumes if it can."""
     train = ["sansgpu", "train", f"{CONFIG}/config.yaml", "--output-dir", job.run, "--resume", "latest", "--headless"]
     return ["torchrun", "-m", *train]
 
@@ -193,9 +191,9 @@ def _env(job: ClusterJob) -> list[Manifest]:
     values = {
         "OMP_NUM_THREADS": str(job.threads),
         "LD_PRELOAD": ":".join(preloaded),
-        # By default Intel's threads spin for 200 ms after every loop, on cores that other threads of ours want.
+        # Intel's default is to spin for 200 ms after every loop, on cores that our other threads need.
         "KMP_BLOCKTIME": "1" if job.openmp == "libiomp" else "",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace_seconds - KILLED_AFTER),  # 30 where it is not set
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace_seconds - REAP_SECONDS),  # default: 30
         "SANSGPU_CACHE": f"{DATA}/cache",
         "HF_HOME": f"{DATA}/hub",
         "HOME": "/tmp",
@@ -205,14 +203,14 @@ def _env(job: ClusterJob) -> list[Manifest]:
 
 
 def _container(job: ClusterJob, name: str, started: Manifest) -> Manifest:
-    """The same under both operators, each of which finds its container by its name; a TrainJob says what is started."""
+    """Returns the training container. Each operator finds it by `name`; `started` is empty if a TrainJob starts it."""
     mounts = {"data": DATA, "config": CONFIG, "shared-memory": "/dev/shm", "temporary": "/tmp"}
     return {
         "name": name,
         "image": job.image,
         **started,
         "workingDir": DATA,  # relative paths of the configuration are on the claim
-        "envFrom": [{"secretRef": {"name": job.name, "optional": True}}],  # tokens, where there is such a secret
+        "envFrom": [{"secretRef": {"name": job.name, "optional": True}}],  # Hub or wandb tokens
         "resources": _guaranteed(job.cpus, job.memory),
         "securityContext": _confined(),
         "volumeMounts": [
@@ -231,20 +229,19 @@ def _training_pod(job: ClusterJob, container: Manifest) -> Manifest:
     }
     return {
         **_pod(job),
-        "topologySpreadConstraints": [spread],  # pods on one node share its memory's bandwidth
+        "topologySpreadConstraints": [spread],  # pods on one node would share its memory bandwidth
         "terminationGracePeriodSeconds": job.grace_seconds,
         "containers": [container],
         "volumes": [
             _claim(job),
             {"name": "config", "configMap": {"name": job.name}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
-            {"name": "temporary", "emptyDir": {"sizeLimit": TEMPORARY}},
+            {"name": "temporary", "emptyDir": {"sizeLimit": TMP_SIZE}},
         ],
     }
 
 
 def _pod(job: ClusterJob) -> Manifest:
-    """Who a pod runs as, and where."""
     selector = {"nodeSelector": dict(job.node_selector)} if job.node_selector else {}
     return {
         "automountServiceAccountToken": False,
@@ -253,7 +250,7 @@ def _pod(job: ClusterJob) -> Manifest:
             "runAsUser": USER,
             "runAsGroup": USER,
             "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",  # else every start looks at every file
+            "fsGroupChangePolicy": "OnRootMismatch",  # otherwise every start checks every file
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         **selector,
@@ -269,7 +266,7 @@ def _confined() -> Manifest:
 
 
 def _guaranteed(cpus: int, memory: str) -> Manifest:
-    """The same asked for and allowed: the pod is the last to be evicted, and may have cores of its own."""
+    """Returns equal requests and limits: the pod is evicted last and may get exclusive cores."""
     amounts = {"cpu": str(cpus), "memory": memory}
     return {"requests": amounts, "limits": amounts}
 
@@ -279,7 +276,7 @@ def _claim(job: ClusterJob) -> Manifest:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what is meant to be read: several lines as lines, and what stands in two places twice."""
+    """Writes multi-line strings as blocks, and repeats objects instead of using YAML aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -293,5 +290,4 @@ _Dumper.add_representer(str, _as_lines)
 
 
 def as_yaml(*objects: Manifest) -> str:
-    """Several objects as one file."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

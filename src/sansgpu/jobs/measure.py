@@ -1,4 +1,4 @@
-"""One configuration measured, in a process of its own: what `bench` compares."""
+"""Times one configuration in a separate process, for `bench`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
 from sansgpu.train.writer import SnapshotWriter
 
-EVALUATED_BATCHES = 40  # that are timed; the rest of the validation part takes as long a batch
+MAX_TIMED_BATCHES = 40  # of an evaluation; its time is extrapolated to all batches
 PROFILED_STEPS = 2
-MOST_CHARACTERS = 300  # of an error that is not ours
-WARM_STEPS = 1  # behind the first, which compiles
+MAX_ERROR_CHARACTERS = 300  # of a library's message
+WARMUP_STEPS = 1  # after the first step, which compiles
 
 DATA_SECONDS = ("tokenizer_seconds", "data_seconds", "evaluation_seconds", "export_seconds")
 
@@ -41,39 +41,38 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. `config` has every choice made: nothing in it is `auto` but the device."""
+    """A measurement to make. In `config`, only the device may be `auto`."""
 
     config: Config
     steps: int
-    compiled: Path | None = None  # where compiled graphs are kept, if not in the cache
-    example_tokens: int | None = None  # of random examples; by default as many as they may have
-    with_data: bool = False  # build the data, evaluate and save too, with nothing cached
-    snapshots: bool = False  # save too, without data; what only data has takes no time
+    compiled: Path | None = None  # folder of compiled graphs; None: the cache
+    example_tokens: int | None = None  # length of random examples; None: the maximum
+    with_data: bool = False  # also prepare the data without the cache, evaluate and save
+    snapshots: bool = False  # also save; the times that need data are 0
     forward_only: bool = False
     profiled: bool = False
 
 
 def measure_apart(request: Request) -> Result:
-    """`measure` in a new process, so that its memory and its caches are its own. Raises SansGPUError."""
+    """Runs `measure` in a new process, for separate memory and caches. Raises SansGPUError if it fails."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure, request).result()
         except BrokenProcessPool:
-            raise SansGPUError("the measuring process was killed, most likely as memory ran out.") from None
+            raise SansGPUError("the measuring process was killed, most likely because memory ran out.") from None
         except SansGPUError:
             raise
-        except Exception as error:  # whatever torch or its compiler may raise there
-            raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MOST_CHARACTERS]}.") from error
+        except Exception as error:  # anything that torch or its compiler may raise
+            raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MAX_ERROR_CHARACTERS]}.") from error
 
 
 def measure(request: Request) -> Result:
-    """Measure in this process."""
     warnings: list[str] = []
     imported = process_age()
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
         if request.compiled:
             compile_into(request.compiled)
-        machine = set_up(request.config, None, warnings.append)  # our kernels are compiled once a machine, before this
+        machine = set_up(request.config, None, warnings.append)  # the kernels are already compiled
         bench = _Bench(request.config, machine, request, Path(folder))
         result = bench.forward() if request.forward_only else bench.train()
     gemm = gemm_flops_per_second(machine.precision, machine.device.type, machine.threads)
@@ -82,12 +81,12 @@ def measure(request: Request) -> Result:
 
 @dataclass
 class _Stages:
-    """When each stage of preparing the data began."""
+    """Progress callback that records the start time of each stage of data preparation."""
 
-    began: dict[str, float] = field(default_factory=dict)
+    started: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        self.began.setdefault(doing, time.perf_counter())
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.started.setdefault(stage, time.perf_counter())
 
 
 class _Bench:
@@ -99,17 +98,19 @@ class _Bench:
         self._plan = StepPlan(size, machine.device, machine.precision)
 
     def forward(self) -> Result:
-        """The model alone: forward passes of a micro-batch, without data."""
+        """Times forward passes of one random micro-batch."""
         start = time.perf_counter()
         objective = self._kind.objective(self._config)
         built = time.perf_counter() - start
         objective.model.to(self._plan.device).eval()
         objective.compile(self._config.training.compile == "on")
-        Optimizer(objective.model, self._config.training, self._plan.compute_dtype)  # weights as a step has them
+        Optimizer(
+            objective.model, self._config.training, self._plan.compute_dtype
+        )  # gives the weights their training dtype
         batch = self._random_batch(self._plan.micro_batch).to(self._plan.device)
         seconds = []
         with torch.no_grad(), self._plan.autocast():
-            for _ in range(1 + WARM_STEPS + self._request.steps):
+            for _ in range(1 + WARMUP_STEPS + self._request.steps):
                 start = time.perf_counter()
                 objective.loss(batch)
                 synchronise(self._plan.device)
@@ -117,14 +118,14 @@ class _Bench:
         return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
 
     def train(self) -> Result:
-        """Steps, and with data all that is around them."""
+        """Times training steps and, with data, everything before and after them."""
         result: Result = {}
         start = time.perf_counter()
         if self._request.with_data:
             stages = _Stages()
             self._config, corpus = self._kind.prepare(self._config, self._folder, stages)
             done = time.perf_counter()
-            tokenizing = stages.began.get("tokenizing", done)
+            tokenizing = stages.started.get("tokenizing", done)
             result |= {"tokenizer_seconds": tokenizing - start, "data_seconds": done - tokenizing}
             start = time.perf_counter()
             task: Any = self._kind(self._config, corpus, effective_batch(self._config.training))
@@ -133,10 +134,10 @@ class _Bench:
         result["model_seconds"] = time.perf_counter() - start
         task.compile(self._config.training.compile == "on")
         state = TrainState.begin(task.model, self._config.training, self._plan.device, self._plan.compute_dtype)
-        first = self._steps(task, state, 1 + WARM_STEPS)  # compilers at work are no strain
+        warmup = self._steps(task, state, 1 + WARMUP_STEPS)  # before Strain, which would count compiler processes
         strain = Strain()
-        then = self._steps(task, state, self._request.steps)
-        result |= {**{key: first[key] + then[key] for key in then}, **strain.seen()}
+        timed = self._steps(task, state, self._request.steps)
+        result |= {**{key: warmup[key] + timed[key] for key in timed}, **strain.seen()}
         if self._request.with_data:
             result |= self._evaluation(task, corpus) | self._saving(state)
         elif self._request.snapshots:
@@ -145,7 +146,7 @@ class _Bench:
         if self._request.profiled:
             parts = breakdown(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
             result["breakdown"] = parts
-        if self._request.with_data:  # at the end: it may merge an adapter, after which nothing is trained
+        if self._request.with_data:  # last, because it may merge an adapter, which ends training
             start = time.perf_counter()
             task.export(self._folder / "final")
             result["export_seconds"] = time.perf_counter() - start
@@ -176,19 +177,19 @@ class _Bench:
         return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
 
     def _evaluation(self, task: Task, corpus: Corpus) -> Result:
-        in_all = math.ceil(corpus.validation_tokens / (self._plan.micro_batch * corpus.example_tokens))
+        batches = math.ceil(corpus.validation_tokens / (self._plan.micro_batch * corpus.example_tokens))
         limit = self._config.training.eval_batches
-        in_all = in_all if limit is None else min(in_all, limit)
-        timed = min(in_all, EVALUATED_BATCHES)
+        batches = batches if limit is None else min(batches, limit)
+        timed = min(batches, MAX_TIMED_BATCHES)
         evaluate(task, self._plan, 1)  # compiles
         start = time.perf_counter()
         evaluate(task, self._plan, timed)
-        return {"evaluation_seconds": (time.perf_counter() - start) * in_all / timed}
+        return {"evaluation_seconds": (time.perf_counter() - start) * batches / timed}
 
     def _saving(self, state: TrainState) -> Result:
-        """Two snapshots, of which the second is timed."""
-        seen: list[str] = []
-        writer = SnapshotWriter(self._folder / "snapshots", 1, self._folder / "metrics.jsonl", seen.append)
+        """Writes two snapshots and times the second."""
+        warnings: list[str] = []
+        writer = SnapshotWriter(self._folder / "snapshots", 1, self._folder / "metrics.jsonl", warnings.append)
         weights, moments = state.weights(), state.optimizer.state_tensors()
         writer.prepare(weights, moments)
         writer.begin(1, weights, moments, {}, None)

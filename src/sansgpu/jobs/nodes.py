@@ -1,7 +1,7 @@
-"""How long a step takes that several nodes share: a model, with one process a node and gloo's ring between them.
+"""Performance model of a data-parallel step on N nodes with one process each and gloo's ring all-reduce.
 
-N nodes. Every node has the same share of the batch, computes its gradients in micro-batches, and adds them up with
-the others' in buckets, each bucket as soon as the last micro-batch's backward pass has filled it.
+Every node computes gradients of an equal share of the batch in micro-batches. Gradients are all-reduced in buckets,
+each as soon as the last micro-batch's backward pass has filled it.
 """
 
 from __future__ import annotations
@@ -15,86 +15,84 @@ from sansgpu.machine.gloo_rate import Link
 from sansgpu.machine.memory import micro_batch_choices, micro_batches_each
 from sansgpu.train.reduce import BUCKET_BYTES
 
-# Of a pass is backward: measured as 0.47 to 0.61. It has two products for each one forward, but the loss computes its
-# gradient, and the head's, on the way forward.
+# Backward's share of a forward and backward pass, measured as 0.47 to 0.61. It is not 2/3, because the loss computes
+# its gradient and the head's in the forward pass.
 BACKWARD_SHARE = 0.5
-# Of a message's bytes on Ethernet are data: 1,448 of a frame's 1,538, its gap and the headers of IP and TCP counted.
+# Data's share of bytes on Ethernet: 1,448 of 1,538 per frame, after the inter-frame gap and IP and TCP headers.
 PAYLOAD_SHARE = 0.94
-# A step's small collectives: sums over ranks twice, each two all-gathers of N - 1 hops, and one maximum of 2 (N - 1).
+# Hops of a step's small collectives, in units of N - 1: two sums (two all_gathers each) and one maximum (2 (N - 1)).
 SMALL_HOPS = 6
-PAYS = 1.25  # times as fast, for which twice the nodes are worth it
+PAYS = 1.25  # minimum speedup that justifies doubling the nodes
 
 
 @dataclass(frozen=True)
 class Share:
-    """A node's part of a step."""
+    """One node's part of a step."""
 
     nodes: int
     micro_batch: int  # examples
-    pieces: int  # micro-batches
+    pieces: int  # micro-batches per step
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What nodes tell each other besides gradients, where each keeps only a part (`training.sharding`)."""
+    """Communication that `training.sharding` adds to the gradient all-reduce."""
 
-    weights: int  # bytes that the one node which updates them gives to the others
-    cut: int = 0  # bytes of the blocks' matrices as products read them, put together for every pass
-    cut_gradients: int = 0  # and of their gradients, added up after every pass
-    blocks: int = 0  # which is done one by one
+    weights: int  # bytes broadcast by the nodes that update them
+    cut: int = 0  # bytes of sharded block weights, all-gathered in every forward and backward pass
+    cut_gradients: int = 0  # bytes of their gradients, reduce-scattered after every pass
+    blocks: int = 0  # sharded blocks, each communicated separately
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step asks of the nodes together."""
+    """Compute and communication of one step."""
 
-    pass_seconds: float  # of a micro-batch, however few its examples
-    example_seconds: float  # more, for each of them
+    pass_seconds: float  # fixed cost of a micro-batch
+    example_seconds: float  # additional cost per example
     update_seconds: float
-    gradients: int  # bytes that are added up after the last micro-batch
-    last: int  # of these, the embedding's: whole only when backward is at its end
-    spread: Spread | None = None
+    gradients: int  # bytes to all-reduce after the last micro-batch
+    last: int  # bytes of these that are ready only when backward ends (the embedding's)
+    spread: Spread | None = None  # None without sharding
 
 
 @dataclass(frozen=True)
 class Step:
-    """Where the seconds of a step go."""
+    """Duration of a step's parts in seconds."""
 
     compute: float
-    gradients: float  # that the link is busy with them
-    hidden: float  # of which backward still goes on
-    weights: float  # putting together, and giving away, what is spread over nodes
-    collectives: float  # small ones: sums of losses and counts, and whether to stop
+    gradients: float  # all-reduce of gradients
+    hidden: float  # part of it that overlaps with backward
+    weights: float  # broadcast and all-gather of sharded weights
+    collectives: float  # small ones: sums of losses and counts, and the decision to stop
 
     @property
     def communication(self) -> float:
-        """Everything sent, hidden or not."""
+        """All communication, overlapped or not."""
         return self.gradients + self.weights + self.collectives
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.compute + self.communication - self.hidden
 
 
 def link_of(bits_per_second: float, latency_seconds: float, gloo: Link) -> Link:
-    """The link over a network: as fast as the slower of it and `gloo`, which is what the processors do without one.
+    """Returns the effective link: the slower of the network and `gloo`, gloo's speed measured without a network.
 
-    gloo cuts a message into segments and adds one up while the next is on its way, so the faster of the two waits.
+    gloo reduces one segment of a message while it sends the next, so the slower of the two decides.
     """
     network = bits_per_second / 8 * PAYLOAD_SHARE
     return Link(min(network, gloo.bytes_per_second), latency_seconds + gloo.hop_seconds)
 
 
 def share_of(training: TrainingConfig, window: int, most: int, nodes: int) -> Share:
-    """A node's part, in micro-batches of up to `most` examples, as training chooses among what it may."""
+    """Returns a node's share, in the largest allowed micro-batches of up to `most` examples."""
     choices = micro_batch_choices(training, window, nodes)
     size = max((size for size in choices if size <= most), default=choices[0])
     return Share(nodes, size, micro_batches_each(training, size, nodes))
 
 
 def step_of(work: Work, share: Share, link: Link) -> Step:
-    """A step of `share.nodes` nodes."""
     spread, nodes = work.spread, share.nodes
     one_pass = work.pass_seconds + share.micro_batch * work.example_seconds
     update = work.update_seconds / (nodes if spread else 1)
@@ -111,35 +109,35 @@ def step_of(work: Work, share: Share, link: Link) -> Step:
 
 
 def ring_seconds(size: float, nodes: int, link: Link) -> float:
-    """Of adding up `size` bytes over a ring: 2 (N - 1) steps, in each of which a node passes on an N-th.
+    """Returns the duration of a ring all-reduce of `size` bytes: 2 (N - 1) steps of size / N bytes.
 
-    N - 1 steps add, N - 1 more give everyone the sums (Patarasuk and Yuan 2009; gloo's default).
+    The first N - 1 steps reduce, the others distribute the sums (Patarasuk and Yuan 2009; gloo's default).
     """
     return 2 * (nodes - 1) * (size / nodes / link.bytes_per_second + link.hop_seconds)
 
 
 def buckets(gradients: int, last: int) -> list[int]:
-    """Bytes that travel together, in the order in which backward fills them; `last` is in the last one."""
+    """Returns bucket sizes in bytes, in the order in which backward fills them. The final one includes `last`."""
     full, rest = divmod(gradients - last, BUCKET_BYTES)
     ends = [rest + last] if rest + last <= BUCKET_BYTES else [rest, last]
     return [size for size in (*[BUCKET_BYTES] * full, *ends) if size]
 
 
 def exposed_seconds(sizes: list[int], nodes: int, link: Link, backward_seconds: float) -> float:
-    """How long the buckets, one behind the other, are on their way after backward has ended.
+    """Returns how long the sequential all-reduces of all buckets continue after backward has ended.
 
-    Backward fills them at a constant rate, and the last one as it ends.
+    Assumes that backward fills buckets at a constant rate and completes the last one at its end.
     """
-    inside, filled, done = sum(sizes[:-1]), 0, 0.0
+    before_last, filled, done = sum(sizes[:-1]), 0, 0.0
     for size in sizes:
         filled += size
-        ready = backward_seconds * min(1.0, filled / inside) if inside else backward_seconds
+        ready = backward_seconds * min(1.0, filled / before_last) if before_last else backward_seconds
         done = max(done, ready) + ring_seconds(size, nodes, link)
     return max(0.0, done - backward_seconds)
 
 
 def pays_until(seconds: dict[int, float]) -> int:
-    """By the seconds of a step on 1, 2, 4, ... nodes: the count behind the last doubling that pays."""
+    """Returns the node count up to which every doubling pays, given step seconds on 1, 2, 4, ... nodes."""
     counts = sorted(seconds)
     for fewer, more in pairwise(counts):
         if seconds[fewer] < PAYS * seconds[more]:
@@ -148,7 +146,7 @@ def pays_until(seconds: dict[int, float]) -> int:
 
 
 def critical_batch_tokens(loss: float) -> float:
-    """Tokens of a batch beyond which a larger one no longer saves steps in proportion, by the loss in nats a token.
+    """Returns the critical batch size in tokens at a loss in nats per token.
 
     B* / L^(1 / 0.21), fitted to Transformers on web text (Kaplan et al. 2020, arXiv 2001.08361, section 5.1).
     """
@@ -156,13 +154,13 @@ def critical_batch_tokens(loss: float) -> float:
 
 
 def _spread_seconds(spread: Spread, share: Share, link: Link) -> float:
-    """Weights go down a binary tree from the node that updates them, as gloo broadcasts, one behind the other.
+    """Returns the duration of the communication that sharding adds to a step.
 
-    Matrices that are cut are put together for every pass forward and again backward, and their gradients added up, as
-    gloo has it over a ring; torch's fully_shard waits for each.
+    Updated weights are broadcast down gloo's binary tree. With sharding full, weights are all-gathered over a ring for
+    forward and again for backward, and gradients are reduced over a ring. torch's fully_shard overlaps none of it.
     """
     others, rate = share.nodes - 1, link.bytes_per_second
-    given = others.bit_length() * (spread.weights / rate + link.hop_seconds)
-    gathered = 2 * others * (spread.cut / share.nodes / rate + spread.blocks * link.hop_seconds)
-    added = 2 * others * (spread.cut_gradients / share.nodes / rate + spread.blocks * link.hop_seconds)
-    return given + share.pieces * (gathered + added)
+    broadcast = others.bit_length() * (spread.weights / rate + link.hop_seconds)
+    all_gather = 2 * others * (spread.cut / share.nodes / rate + spread.blocks * link.hop_seconds)
+    reduce = 2 * others * (spread.cut_gradients / share.nodes / rate + spread.blocks * link.hop_seconds)
+    return broadcast + share.pieces * (all_gather + reduce)

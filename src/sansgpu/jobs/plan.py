@@ -1,4 +1,4 @@
-"""`sansgpu plan`: what a run costs in memory and hours, before it is begun."""
+"""Estimates a run's memory and time before it starts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sansgpu.train.schedule import UNKNOWN
 
 Result = dict[str, Any]
 
-ROOFLINE_TOKENS = 4096  # at most, of the products that are timed
-OPTIMAL_TOKENS = 20  # a parameter: about where compute is best spent (Hoffmann et al., arXiv 2203.15556)
+ROOFLINE_TOKENS = 4096  # maximum rows of timed matrix products
+OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 
 
 def plan(
     file: Path | None, overrides: Sequence[str], progress: Progress, warn: Warn, cluster: Cluster | None = None
 ) -> Result:
-    """The plan of a configuration, as `plan --json` prints it; with `cluster` on its nodes, too. Raises ConfigError."""
+    """Returns the plan that `plan --json` prints, with `cluster` also for its nodes. Raises ConfigError."""
     config, notes = load_config(file, overrides)
     for note in notes:
         warn(note)
@@ -37,13 +37,12 @@ def plan(
         require_examples(cluster, config)
     prepared = prepare(config, None, progress, warn, "report", data="wanted", timed="always")
     if cluster and prepared.total_steps == UNKNOWN and not config.training.time_limited:
-        raise ConfigError("--nodes compares whole runs, and an epoch's length is not known; set training.max_steps.")
+        raise ConfigError("--nodes compares whole runs, but the length of an epoch is unknown; set training.max_steps.")
     result = plan_prepared(prepared)
     return {**result, "cluster": plan_nodes(prepared, cluster)} if cluster else result
 
 
 def plan_prepared(prepared: Prepared) -> Result:
-    """The plan of what is prepared, with a timing."""
     config, result = prepared.config, _described(prepared)
     if not prepared.fits:
         changes = changes_that_fit(task_of(config), config, execution(prepared), prepared.machine.available)
@@ -52,7 +51,6 @@ def plan_prepared(prepared: Prepared) -> Result:
 
 
 def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
-    """Memory and speed of every preset on this machine."""
     rows = []
     for name in PRESETS:
         config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])
@@ -70,7 +68,7 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
 
 
 def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
-    """Seconds that each part of a step takes at least on this machine: its work at the machine's own rates."""
+    """Returns the minimum seconds of each part of a step: its work at this machine's measured peak rates."""
     config, tokens = prepared.config, prepared.tokens_per_step
     work = task_of(config).work(config, tokens)
     traffic = task_of(config).traffic(config, execution(prepared))
@@ -85,7 +83,7 @@ def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
 
 
 def roofline_of(prepared: Prepared) -> Roofline:
-    """The machine's rates at the shapes of this model, measured once a cache."""
+    """Returns the machine's peak rates at this model's matrix shapes. Measured once and then read from the cache."""
     config, machine = prepared.config, prepared.machine
     products = task_of(config).products(config)
     shapes, head = products.block, products.head
@@ -129,7 +127,7 @@ def _described(prepared: Prepared) -> Result:
 
 
 def _time(prepared: Prepared) -> Result:
-    """Speed and duration; every value None where the model is too large to be timed here."""
+    """Returns speed and duration. Values are None if the model is too large to time here."""
     config = prepared.config
     keys = (
         "tokens_per_second", "seconds_per_million_tokens", "step_seconds", "machine_share", "total_steps",

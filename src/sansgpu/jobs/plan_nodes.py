@@ -1,4 +1,4 @@
-"""`sansgpu plan --nodes N --network 10gbps`: what a run would take on several machines like this one."""
+"""Estimates a run on several machines like this one (`sansgpu plan --nodes N --network 10gbps`)."""
 
 from __future__ import annotations
 
@@ -36,51 +36,51 @@ from sansgpu.train.forecast import done_at
 from sansgpu.train.reduce import BUCKET_BYTES
 from sansgpu.train.scaling_law import expected_bits_per_byte
 
-CURVE = tuple(1 << doublings for doublings in range(11))  # nodes: 1 to 1,024
-TYPICAL_LOSS = 3.0  # nats a token, of a small model on text, where nothing better is known
-SAMPLED_WINDOWS = 64  # of the validation part, whose bytes a token stand for the text's
+NODE_COUNTS = tuple(1 << doublings for doublings in range(11))  # 1 to 1,024
+DEFAULT_LOSS = 3.0  # nats per token, typical of a small language model, if no estimate is available
+SAMPLED_WINDOWS = 64  # of the validation split, to measure bytes per token
 BITS_PER_SECOND = {"gbps": 9, "gbit": 9, "mbps": 6, "mbit": 6}  # powers of ten
-SECONDS = {"us": -6, "ms": -3}
+SECONDS = {"us": -6, "ms": -3}  # powers of ten
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The nodes that were asked about, and what is between them."""
+    """A number of nodes and the network between them."""
 
     nodes: int
     bits_per_second: float
     latency_seconds: float  # one way
-    price: float | None  # of a node and hour
+    price: float | None  # per node and hour
 
 
 def cluster_of(nodes: int, network: str, latency: str, price: float | None) -> Cluster:
-    """From the command line's words. Raises ConfigError."""
+    """Parses command-line arguments. Raises ConfigError."""
     bits = _quantity("--network", network, BITS_PER_SECOND, "10gbps or 100mbit")
     return Cluster(nodes, bits, _quantity("--latency", latency, SECONDS, "50us or 0.1ms"), price)
 
 
 def require_examples(cluster: Cluster, config: Config) -> None:
-    """Raises ConfigError where a step has no example for some node, which training refuses."""
+    """Raises ConfigError if a batch has fewer examples than there are nodes."""
     if (batch := effective_batch(config.training)) < cluster.nodes:
         raise ConfigError(
             f"--nodes is {cluster.nodes}, but a step has {batch} examples, and each node needs one; raise "
-            "training.gradient_accumulation_steps, or plan for fewer."
+            "training.gradient_accumulation_steps or lower --nodes."
         )
 
 
 def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
-    """What `plan --json` says as `cluster`. Raises ConfigError where no step could be timed here."""
+    """Returns the `cluster` object of `plan --json`. Raises ConfigError if no step could be timed here."""
     if prepared.timing is None:
         raise ConfigError(
-            "three layers of this model do not fit into memory here, so no step can be timed, nor one of several "
-            "nodes told; plan on a machine like the nodes."
+            "the model is too large to time here (three of its layers do not fit into memory), so --nodes cannot be "
+            "estimated; plan on a machine like the nodes."
         )
     gloo, most = _gloo(prepared), effective_batch(prepared.config.training)
     link = link_of(cluster.bits_per_second, cluster.latency_seconds, gloo)
     run = _Run(prepared, cluster, link, _work(prepared, prepared.timing))
-    curve = [run.row(nodes) for nodes in CURVE if nodes <= most]
+    curve = [run.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
     seconds = {row["nodes"]: row["step_seconds"] for row in curve}
     here, step = run.row(cluster.nodes), run.step(cluster.nodes)
     return {
@@ -102,13 +102,13 @@ def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
         "fastest_nodes": min(seconds, key=lambda nodes: seconds[nodes]),
         "grown_batch": run.grown(cluster.nodes),
         **_critical_batch(prepared),
-        "curve": curve + [dict.fromkeys(here) | {"nodes": nodes} for nodes in CURVE if nodes > most],
+        "curve": curve + [dict.fromkeys(here) | {"nodes": nodes} for nodes in NODE_COUNTS if nodes > most],
     }
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The run on any number of nodes."""
+    """A prepared run on a variable number of nodes."""
 
     prepared: Prepared
     cluster: Cluster
@@ -116,7 +116,6 @@ class _Run:
     work: Work
 
     def row(self, nodes: int) -> Result:
-        """A line of the curve."""
         prepared, price = self.prepared, self.cluster.price
         step_seconds = self.step(nodes).seconds
         steps, seconds = length_of(prepared, forecast_of(prepared, nodes, step_seconds))
@@ -135,7 +134,7 @@ class _Run:
         }
 
     def grown(self, nodes: int) -> Result:
-        """With the batch as many times as large as there are nodes: each has then what one alone had before."""
+        """Returns speed and efficiency with a batch `nodes` times as large, i.e. the same work per node."""
         step = step_of(self.work, replace(self._share(1), nodes=nodes), self.link)
         return {
             "tokens_per_step": nodes * self.prepared.tokens_per_step,
@@ -144,11 +143,9 @@ class _Run:
         }
 
     def step(self, nodes: int) -> Step:
-        """Where its seconds go."""
         return step_of(self.work, self._share(nodes), self.link)
 
     def memory(self, nodes: int) -> Memory:
-        """Of each node."""
         how, share = execution(self.prepared), self._share(nodes)
         how = replace(how, world_size=nodes, micro_batch=share.micro_batch)
         return memory_of(task_of(self.prepared.config), self.prepared.config, how)
@@ -159,16 +156,16 @@ class _Run:
 
 
 def _work(prepared: Prepared, timing: Timing) -> Work:
-    """The step in seconds and bytes. A pass of fewer examples is on the line between what was timed and one alone."""
+    """Returns a step's work in seconds and bytes. Pass times are linear between batch size 1 and the timed one."""
     config, training = prepared.config, prepared.config.training
     parts, layers = task_of(config).parameters(config), task_of(config).layers(config)
     whole, example = timing.pass_seconds(layers), 0.0
     if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
-    cut = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
-    trained = parts.get("adapter", sum(parts.values())) - cut
-    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.environment.precision]
-    spread = Spread(trained * read, cut * read, cut * FULL, layers if cut else 0)
+    sharded = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
+    trained = parts.get("adapter", sum(parts.values())) - sharded
+    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.environment.precision]  # bytes per number
+    spread = Spread(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
     return Work(
         pass_seconds=whole - timing.micro_batch * example,
         example_seconds=example,
@@ -180,7 +177,6 @@ def _work(prepared: Prepared, timing: Timing) -> Work:
 
 
 def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
-    """A micro-batch of one example, timed as the run's own was, by the same batch in as many pieces."""
     settings = (
         "training.batch_size=1",
         f"training.gradient_accumulation_steps={effective_batch(prepared.config.training)}",
@@ -192,7 +188,7 @@ def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
 
 
 def _gloo(prepared: Prepared) -> Link:
-    """gloo's rate at this run's gradients, measured once a cache."""
+    """Returns gloo's speed at this run's bucket size and dtype. Measured once and then read from the cache."""
     dtype = "bfloat16" if prepared.config.training.gradient_reduction == "bf16" else "float32"
     question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": prepared.environment.torch}
     answer = remembered(prepared.machine.cache, question, lambda: vars(measure_gloo(BUCKET_BYTES, dtype)))
@@ -200,16 +196,16 @@ def _gloo(prepared: Prepared) -> Link:
 
 
 def _critical_batch(prepared: Prepared) -> Result:
-    """In tokens, by the loss in nats a token that the run is expected to end with; of language models alone."""
-    config, corpus, loss = prepared.config, prepared.corpus, TYPICAL_LOSS
+    """Estimates the critical batch size of a language model from its expected final loss (nats per token)."""
+    config, corpus, loss = prepared.config, prepared.corpus, DEFAULT_LOSS
     if config.kind != "pretrain":
         return {"critical_batch_tokens": None, "critical_batch_loss": None, "critical_batch_nodes": None}
     if isinstance(corpus, TextCorpus):
         steps, _ = length_of(prepared, forecast_of(prepared))
         tokens, parameters = steps * prepared.learned_per_step, sum(task_of(config).parameters(config).values())
         bits = expected_bits_per_byte(parameters, tokens, corpus.train_tokens)
-        guessing = math.log(corpus.tokenizer.vocab_size)
-        loss = min(guessing, bits * _bytes_per_token(corpus) * math.log(2))
+        uniform_loss = math.log(corpus.tokenizer.vocab_size)
+        loss = min(uniform_loss, bits * _bytes_per_token(corpus) * math.log(2))
     tokens = critical_batch_tokens(loss)
     return {
         "critical_batch_tokens": tokens,
@@ -226,5 +222,5 @@ def _bytes_per_token(corpus: TextCorpus) -> float:
 def _quantity(option: str, text: str, units: dict[str, int], example: str) -> float:
     match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", text.strip().lower())
     if match is None or not float(match[1]):
-        raise ConfigError(f"{option} is {text!r}; give a positive number and its unit, as {example}.")
+        raise ConfigError(f"{option} is {text!r}; give a positive number with a unit, e.g. {example}.")
     return float(f"{match[1]}e{units[match[2]]}")

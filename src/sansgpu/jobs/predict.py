@@ -1,4 +1,4 @@
-"""`sansgpu predict`: where in a text the answer to a question stands."""
+"""Extractive question answering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sansgpu.tasks.qa import AnswerReader, QAObjective, asked_of
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 
-WINDOWS = 8  # read at once
+WINDOWS = 8  # per micro-batch
 
 
 def predict(
@@ -25,19 +25,19 @@ def predict(
     warn: Callable[[str], None],
     remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Returns the answer with its probability and its start in the context, and all candidates.
+    """Returns the answer, its probability, its start in the context, and the n best candidates.
 
-    `null_answers` allows the answer to be empty; by default as in the run's training.
+    `null_answers` allows an empty answer; None follows the run's configuration. Raises ConfigError if there is no text.
     """
     if not question.strip() or not context.strip():
-        raise ConfigError("--question and --context need some text.")
+        raise ConfigError("--question and --context must not be empty.")
     loaded = load_fine_tuned(target, "qa", snapshot, warn, remote_code)
     assert isinstance(loaded.objective, QAObjective)
-    asked = asked_of([Question("question", question, context, (), impossible=True)], loaded.config, loaded.tokenizer)
+    examples = asked_of([Question("question", question, context, (), impossible=True)], loaded.config, loaded.tokenizer)
     data = loaded.config.data
     if null_answers is not None:
         data = data.model_copy(update={"null_answers": null_answers})
-    reader = AnswerReader(loaded.objective, asked, data)
+    reader = AnswerReader(loaded.objective, examples, data)
     evaluate(reader, StepPlan(WINDOWS, resolve_device(loaded.config.training), "fp32"))
     answer = reader.answers["question"]
     chosen = answer.chosen

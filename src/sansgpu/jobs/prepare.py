@@ -1,4 +1,4 @@
-"""Everything before the first step that `train`, `plan` and `bench` share: what is computed, with what, how long."""
+"""Preparation shared by `train`, `plan` and `bench`: data, device, micro-batch, precision and run length."""
 
 from __future__ import annotations
 
@@ -43,62 +43,61 @@ from sansgpu.train.schedule import UNKNOWN, total_steps
 from sansgpu.train.step import StepPlan
 
 Warn = Callable[[str], None]
-# The run's data: read, read where it can be had and else done without if the steps do not depend on it, not read.
+# needed: prepare the data or fail. wanted: do without it if it is unavailable and the estimate allows. unread: skip it.
 Data = Literal["needed", "wanted", "unread"]
-Timed = Literal["always", "where it pays", "never"]  # a few steps, to choose the micro-batch and whether to compile
+Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch and compilation
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run computes with."""
+    """Device and resources that a process trains with."""
 
     device: torch.device
     threads: int
     kernels: str
     precision: str
-    available: int  # bytes the run may take
+    available: int  # bytes of memory
     cache: Path
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What will be trained, with what, and how."""
+    """A run that is ready to start, with its resolved configuration."""
 
     config: Config
     machine: Machine
     environment: Environment
-    corpus: Any  # the task's; None where a plan did without
+    corpus: Any  # the task's; None if the data was not read
     total_steps: int  # or schedule.UNKNOWN
     memory: Memory
     fits: bool
-    timing: Timing | None  # where the micro-batch was measured
+    timing: Timing | None  # None if no steps were timed
     group: Group = ALONE
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step, on every rank."""
+        """Micro-batches per step on each rank."""
         environment = self.environment
         return micro_batches_each(self.config.training, environment.micro_batch, environment.world_size)
 
     @property
     def example_tokens(self) -> float:
-        """Tokens of an example, in the mean."""
+        """Mean number of tokens per example."""
         corpus: Corpus | None = self.corpus
         return corpus.example_tokens if corpus else self.config.window
 
     @property
     def usual_tokens(self) -> int:
-        """The same as a whole number, for examples made up."""
+        """`example_tokens` rounded up, for random examples."""
         return math.ceil(self.example_tokens)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a full step."""
         return round(effective_batch(self.config.training) * self.example_tokens)
 
     @property
     def learned_per_step(self) -> float:
-        """Tokens of a step that are learned from, in the mean: without padding, and with the last batch of an epoch."""
+        """Mean number of target tokens per step: without padding, and including an epoch's partial last batch."""
         corpus: Corpus | None = self.corpus
         if corpus is None:
             return self.tokens_per_step
@@ -107,18 +106,16 @@ class Prepared:
 
     @property
     def evaluated_share(self) -> float:
-        """Tokens of an evaluation over those of a step."""
+        """Ratio of an evaluation's tokens to a step's tokens."""
         corpus: Corpus | None = self.corpus
         tokens, size = corpus.validation_tokens if corpus else 0, self.environment.micro_batch
         return evaluated_share(self.config.training, tokens, self.example_tokens, size)
 
     @property
     def step_plan(self) -> StepPlan:
-        """How a step is computed."""
         return StepPlan(self.environment.micro_batch, self.machine.device, self.environment.precision, self.group)
 
     def facts(self) -> dict[str, Any]:
-        """For people and the start event."""
         corpus: Corpus | None = self.corpus
         training = self.config.training
         parts = task_of(self.config).parameters(self.config)
@@ -143,25 +140,27 @@ class Prepared:
         }
 
 
-def silent(*said: object) -> None:
-    """Takes what nobody is to hear of: progress, and warnings that were given before."""
+def silent(*arguments: object) -> None:
+    """Ignores its arguments. Used as a progress or warning callback."""
 
 
 def set_up(config: Config, before: Environment | None, warn: Warn, group: Group = ALONE) -> Machine:
-    """Set this process's threads and memory, and load the kernels.
+    """Configures threads and memory allocation of this process and loads the kernels.
 
-    Of a resumed run, `before` is its environment, and what is chosen stays as it was.
+    On resume, `before` is the recorded environment, and automatic choices repeat it.
     """
     training, cache = config.training, cache_dir(config.data.cache_dir)
     device = resolve_device(training)
     if device.type == "cuda" and group.size > 1:
-        device = _own_gpu(training, group)
+        device = _gpu_of_rank(training, group)
     threads = take_cores(group, training, warn)
     recorded = before.threads if before and before.world_size == group.size else None
-    torch.set_num_threads(_kept(recorded, threads, training.threads))
+    torch.set_num_threads(_recorded_or(recorded, threads, training.threads))
     torch.set_flush_denormal(True)
     deterministic = device.type == "cuda"
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # to say so imports the compiler: a second
+    if (
+        deterministic != torch.are_deterministic_algorithms_enabled()
+    ):  # setting it imports the compiler, which takes 1 s
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     choose_vector_math()
     keep_freed_memory()
@@ -185,13 +184,13 @@ def prepare(
     warn: Warn,
     shortage: Shortage = "refuse",
     data: Data = "needed",
-    timed: Timed = "where it pays",
+    timed: Timed = "if useful",
     group: Group = ALONE,
 ) -> Prepared:
-    """Make the data ready and choose what is left open. Raises ConfigError before any work that is lost.
+    """Prepares the data and makes every automatic choice. Raises ConfigError before any work that would be lost.
 
-    Of a resumed run, `before` is its environment, and what was chosen stays. What needs a measurement is rank 0's to
-    choose; the rest all ranks choose alike.
+    On resume, `before` is the recorded environment, and automatic choices repeat it. Choices that need a measurement
+    are made on rank 0 and broadcast; all others are deterministic on every rank.
     """
     config = _with_finish(config)
     _require_share(config, group.size)
@@ -199,7 +198,7 @@ def prepare(
     task = task_of(config)
     leads = group.rank == group.local[0]
     if not leads:
-        group.gather(None)  # until the first process of every machine has filled the cache
+        group.gather(None)  # wait until the first process on each machine has filled the cache
     config, corpus = (config, None) if data == "unread" else _data(config, machine, progress, warn, data)
     if leads:
         group.gather(None)
@@ -208,12 +207,12 @@ def prepare(
     training = config.training
     long, compiled = group.decide(lambda: (long, resolve_compile(training, long, machine.device.type)))
     if machine.device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
-        warn(f"{missing} is missing, so nothing is compiled and steps take longer.")
+        warn(f"steps are slower because nothing is compiled: {missing} is missing; install it.")
     elif before and training.compile == "auto":
         compiled = before.compile
     if training.sharding == "full" and group.size > 1:
         if training.compile == "on":
-            raise ConfigError("training.compile is on, but blocks that are cut are not compiled; set it to auto.")
+            raise ConfigError("training.compile is on, but fully sharded blocks cannot be compiled; set it to auto.")
         compiled = "off"
     how = Execution(
         micro_batch=1,
@@ -227,7 +226,7 @@ def prepare(
     )
     sizes = fitting_micro_batches(task, config, how, machine.available, shortage, warn)
     if before and training.batch_size == "auto":
-        sizes = [_kept_micro_batch(task, config, how, before.micro_batch, machine.available, sizes, warn)]
+        sizes = [_resumed_micro_batch(task, config, how, before.micro_batch, machine.available, sizes, warn)]
     elif not long or timed == "never":
         sizes = [usual_micro_batch(math.ceil(example_tokens), sizes)]  # measuring would take longer than it saves
     timing = None
@@ -247,7 +246,7 @@ def prepare(
 
 
 def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tuple[Config, int, bool]:
-    """The configuration with its optimizer, the steps, and whether measuring and compiling pay in so many."""
+    """Returns the configuration with its optimizer, the total steps, and whether the run is long enough to measure."""
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
     work = task_of(config).work(config, tokens_per_step)
@@ -277,7 +276,7 @@ def _environment(machine: Machine, how: Execution) -> Environment:
 
 
 def _with_finish(config: Config) -> Config:
-    """A time of day becomes a date, so that a run that is resumed tomorrow still ends then."""
+    """Turns a time of day into a date and time, so that a run resumed the next day keeps its deadline."""
     until = config.training.until
     if until is None:
         return config
@@ -291,12 +290,12 @@ def _data(config: Config, machine: Machine, progress: Progress, warn: Warn, data
         config, corpus = task.prepare(config, machine.cache, progress)
     except ConfigError as error:
         limited = training.max_steps or training.max_tokens or training.time_limited
-        known = limited and training.num_epochs is None  # the length of the run, without the data's
+        known = limited and training.num_epochs is None  # the run's length does not depend on the data
         if data == "needed" or not (known or isinstance(error, UnreachableError)):
             raise
         warn(
-            f"{str(error).rstrip('.')}; this estimate uses random tokens of the vocabulary that is expected"
-            + ("." if known else ", and the length of an epoch is not known.")
+            f"{str(error).rstrip('.')}; the estimate below assumes random tokens of the expected vocabulary"
+            + ("." if known else ", and the length of an epoch is unknown.")
         )
         return task.with_vocabulary(config), None
     for note in corpus.notes:
@@ -305,7 +304,7 @@ def _data(config: Config, machine: Machine, progress: Progress, warn: Warn, data
 
 
 def seconds_allowed(config: Config) -> float:
-    """Until max_hours are over or it is `until`; infinite without either."""
+    """Returns the seconds until max_hours or `until` is reached, or infinity without either."""
     training = config.training
     hours = math.inf if training.max_hours is None else training.max_hours
     seconds = hours * 3600
@@ -314,30 +313,31 @@ def seconds_allowed(config: Config) -> float:
     return seconds
 
 
-def _own_gpu(training: TrainingConfig, group: Group) -> torch.device:
-    """One of the machine's for each process on it. Raises ConfigError where there are fewer, or a model is sharded."""
-    number, there = group.local.index(group.rank), torch.cuda.device_count()
-    if len(group.local) > there:
-        raise ConfigError(f"{len(group.local)} processes share {there} GPUs; start one process for each GPU.")
+def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
+    """Returns this local rank's GPU. Raises ConfigError if there are fewer GPUs than processes, or with sharding."""
+    local_rank, count = group.local.index(group.rank), torch.cuda.device_count()
+    if len(group.local) > count:
+        raise ConfigError(f"{len(group.local)} processes share {count} GPUs; start one process per GPU.")
     if training.sharding != "none":
-        raise ConfigError(f"training.sharding {training.sharding} is for CPUs; set it to none, or device to cpu.")
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+        raise ConfigError(
+            f"training.sharding {training.sharding} works on CPUs only; set it to none, or set device to cpu."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def _require_share(config: Config, world_size: int) -> None:
-    """Raises ConfigError where a step has no example for some process."""
     if (batch := effective_batch(config.training)) < world_size:
         raise ConfigError(
-            f"a step has {batch} examples and the run {world_size} processes; raise "
-            "training.gradient_accumulation_steps, or start fewer."
+            f"a step has {batch} examples for {world_size} processes, and each needs at least one; raise "
+            "training.gradient_accumulation_steps or start fewer processes."
         )
 
 
 def _measured(
     config: Config, machine: Machine, sizes: list[int], compiled: str, whole: bool, tokens: int
 ) -> dict[str, Any]:
-    """The timing of the fastest choice, measured once a cache."""
+    """Returns the timing of the fastest choice. It is measured once and then read from the cache."""
     question = {
         "timing of": sorted(field.name for field in fields(Timing)),
         "model": config.model.model_dump(mode="json"),
@@ -360,31 +360,32 @@ def _measured(
         return measure(task, config, plan, sizes, compiled, whole, tokens).to_json()
 
     answer = remembered(machine.cache, question, ask)
-    give_back_memory()  # of what was tried
+    give_back_memory()  # what the trials allocated
     return answer
 
 
 def _trial_fits(config: Config, how: Execution, available: int) -> bool:
-    """Whether what is timed fits: a model of a few layers takes no more than the whole one."""
+    """Returns whether the timed model fits into memory. It has only a few of the layers."""
     return fits(memory_of(task_of(config), config, how, LONG), available)
 
 
-def _kept_micro_batch(
+def _resumed_micro_batch(
     task: TaskKind, config: Config, how: Execution, recorded: int, available: int, sizes: list[int], warn: Warn
 ) -> int:
-    """The micro-batch of a run that is resumed, or what fits of it where memory is less than it was, or each process's
-    share another.
-    """
+    """Returns the recorded micro-batch, or the largest one below it that fits this machine's memory and share."""
     if how.world_size > 1:
         return max((size for size in sizes if size <= recorded), default=min(sizes))
     if fits(memory_of(task, config, replace(how, micro_batch=recorded)), available):
         return recorded
     size = max((size for size in sizes if size <= recorded), default=min(sizes))
     if size != recorded:
-        warn(f"micro-batches of {recorded} do not fit into memory now; they have {size}, and the batch stays the same.")
+        warn(
+            f"the recorded micro-batch of {recorded} no longer fits into memory; using {size} "
+            "with the same effective batch size."
+        )
     return size
 
 
-def _kept(recorded: int | None, resolved: int, asked: int | str) -> int:
-    """On resume an automatic choice stays what it was, as bits depend on it, where the machine allows."""
-    return recorded if recorded is not None and asked == "auto" and recorded <= resolved else resolved
+def _recorded_or(recorded: int | None, resolved: int, requested: int | str) -> int:
+    """Returns the recorded thread count if it was automatic and is available, because exact results depend on it."""
+    return recorded if recorded is not None and requested == "auto" and recorded <= resolved else resolved

@@ -1,4 +1,4 @@
-"""`sansgpu train --processes`: as many processes on this machine, watched over by torch's elastic agent."""
+"""Local multi-process launcher for `sansgpu train --processes`, on top of torch elastic."""
 
 from __future__ import annotations
 
@@ -14,30 +14,27 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from sansgpu.config import ConfigError
 from sansgpu.machine import cores
 
-SAVING_SECONDS = 600  # that processes have to save, once they were asked to end
+SAVING_SECONDS = 600  # time to save after SIGTERM
 
 
 def processes(wanted: str) -> int:
-    """`auto`: one for every NUMA node or socket. Raises ConfigError where it is no number."""
+    """Parses --processes; `auto` is one per NUMA node or socket. Raises ConfigError if it is not a positive number."""
     if wanted == "auto":
         return cores.memories()
     if not wanted.isdecimal() or int(wanted) < 1:
-        raise ConfigError(f"--processes is {wanted}; give a number from 1 on, or auto.")
+        raise ConfigError(f"--processes is {wanted}; give a positive number or auto.")
     return int(wanted)
 
 
 def _signals() -> list[str]:
-    """The signals that the processes are sent, too; not SIGHUP where it is ignored, as under nohup."""
+    """Returns the signals to forward to the processes, except ignored ones, such as SIGHUP under nohup."""
     names = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP"]
     return [n for n in names if hasattr(signal, n) and signal.getsignal(getattr(signal, n)) is not signal.SIG_IGN]
 
 
 def launch(number: int, arguments: list[str]) -> int:
-    """Run `sansgpu ARGUMENTS` as one run of so many processes; returns its exit code.
-
-    One that ends by itself ends all, and says why.
-    """
-    logging.disable(logging.CRITICAL)  # each process speaks for itself
+    """Runs `sansgpu ARGUMENTS` in `number` processes and returns the exit code. A failing process ends all others."""
+    logging.disable(logging.CRITICAL)  # each process reports its own errors
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -1,4 +1,4 @@
-"""`sansgpu plan --hours H --data PATH`: the model, batch and length that make the best of the time, as a file."""
+"""Proposes the model, batch size and length that make the best use of a time budget (`sansgpu plan --hours`)."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from sansgpu.watch.files import write_text
 from sansgpu.watch.outputs import require_file
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
-HEAD_DIM, WIDTH_A_LAYER, LEAST_LAYERS, FEED_FORWARD = 64, 48, 4, 3
-MEASURED_WIDTHS = (128, 384, 768)  # whose share of the machine's limit is measured; between them it is interpolated
-LONG_WINDOW, LONG_WINDOW_FROM = 512, 512  # tokens; the width from which on
+HEAD_DIM, WIDTH_PER_LAYER, MIN_LAYERS, FEED_FORWARD_RATIO = 64, 48, 4, 3
+MEASURED_WIDTHS = (128, 384, 768)  # efficiency is measured at these widths and interpolated between them
+LONG_WINDOW, LONG_WINDOW_MIN_WIDTH = 512, 512  # tokens, and the width from which they are used
 WINDOW = 256
-# Tokens a step: as tuned for runs of ten million tokens, more for longer ones.
-BATCH_TOKENS, BATCH_AT, MOST_BATCH_TOKENS = 4096, 10e6, 65536
-LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # and its square root's change with the width; docs/lab-notes.md
-VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # by bytes of text
-USUAL_BYTES = 10e6  # of a text whose size is not known before it is read
-OVERHEAD_RATIO = 0.04  # of the time, for starting, evaluations and saving
-EVALUATIONS, SNAPSHOTS = 10, 5  # of a run
+# Tokens per step, tuned for runs of BATCH_REFERENCE_TOKENS; longer runs use larger batches.
+BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 65536
+LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # at this width, and proportional to width**-0.5; docs/lab-notes.md
+VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # (bytes of text, vocabulary size)
+DEFAULT_TEXT_BYTES = 10e6  # if the size of the data is unknown
+OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
+EVALUATIONS, SNAPSHOTS = 10, 5  # per run
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model of the family, and how far it gets."""
+    """A model size with the loss that it is expected to reach."""
 
     config: Config
     parameters: int
@@ -60,22 +60,22 @@ def propose(
     warn: Warn,
     say: Callable[[str], None],
 ) -> Result:
-    """Write the proposed configuration to `output`, and return its plan and what it was chosen from.
+    """Writes the proposed configuration to `output` and returns its plan and the candidates.
 
-    `overrides` are of its data. Raises ConfigError where there is no such data, or nothing fits.
+    `overrides` may only change `data` keys. Raises ConfigError if the data is missing or no candidate fits into memory.
     """
     if hours <= 0:
-        raise ConfigError(f"--hours is {hours:g}; give the time the run may take, as 0.5 or 8.")
+        raise ConfigError(f"--hours is {hours:g}, but must be positive; give a time budget, e.g. 0.5 or 8.")
     if others := [setting for setting in overrides if not setting.startswith("data.")]:
-        raise ConfigError(f"--hours chooses the model and its training, so --set {others[0]} has no place beside it.")
+        raise ConfigError(f"--hours chooses the model and its training; leave out --set {others[0]}.")
     require_file(output)
     base = _base(data, overrides, progress, warn)
     corpus: Corpus = base.corpus
-    say(f"{corpus.train_tokens:,} tokens; timing products of {len(WIDTHS)} sizes and blocks of {len(MEASURED_WIDTHS)}")
-    shares = [(width, _measured_share(base, width, hours)) for width in MEASURED_WIDTHS]
-    candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, shares)) is not None]
+    say(f"{corpus.train_tokens:,} tokens; timing {len(WIDTHS)} matrix sizes and {len(MEASURED_WIDTHS)} block sizes")
+    efficiencies = [(width, _measured_efficiency(base, width, hours)) for width in MEASURED_WIDTHS]
+    candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, efficiencies)) is not None]
     if not candidates:
-        raise ConfigError("not even the smallest model fits into memory; free some, or use another machine.")
+        raise ConfigError("not even the smallest model fits into memory; free some memory or use another machine.")
     best = min(candidates, key=lambda candidate: candidate.bits_per_byte)
     config = _with_length(best, hours)
     prepared = prepare(config, None, progress, warn, "report", timed="always")
@@ -96,24 +96,23 @@ def propose(
 
 
 def _base(data: str, overrides: Sequence[str], progress: Progress, warn: Warn) -> Prepared:
-    """The data, with a vocabulary that suits its size."""
+    """Prepares the data with a vocabulary size that suits it."""
     file = Path(data).expanduser()
-    size = file.stat().st_size if file.is_file() else USUAL_BYTES
+    size = file.stat().st_size if file.is_file() else DEFAULT_TEXT_BYTES
     vocabulary = next(tokens for limit, tokens in VOCABULARIES if size < limit)
-    name = json.dumps(data, ensure_ascii=False)  # which is YAML, too
+    name = json.dumps(data, ensure_ascii=False)  # valid YAML, too
     settings = (f"data.dataset_name={name}", f"data.vocab_size={vocabulary}", *overrides)
     return prepare(change_config(Config(), settings), None, progress, warn, "report", timed="never")
 
 
 def _shape(base: Prepared, width: int) -> Config:
-    """The family's model of this width, as a step of BATCH_TOKENS."""
-    window = LONG_WINDOW if width >= LONG_WINDOW_FROM else WINDOW
+    window = LONG_WINDOW if width >= LONG_WINDOW_MIN_WIDTH else WINDOW
     rate = LEARNING_RATE * (LEARNING_RATE_WIDTH / width) ** 0.5
     settings = (
         f"model.d_model={width}",
         f"model.n_heads={width // HEAD_DIM}",
-        f"model.n_layers={max(LEAST_LAYERS, round(width / WIDTH_A_LAYER))}",
-        f"model.d_ff={FEED_FORWARD * width}",
+        f"model.n_layers={max(MIN_LAYERS, round(width / WIDTH_PER_LAYER))}",
+        f"model.d_ff={FEED_FORWARD_RATIO * width}",
         f"model.max_seq_len={window}",
         f"model.vocab_size={base.config.model.vocab_size}",
         f"training.gradient_accumulation_steps={BATCH_TOKENS // window}",
@@ -124,7 +123,7 @@ def _shape(base: Prepared, width: int) -> Config:
 
 
 def _prepared(config: Config, hours: float, timed: bool) -> Prepared:
-    """As a run of so many hours would compute it, without looking at the data again."""
+    """Prepares a run of this many hours, without reading the data again."""
     settings = [f"training.max_hours={hours}"]
     if is_long_time(hours * 3600) and missing_for_compile() is None:
         settings.append("training.compile='on'")
@@ -132,11 +131,11 @@ def _prepared(config: Config, hours: float, timed: bool) -> Prepared:
     return prepare(changed, None, silent, silent, "report", data="unread", timed="always" if timed else "never")
 
 
-def _measured_share(base: Prepared, width: int, hours: float) -> float:
-    """What a step of this width gets of the machine's limit, measured once a cache."""
+def _measured_efficiency(base: Prepared, width: int, hours: float) -> float:
+    """Returns the ratio of a step's roofline time to its measured time. Measured once and then read from the cache."""
     prepared = _prepared(_shape(base, width), hours, timed=True)
     if prepared.timing is None:
-        return 0.5  # too large to be timed here, and so no candidate either
+        return 0.5  # unused: a model too large to time here is not a candidate
     return _limit_seconds(prepared) / forecast_of(prepared).step_seconds
 
 
@@ -144,13 +143,13 @@ def _limit_seconds(prepared: Prepared) -> float:
     return sum(step_limits(prepared, roofline_of(prepared)).values())
 
 
-def _candidate(base: Prepared, width: int, hours: float, shares: list[tuple[int, float]]) -> Candidate | None:
+def _candidate(base: Prepared, width: int, hours: float, efficiencies: list[tuple[int, float]]) -> Candidate | None:
     config = _shape(base, width)
     prepared = _prepared(config, hours, timed=False)
     if not prepared.fits:
         return None
     unique = base.corpus.train_tokens
-    speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, shares)
+    speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, efficiencies)
     tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MOST_EPOCHS * unique)
     parameters = sum(task_of(config).parameters(config).values())
     return Candidate(
@@ -158,20 +157,19 @@ def _candidate(base: Prepared, width: int, hours: float, shares: list[tuple[int,
     )
 
 
-def _interpolated(width: int, shares: list[tuple[int, float]]) -> float:
-    """The share at `width`, linear in its logarithm between the measured ones."""
-    for (low, low_share), (high, high_share) in pairwise(shares):
+def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
+    """Interpolates the efficiency at `width` linearly in log(width)."""
+    for (low, at_low), (high, at_high) in pairwise(efficiencies):
         if width <= high:
-            place = max(0.0, math.log(width / low) / math.log(high / low))
-            return low_share + place * (high_share - low_share)
-    return shares[-1][1]
+            fraction = max(0.0, math.log(width / low) / math.log(high / low))
+            return at_low + fraction * (at_high - at_low)
+    return efficiencies[-1][1]
 
 
 def _with_length(best: Candidate, hours: float) -> Config:
-    """The batch, the warm-up and the times of evaluation that suit the length of the run."""
     window = best.config.window
-    batch = BATCH_TOKENS * 2 ** round(math.log2(max(1.0, (best.tokens / BATCH_AT) ** 0.5)))
-    batch = min(batch, MOST_BATCH_TOKENS)
+    batch = BATCH_TOKENS * 2 ** round(math.log2(max(1.0, (best.tokens / BATCH_REFERENCE_TOKENS) ** 0.5)))
+    batch = min(batch, MAX_BATCH_TOKENS)
     steps = best.tokens / batch
     settings = (
         f"training.gradient_accumulation_steps={batch // window}",
@@ -187,9 +185,9 @@ def _with_length(best: Candidate, hours: float) -> Config:
 def _write(config: Config, output: Path, best: Candidate, corpus: Corpus) -> None:
     values = config.model_dump(mode="json", exclude_defaults=True)
     head = (
-        f"# The best use of {config.training.max_hours:g} hours on this machine for {config.data.dataset_name}:\n"
-        f"# {best.parameters / 1e6:.1f}M parameters, about {best.tokens / 1e6:.0f}M tokens, {best.epochs:.1f} passes "
-        f"over its {corpus.train_tokens / 1e6:.1f}M.\n"
+        f"# Best configuration for {config.training.max_hours:g} hours of training on {config.data.dataset_name}:\n"
+        f"# {best.parameters / 1e6:.1f}M parameters, about {best.tokens / 1e6:.0f}M training tokens "
+        f"({best.epochs:.1f} epochs of {corpus.train_tokens / 1e6:.1f}M).\n"
     )
     try:
         write_text(output, head + yaml.safe_dump({"task": config.task, **values}, sort_keys=False))

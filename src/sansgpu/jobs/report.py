@@ -1,4 +1,4 @@
-"""`sansgpu report`: a page of runs, or their plots as pictures; and what a run leaves of it at its end."""
+"""Writes HTML reports and plots of runs, and a run's model card."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ FORMS = ("html", "png", "svg")
 
 
 def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[[str], None]) -> list[Path]:
-    """Write html (one page), png or svg (a picture a plot); returns what was written.
+    """Writes one html page, or one png or svg image per plot, and returns the paths.
 
-    Lines of a run's record that cannot be used are left out, and named to `warn`.
-
-    Raises ConfigError where a folder holds no run, and SansGPUError where nothing can be written.
+    Skips unusable lines of a run's record with a warning. Raises ConfigError if a folder is not a run, and
+    SansGPUError if nothing can be written.
     """
     if form not in FORMS:
-        raise ConfigError(f"--format is {form}, but known are {', '.join(FORMS)}.")
+        raise ConfigError(f"--format is {form}, but must be one of {', '.join(FORMS)}.")
     records = [Record.open(folder) for folder in dict.fromkeys(runs)]
     for problem in (record.problem for record in records if record.problem):
         warn(problem)
@@ -41,7 +40,7 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
         if form != "html":
             drawn = [plot for _, plots in run_plots(records) for plot in plots]
             if not drawn:
-                raise ConfigError(f"{' '.join(map(str, runs))}: there is no step yet to draw; train first.")
+                raise ConfigError(f"{' '.join(map(str, runs))} has no steps to plot yet; train first.")
             with filled_folder(target, "plots") as new:
                 names = [path.name for path in write_plots(drawn, new, form)]
             return [target / name for name in names]
@@ -52,7 +51,7 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
 
 
 def leave_behind(paths: RunPaths, warn: Callable[[str], None]) -> None:
-    """Write report.html and the model card at the end of a run. What fails is warned of."""
+    """Writes report.html and the model card at the end of a run. Failures become warnings."""
     with _warned(f"the report of {paths.root}", warn):
         record = Record.read(paths)
         if record.ending != "interrupted":
@@ -62,19 +61,19 @@ def leave_behind(paths: RunPaths, warn: Callable[[str], None]) -> None:
 
 
 def leave_card(run: Path, folder: Path, step: int | None, warn: Callable[[str], None]) -> None:
-    """Write the model card of a run's last model, or of the snapshot after `step`. What fails is warned of.
+    """Writes the model card of a run's final model, or of the snapshot at `step`. Failures become warnings.
 
-    A card that somebody changed stays.
+    Does not overwrite a card that was edited.
     """
     with _warned(f"the model card of {folder}", warn):
         adapter = (folder / "adapter_config.json").is_file()
         if not add_text(folder, README, model_card(Record.open(run), step, adapter)):
-            warn(f"{folder / README} stays, as somebody else wrote or changed it; it may speak of an earlier model.")
+            warn(f"{folder / README} was edited, so it is not overwritten; it may describe an earlier model.")
 
 
 @contextmanager
 def _warned(what: str, warn: Callable[[str], None]) -> Iterator[None]:
-    """The model is there, whatever is wrong with what is said of it."""
+    """Turns any exception into a warning, because the trained model matters more than its report."""
     try:
         yield
     except Exception as error:

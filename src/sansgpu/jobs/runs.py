@@ -1,4 +1,4 @@
-"""`sansgpu runs`: what was trained below a folder."""
+"""Listing of the runs in a folder."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from sansgpu.watch.record import Record
 from sansgpu.watch.results import changed, numbers, size_bytes
 
 Row = dict[str, Any]
-RUNS = Path("runs")  # where they lie unless another place is asked for
+RUNS = Path("runs")  # default parent folder of runs
 
 
 def list_runs(folder: Path) -> list[Row]:
-    """A row of numbers for every run below `folder`, the one that changed last first.
+    """Returns one row of metrics for every run below `folder`, most recently changed first.
 
-    One that cannot be read has state `broken` and a `problem`. Raises ConfigError where there is no such folder.
+    An unreadable run has state `broken` and a `problem`. Raises ConfigError if the folder does not exist.
     """
     if folder == RUNS and not folder.exists():
         return []
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; train something first, or give the folder that your runs lie in.")
+        raise ConfigError(f"{folder} is not a folder; train a model first, or give the folder that contains your runs.")
     rows = [_row(found, folder) for found in run_folders(folder)]
     return sorted(rows, key=lambda row: (row["changed"] or "", row["path"]), reverse=True)
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
-    """Folders that look like runs: `folder` itself, or those below it, none of which lie in another run."""
+    """Yields folders that look like runs: `folder` itself, or those below it that are not inside another run."""
     paths = RunPaths(folder)
     if any(path.exists() for path in (paths.metrics, paths.environment, paths.snapshots)):
         yield folder
@@ -46,14 +46,14 @@ def run_folders(folder: Path) -> Iterator[Path]:
 
 
 def require_run(run: Path) -> None:
-    """Raises ConfigError unless the folder of a run, which was named to be read, may also be written to."""
+    """Raises ConfigError unless `run` is a run folder that may be written to."""
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is no run: it has no config.yaml.")
+        raise ConfigError(f"{run} is not a run: it has no config.yaml.")
     require_folder(run.resolve(), "run", "--output")
 
 
 def is_held(paths: RunPaths) -> bool:
-    """Whether a process trains the run now."""
+    """Returns whether a process is training the run now."""
     if paths.lock.is_symlink() or not paths.lock.is_file():
         return False
     try:
@@ -61,7 +61,7 @@ def is_held(paths: RunPaths) -> bool:
             return False
     except Timeout:
         return True
-    except OSError:  # of another user: nobody here can train it
+    except OSError:  # the lock belongs to another user
         return False
 
 

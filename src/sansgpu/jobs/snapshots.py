@@ -1,4 +1,4 @@
-"""`sansgpu snapshots`: list, show, verify, prune, fork."""
+"""Lists, shows, verifies, prunes and forks a run's snapshots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sansgpu.watch.unmarked import is_unmarked
 
 
 def list_snapshots(run: Path) -> list[dict[str, Any]]:
-    """Every snapshot with its step, validation loss and size; those of abandoned branches follow those of the run."""
+    """Returns step, validation loss and size of every snapshot; abandoned branches come last."""
     _, paths = open_run(run)
     best = best_of(snapshots(paths.snapshots))
     found = all_snapshots(paths.snapshots)
@@ -30,7 +30,7 @@ def list_snapshots(run: Path) -> list[dict[str, Any]]:
 
 
 def _name(snapshot: Snapshot, folder: Path) -> str:
-    """What commands call it: its path below `snapshots/`."""
+    """Returns the snapshot's name on the command line: its path below `snapshots/`."""
     return str(snapshot.folder.relative_to(folder))
 
 
@@ -46,27 +46,26 @@ def _row(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
 
 
 def show_snapshot(run: Path, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """All a snapshot holds but its tensors."""
     _, snapshot = run_snapshot(run, name, warn)
     known = {"name": snapshot.folder.name, "content_id": snapshot.content_id(), "bytes": snapshot.size_bytes()}
     return {**known, **snapshot.manifest(), **snapshot.state()}
 
 
 def verify_snapshots(run: Path) -> list[tuple[str, str | None]]:
-    """Each snapshot's name and what is torn or altered in it, None where it is whole."""
+    """Returns (name, problem) of each snapshot; the problem is None if the snapshot is intact."""
     _, paths = open_run(run)
     return [(_name(found, paths.snapshots), found.problem()) for found in all_snapshots(paths.snapshots)]
 
 
 def prune_snapshots(run: Path, keep_last: int | None, abandoned: bool = False) -> list[str]:
-    """Delete all but the newest `keep_last` and the best, and with `abandoned` all abandoned branches.
+    """Deletes all but the best and the newest `keep_last` snapshots (None: keeps all), and returns the deleted names.
 
-    None keeps every snapshot that is not abandoned. Returns the names of what was deleted.
+    With `abandoned`, deletes all abandoned branches, too.
     """
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"--keep-last {keep_last} would delete every snapshot; keep at least 1.")
     _, paths = open_run(run)
-    if not is_held(paths):  # else a training process is about to complete what looks left over
+    if not is_held(paths):  # a training process may still be writing what looks like leftovers
         finish_moves(paths)
         clear_leftovers(paths.snapshots)
     deleted: list[str] = []
@@ -80,14 +79,14 @@ def prune_snapshots(run: Path, keep_last: int | None, abandoned: bool = False) -
 
 
 def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None]) -> Path:
-    """A new run that begins as a copy of `run` at one snapshot; resume it with other settings.
+    """Creates a new run from a copy of one snapshot, to be resumed with other settings.
 
-    The best snapshot up to that step is copied, too.
+    Also copies the best snapshot up to that step.
     """
     _, snapshot = run_snapshot(run, name, warn)
     require_folder(output, "run")
     if read_mark(output) or is_unmarked(output, "run"):
-        raise ConfigError(f"{output} holds a run already; fork into a new folder.")
+        raise ConfigError(f"{output} already contains a run; choose another --output-dir.")
     _, paths = open_run(run)
     file = recorded_file(run, str(snapshot.folder))
     assert file is not None  # open_run requires one

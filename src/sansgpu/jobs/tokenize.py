@@ -1,4 +1,4 @@
-"""`sansgpu tokenizer`: train one, or encode with one."""
+"""Trains a tokenizer, or encodes text with one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from sansgpu.watch.outputs import filled_folder, require_folder
 
 
 def train_tokenizer(source: str, vocab_size: int, sample_mb: int, output: Path, progress: Progress) -> dict[str, Any]:
-    """Train byte-level BPE on a source and write it to a folder that AutoTokenizer loads."""
+    """Trains byte-level BPE on a source and writes a folder that AutoTokenizer loads."""
     if vocab_size < 257:
-        raise ConfigError(f"--vocab-size {vocab_size} is too small: the 256 bytes and the end of text need 257.")
+        raise ConfigError(
+            f"--vocab-size {vocab_size} is too small; it must be at least 257: 256 bytes and the end of text."
+        )
     require_folder(output, "tokenizer", "--output")
     limit_tokenizer_threads(available_cores())
     settings = {"dataset_name": source, "vocab_size": vocab_size, "tokenizer_sample_mb": sample_mb}
@@ -31,7 +33,7 @@ def train_tokenizer(source: str, vocab_size: int, sample_mb: int, output: Path, 
 
 
 def encode_text(tokenizer: str, text: str) -> dict[str, Any]:
-    """Token ids of a text, and the tokens they stand for."""
+    """Returns a text's token ids, its tokens and its number of bytes."""
     loaded = load_tokenizer(tokenizer)
     ids = loaded.encode(text)
     return {"ids": ids, "tokens": [loaded.backend.id_to_token(index) for index in ids], "bytes": len(text.encode())}

@@ -1,4 +1,4 @@
-"""`sansgpu train`: probe, plan, join, train."""
+"""Training job: probe the machine, plan memory, join the ranks, train."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from sansgpu.watch.outputs import filled_folder
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What the command line asked for besides the configuration."""
+    """Arguments of the train command, apart from the configuration's own values."""
 
     config_file: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -59,70 +59,72 @@ class TrainRequest:
     dry_run: bool = False
     force: bool = False
     world: World = World()  # noqa: RUF009  frozen
-    started: float = field(default_factory=time.monotonic)  # what its time is counted from
+    started: float = field(default_factory=time.monotonic)  # start of the time budget
     controls: Controls = field(default_factory=Controls)
     monitor: Monitor = field(default_factory=Monitor)
-    config: Config | None = None  # in place of a file
+    config: Config | None = None  # used instead of config_file
 
 
 @dataclass(frozen=True)
 class Begun:
-    """Everything up to the first step."""
+    """Result of a dry run: everything prepared up to the first step."""
 
     prepared: Prepared
     paths: RunPaths
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a run goes, and what it goes on from."""
+class _Target:
+    """Run folder, and on resume the snapshot to continue from."""
 
     folder: Path
     snapshot: Snapshot | None
-    before: Environment | None
-    open_keys: tuple[str, ...]  # settings of the run that the configuration leaves open
+    before: Environment | None  # recorded in the snapshot
+    open_settings: tuple[str, ...]  # recorded values of keys that the configuration leaves to the data
 
 
 def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun | End:
-    """Train, or with `dry_run` prepare everything and return it. Raises ConfigError before any work is done.
+    """Trains, or with `dry_run` prepares everything and returns it. Raises ConfigError before any work is done.
 
-    Of several processes rank 0 alone writes; an error that ends one ends all, in its own words.
+    With several processes only rank 0 writes. An error on one rank ends all ranks with the same message.
     """
     config, notes = _configuration(request)
     training, world = config.training, request.world
     require_backend(training.distributed_backend)
     group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
-    with telling(group), ExitStack() as held:
-        kept, heard = Kept(), sinks if group.first else []
-        early = Sinks([*heard, kept])
+    with telling(group), ExitStack() as locks:
+        kept, own_sinks = Kept(), sinks if group.first else []
+        early = Sinks([*own_sinks, kept])
         for note in [*notes, *([world.note] if world.note else [])]:
             early.warn(note)
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
-            raise ConfigError("training.adapt_threads is for a run of one process; set it to false.")
-        place = _place(request, config, group, Sinks(heard).warn, held)  # of a resume, which is not in the record
-        config = change_config(config, place.open_keys)
+            raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
+        target = _find_target(request, config, group, Sinks(own_sinks).warn, locks)  # its warnings are not recorded
+        config = change_config(config, target.open_settings)
         require_boards(list(training.report_to))
-        outcome = _train_in(place, config, request, group, sinks, early.warn, kept, progress)
+        outcome = _train_in(target, config, request, group, sinks, early.warn, kept, progress)
         group.leave()
         return outcome
 
 
 def _require_same(config: Config, group: Group) -> None:
-    """Raises ConfigError where the hosts' configurations differ: each would train another model."""
+    """Raises ConfigError if the ranks' configurations differ, because each would train another model."""
     ours = config.model_dump(mode="json")
     first = group.decide(lambda: ours)
     for section, values in ours.items():
         for key, value in values.items() if isinstance(values, dict) else ():
             if first[section][key] != value:
                 raise ConfigError(
-                    f"rank {group.rank} has {section}.{key} {value}, and rank 0 {first[section][key]}: give all "
+                    f"{section}.{key} is {value} on rank {group.rank} and {first[section][key]} on rank 0; give all "
                     "processes the same configuration."
                 )
 
 
-def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[str], None], held: ExitStack) -> _Place:
-    """Found, made and locked by rank 0. A launcher that starts a run anew goes on where it was."""
+def _find_target(
+    request: TrainRequest, config: Config, group: Group, warn: Callable[[str], None], locks: ExitStack
+) -> _Target:
+    """Finds, creates and locks the run folder on rank 0. After a launcher's restart, resumes from the last snapshot."""
     resume = request.resume or ("latest" if group.restarted else None)
 
     def find() -> dict[str, Any]:
@@ -130,15 +132,15 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
         paths = run_paths(folder, config)
         require_places(paths, bool(resume))
         if not request.dry_run:
-            held.enter_context(held_run(folder))
+            locks.enter_context(held_run(folder))
             finish_moves(paths)
             clear_leftovers(paths.snapshots)
             if not resume and snapshots(paths.snapshots):
-                raise ConfigError(f"{paths.snapshots} holds another run's snapshots; choose another checkpoint_dir.")
+                raise ConfigError(f"{paths.snapshots} contains another run's snapshots; choose another checkpoint_dir.")
             claim_elsewhere(paths)
         snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
         if resume and snapshot is None:
-            warn(f"{folder} has no snapshot yet; training starts at the first step.")
+            warn(f"{folder} has no snapshot yet; training starts from the first step.")
         recorded = recorded_values(paths.config) if snapshot and paths.config.is_file() else None
         return {
             "folder": str(folder),
@@ -148,7 +150,7 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
         }
 
     found = group.decide(find)
-    return _Place(
+    return _Target(
         Path(found["folder"]),
         Snapshot(Path(found["snapshot"])) if found["snapshot"] else None,
         Environment(**found["before"]) if found["before"] else None,
@@ -157,9 +159,7 @@ def _place(request: TrainRequest, config: Config, group: Group, warn: Callable[[
 
 
 def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
-    """What a run goes on with where its configuration leaves the choice to the data; a run that is older than such a
-    key goes on without what the key is for.
-    """
+    """Returns the recorded values of keys that depend on the data. A run older than such a key keeps it disabled."""
     if config.kind != GRAPH:
         return []
     model = {"leaves": None, "n_entities": 0, **(recorded.get("model") or {})}
@@ -169,7 +169,7 @@ def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
 
 
 def _train_in(
-    place: _Place,
+    target: _Target,
     config: Config,
     request: TrainRequest,
     group: Group,
@@ -178,28 +178,28 @@ def _train_in(
     early: Kept,
     progress: Progress,
 ) -> Begun | End:
-    paths = run_paths(place.folder, config)
+    paths = run_paths(target.folder, config)
     shortage: Shortage = "begin" if request.force else "refuse"
-    prepared = prepare(config, place.before, progress, warn, shortage, group=group)
+    prepared = prepare(config, target.before, progress, warn, shortage, group=group)
     if group.first:
         _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
     task = task_of(config)(prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
         warn(note)
     if group.size > 1 and config.training.sharding == "full" and config.training.sample_tokens:
-        warn("with sharding full no process has a whole model to sample from; evaluations come without samples.")
+        warn("no text samples are generated, because with training.sharding full no process holds the whole model.")
     if request.dry_run:
         return Begun(prepared, paths)
-    return _run(prepared, paths, task, place.snapshot, request, sinks, early)
+    return _run(prepared, paths, task, target.snapshot, request, sinks, early)
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
-    """The configuration that is given, or else the one that a resumed run recorded."""
+    """Returns the requested configuration, or else the one that the resumed run recorded, with notes."""
     if request.config is not None:
         return change_config(request.config, request.overrides), []
     file = request.config_file
     if request.resume:
-        folder = open_output(request.output_dir, file, request.resume, dry_run=True)  # rank 0 alone writes there
+        folder = open_output(request.output_dir, file, request.resume, dry_run=True)  # only rank 0 writes there
         own = run_paths(folder).config
         if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
             require_own_configuration(run_paths(folder, load_config(own)[0]))
@@ -240,7 +240,7 @@ def _run(
         request.monitor.mean,
     )
     if snapshot:
-        trainer.resume(snapshot, request.strict)  # before anything of the old run is written over
+        trainer.resume(snapshot, request.strict)  # before any file of the old run is overwritten
     if not prepared.group.first:
         return trainer.train()
     resumed_from = snapshot.folder.name if snapshot else None
@@ -256,7 +256,7 @@ def _run(
     request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local])
     try:
         trainer.sinks.emit({**start, **facts, **({"resumed_from": resumed_from} if resumed_from else {})})
-        for event in early.events if snapshot is None else ():  # the other sinks have heard of them, at any start
+        for event in early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()
         leave_behind(paths, trainer.sinks.warn)
@@ -267,14 +267,14 @@ def _run(
 
 
 def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None]) -> Snapshot:
-    """Set aside the snapshots of later steps, which the run goes back before."""
+    """Moves snapshots of later steps to an abandoned branch, so that `snapshot` becomes the newest."""
     newest, abandoned = go_on_from(snapshot, paths)
     for folder in abandoned:
         steps = [later.folder.name for later in snapshots(folder)]
         warn(
-            f"{steps[0]}{f' to {steps[-1]}' if len(steps) > 1 else ''} came after the step to go on from and moved to "
-            f"{folder}; go on from one with --resume {folder.name}/{steps[-1]}, or delete them with snapshots prune "
-            "--abandoned."
+            f"{steps[0]}{f' to {steps[-1]}' if len(steps) > 1 else ''}: later than the resumed step, so moved to "
+            f"{folder}; resume from one with --resume {folder.name}/{steps[-1]}, or delete them with `sansgpu "
+            "snapshots prune --abandoned`."
         )
     return newest
 
@@ -307,6 +307,6 @@ def _require_disk(paths: RunPaths, snapshot_bytes: int, keep_last: int) -> None:
     needed, free = snapshot_bytes * (keep_last + 2), free_disk_bytes(paths.snapshots.absolute())
     if needed > free:
         raise ConfigError(
-            f"{keep_last + 2} snapshots need {needed / 1e9:.1f} GB and {paths.snapshots} has {free / 1e9:.1f} GB free; "
-            "lower training.keep_last or choose another --output-dir."
+            f"{keep_last + 2} snapshots need {needed / 1e9:.1f} GB, but {paths.snapshots} has {free / 1e9:.1f} GB "
+            "free; lower training.keep_last or choose another --output-dir."
         )

@@ -1,4 +1,4 @@
-"""`sansgpu tune`: search for the values with which a configuration learns best."""
+"""Hyperparameter search with Optuna."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from sansgpu.watch.files import write_text
 from sansgpu.watch.marks import Mark, write_mark
 from sansgpu.watch.outputs import require_folder, require_no_links
 
-FEW_EVALUATIONS, EVALUATIONS = 5, 8  # of a trial: too few to prune by, and how many it has then
-SAME_FAILURES = 3  # at the start of a search, which would all be like this
-LOOK_SECONDS = 0.2  # between looks for a signal
+MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8  # per trial: with fewer than the first, pruning needs the second
+MAX_IDENTICAL_FAILURES = 3  # at the start of a search, before it stops
+POLL_SECONDS = 0.2  # between checks for a signal
 
 Values = dict[str, Any]
-Show = Callable[[Values], None]  # what happens: a `tune` event with `space` and estimate, then trials
+Show = Callable[[Values], None]  # receives a `tune` event with `space` and estimate, then the trials' events
 
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What the command line asked for."""
+    """Arguments of the tune command."""
 
     config_file: Path | None
     overrides: tuple[str, ...]
@@ -68,16 +68,16 @@ class TuneRequest:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A signal ended the search, which can be gone on with."""
+    """Result of a search that a signal stopped; the same command resumes it."""
 
     signal: int
     folder: Path
 
 
 def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Values | Interrupted:
-    """Search, or go on with a search, and write best.yaml, trials.csv and report.html.
+    """Starts or resumes a search, and writes best.yaml, trials.csv and report.html.
 
-    With `dry_run` return the space and the estimate. Raises ConfigError before any work is done, and SansGPUError where
+    With `dry_run`, returns the space and the estimate. Raises ConfigError before any work is done, and SansGPUError if
     no trial can be trained.
     """
     config, notes = load_config(request.config_file, request.overrides)
@@ -85,16 +85,16 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
         warn(note)
     name = request.config_file.stem if request.config_file else "default"
     folder = request.output_dir or RUNS / f"tune-{name}"
-    asked, config = config, _shared_out(config, request)
+    original, config = config, _for_worker(config, request)
     space = load_space(request.space_file, config)
-    kept = _kept(folder, config, space)  # before anything is written there
+    recorded = _recorded_length(folder, config, space)  # raises before anything is written there
     if request.dry_run:
-        length = kept or _planned(config, progress, warn)
-        return {"space": _said(space), **_estimate(request, length.seconds, 0)}
+        length = recorded or _planned_length(config, progress, warn)
+        return {"space": _described(space), **_estimate(request, length.seconds, 0)}
     require_writable(folder)
     with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
-        length = _kept(folder, config, space) or _planned(config, progress, warn)
-        _keep(folder, config, space, length)
+        length = _recorded_length(folder, config, space) or _planned_length(config, progress, warn)
+        _record(folder, config, space, length)
         study = Study(folder, space, request.pruner, config.training.seed, length)
         default = {key: _value(config, key) for key in space}
         study.begin(default)
@@ -105,7 +105,7 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
         {
             **about,
             "evaluations_changed": evaluated,
-            "space": _said(space),
+            "space": _described(space),
             **_estimate(request, study.trial_seconds() or length.seconds, done),
         }
     )
@@ -114,43 +114,45 @@ def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Va
     if signal is not None:
         return Interrupted(signal, folder)
     result = result_of(study, config, default, name, search.measure)
-    write_files(result, study, lambda values: chosen_config(asked, values, length))
+    write_files(result, study, lambda values: chosen_config(original, values, length))
     return result
 
 
-def _shared_out(config: Config, request: TuneRequest) -> Config:
-    """With the threads of a worker. Raises ConfigError where the request or the configuration is no search."""
+def _for_worker(config: Config, request: TuneRequest) -> Config:
+    """Sets the threads of a worker. Raises ConfigError if the arguments or the configuration do not allow a search."""
     training = config.training
     if request.trials is None and request.hours is None:
-        raise ConfigError("a search needs an end; give --trials N, --hours H or both.")
+        raise ConfigError("the search has no limit; give --trials N, --hours H or both.")
     if request.hours is not None and request.hours <= 0:
-        raise ConfigError(f"--hours is {request.hours:g}; give the time the search may take, as 0.5 or 8.")
+        raise ConfigError(f"--hours is {request.hours:g}, but must be positive; give a time budget, e.g. 0.5 or 8.")
     if training.until is not None:
-        raise ConfigError("training.until is a time of day, and trials run at several; set training.max_hours instead.")
+        raise ConfigError("training.until does not work with several trials; set training.max_hours instead.")
     if training.eval_batches is not None:
         raise ConfigError(
-            "training.eval_batches counts micro-batches, whose size may differ between trials, so that they would be "
-            "measured on different texts; set it to null, and data.validation_split lower where evaluations take long."
+            "training.eval_batches counts micro-batches, whose size may differ between trials, so trials would be "
+            "evaluated on different texts; set it to null, and lower data.validation_split if evaluations are slow."
         )
     if request.workers == 1:
         return config
     threads = resolve_threads(training)
     if request.workers > threads:
-        raise ConfigError(f"--workers is {request.workers}, and there are threads for {threads}; start fewer.")
+        raise ConfigError(f"--workers is {request.workers}, but there are only {threads} threads; lower --workers.")
     return change_config(config, (f"training.threads={threads // request.workers}",))
 
 
-def _planned(config: Config, progress: Progress, warn: Warn) -> Length:
-    """How long the run is, and how long it takes by a timing. Raises ConfigError where it does not fit into memory."""
+def _planned_length(config: Config, progress: Progress, warn: Warn) -> Length:
+    """Returns a trial's length, with its duration from a timing. Raises ConfigError if it does not fit into memory."""
     prepared = prepare(config, None, progress, warn, timed="always")
     plan = plan_prepared(prepared)
     steps = plan["total_steps"]
     if steps is None:
-        raise ConfigError("the model is too large to be timed here, so max_hours says no length; set max_steps.")
+        raise ConfigError(
+            "the model is too large to time here, so max_hours cannot be converted to steps; set training.max_steps."
+        )
     most, every = config.training.max_steps, config.training.eval_steps
-    # One less than the plan's, which is rounded: as a limit it must not ask for another step.
+    # One token less than planned, because the plan's number is rounded and the limit must not add a step.
     tokens = None if most is None else max(1, plan["total_tokens"] * most // steps - 1)
-    evaluations = round(steps / every) if every and steps / every >= FEW_EVALUATIONS else EVALUATIONS
+    evaluations = round(steps / every) if every and steps / every >= MIN_EVALUATIONS else DEFAULT_EVALUATIONS
     length = Length(steps, tokens, min(evaluations, steps), None)
     if prepared.timing is None:
         return length
@@ -170,7 +172,7 @@ class _RecordedLength(BaseModel):
 
 
 class _RecordedSearch(BaseModel):
-    """tune.json: what makes a search another one."""
+    """Schema of tune.json."""
 
     model_config = ConfigDict(strict=True)
     configuration: dict[str, Any]
@@ -178,37 +180,37 @@ class _RecordedSearch(BaseModel):
     length: _RecordedLength
 
 
-def _kept(folder: Path, config: Config, space: Space) -> Length | None:
-    """The length of the search in `folder`; None if there is none. Raises ConfigError if it holds anything else."""
+def _recorded_length(folder: Path, config: Config, space: Space) -> Length | None:
+    """Returns the trial length of the search in `folder`, or None. Raises ConfigError if it contains anything else."""
     file = folder / "tune.json"
     require_folder(folder, "search")
     names = ("study.db", "trials", ".lock", "best.yaml", "trials.csv", "report.html")
     require_no_links([file, *(folder / name for name in names)])
     if file.is_file():
         try:
-            kept = read_json(file, _RecordedSearch)
+            recorded = read_json(file, _RecordedSearch)
         except (OSError, FlawError) as error:
             raise ConfigError(f"{file} cannot be read: {error}; choose another --output-dir.") from None
-        require_same(folder, kept, _asked(config, space))
-        return Length(**{field.name: kept["length"][field.name] for field in fields(Length)})
+        require_same(folder, recorded, _identity(config, space))
+        return Length(**{field.name: recorded["length"][field.name] for field in fields(Length)})
     return None
 
 
-def _keep(folder: Path, config: Config, space: Space, length: Length) -> None:
+def _record(folder: Path, config: Config, space: Space, length: Length) -> None:
     try:
-        kept = {**_asked(config, space), "length": length.to_json()}
+        values = {**_identity(config, space), "length": length.to_json()}
         write_mark(folder, Mark("search"))
-        write_text(folder / "tune.json", json.dumps(kept, indent=2) + "\n")
+        write_text(folder / "tune.json", json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
 
 
-def _asked(config: Config, space: Space) -> Values:
-    """What makes a search another one."""
+def _identity(config: Config, space: Space) -> Values:
+    """Returns the values that must match for a search to be resumed."""
     return {"configuration": acting_values(config), "space": {key: p.to_json() for key, p in space.items()}}
 
 
-def _said(space: Space) -> dict[str, str]:
+def _described(space: Space) -> dict[str, str]:
     return {key: str(parameter) for key, parameter in space.items()}
 
 
@@ -218,7 +220,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _estimate(request: TuneRequest, seconds_each: float | None, done: int, spent: float = 0.0) -> Values:
-    """Seconds of what is left after `spent` ones, where no trial is pruned."""
+    """Estimates the remaining seconds after `spent` seconds, assuming that no trial is pruned."""
     left = None if request.trials is None else max(0, request.trials - done)
     limits = [] if request.hours is None else [max(0.0, request.hours * 3600 - spent)]
     if left is not None and seconds_each is not None:
@@ -233,7 +235,7 @@ def _estimate(request: TuneRequest, seconds_each: float | None, done: int, spent
 
 
 class _Search:
-    """Workers that train trials until the budget is spent, a signal comes, or nothing can be trained."""
+    """Workers that train trials until the budget is spent, a signal arrives, or the first trials all fail alike."""
 
     def __init__(
         self, study: Study, config: Config, length: Length, measure: str, request: TuneRequest, show: Show
@@ -241,24 +243,24 @@ class _Search:
         self.study, self.measure = study, measure
         self._config, self._length, self._request, self._show = config, length, request, show
         self._began = time.monotonic()
-        self._turn = threading.Lock()  # of those who say something, and of the list of runs
+        self._lock = threading.Lock()  # guards events, _running and _stopped
         self._running: list[TrialRun] = []
-        self._over = False
+        self._stopped = False
 
     def run(self) -> int | None:
-        """Returns the signal that ended it. Raises SansGPUError where all trials fail alike."""
+        """Returns the signal that stopped the search, if any. Raises SansGPUError if all first trials fail alike."""
         with Interrupt() as interrupt, ThreadPoolExecutor(self._request.workers) as pool:
             pending: Sequence[Future[None]] = [pool.submit(self._work) for _ in range(self._request.workers)]
             try:
                 while pending:
-                    done, rest = wait(pending, LOOK_SECONDS, FIRST_EXCEPTION)
+                    done, rest = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
                     for future in done:
                         future.result()
                     pending = list(rest)
                     if interrupt.signal is not None or self._late():
                         self._stop()
             finally:
-                self._stop()  # if one worker failed, the others end
+                self._stop()  # also ends the other workers if one failed
             return interrupt.signal
 
     def _late(self) -> bool:
@@ -268,25 +270,26 @@ class _Search:
     def _spent(self) -> float:
         return time.monotonic() - self._began
 
-    def _room(self) -> bool:
-        """Whether another trial would be done in time; the first may begin in any case."""
+    def _has_time(self) -> bool:
+        """Returns whether another trial would finish in time. Without a completed trial the answer is yes."""
         hours, seconds = self._request.hours, self.study.trial_seconds()
         return hours is None or seconds is None or self._spent() + seconds <= hours * 3600
 
     def _stop(self) -> None:
-        with self._turn:
-            self._over = True
+        with self._lock:
+            self._stopped = True
             for run in self._running:
                 run.stop("stopped")
 
     def _work(self) -> None:
-        """One worker: trial after trial."""
-        while not self._over and self._room() and (claimed := self.study.claim(self._request.trials)) is not None:
+        while (
+            not self._stopped and self._has_time() and (claimed := self.study.claim(self._request.trials)) is not None
+        ):
             outcome = self._train(claimed)
             self.study.finish(claimed, outcome, self.measure)
             best, done = self.study.best(), self.study.finished()
             left = _estimate(self._request, self.study.trial_seconds(), done, self._spent())
-            self._say(
+            self._emit(
                 {
                     "event": "trial_end",
                     "trial": claimed.number,
@@ -302,7 +305,7 @@ class _Search:
                 }
             )
             if outcome.state == "failed":
-                self._require_hope()
+                self._raise_if_all_fail()
 
     def _train(self, claimed: Claimed) -> Outcome:
         try:
@@ -310,42 +313,41 @@ class _Search:
         except ConfigError as error:
             return Outcome("failed", {}, 0.0, str(error).removeprefix("the configuration: "))
         run = TrialRun(self.study.run_folder(claimed.number), config)
-        with self._turn:
-            if self._over:
+        with self._lock:
+            if self._stopped:
                 return Outcome("stopped", {}, 0.0)
             self._running.append(run)
         about = {"event": "trial_begin", "trial": claimed.number, "parameters": claimed.values}
-        self._say({**about, "resumed": claimed.resumed, "step": run.step()})
+        self._emit({**about, "resumed": claimed.resumed, "step": run.step()})
         steps = 0
 
-        def heard(event: Values) -> None:
+        def on_event(event: Values) -> None:
             nonlocal steps
             steps = event.get("total_steps") or steps
             if event["event"] == "eval":
-                self._judge(claimed, run, event, steps)
+                self._report(claimed, run, event, steps)
             elif event["event"] == "step":
-                self._say({**event, "event": "trial_step", "trial": claimed.number})
+                self._emit({**event, "event": "trial_step", "trial": claimed.number})
 
         try:
-            return run.train(claimed.resumed, heard)
+            return run.train(claimed.resumed, on_event)
         finally:
-            with self._turn:
+            with self._lock:
                 self._running.remove(run)
 
-    def _judge(self, claimed: Claimed, run: TrialRun, event: Values, steps: int) -> None:
-        """Report an evaluation, and end a trial that promises too little."""
+    def _report(self, claimed: Claimed, run: TrialRun, event: Values, steps: int) -> None:
         loss = event[self.measure]
         if loss is not None and self.study.report(claimed, event["step"] / max(1, steps), loss):
             run.stop("pruned")
 
-    def _require_hope(self) -> None:
-        """Raises SansGPUError where the first trials have all failed the same way."""
-        first = self.study.trials()[:SAME_FAILURES]
+    def _raise_if_all_fail(self) -> None:
+        """Raises SansGPUError if the first trials all failed with the same message, apart from numbers."""
+        first = self.study.trials()[:MAX_IDENTICAL_FAILURES]
         whys = [trial.user_attrs.get("why") for trial in first]
         alike = {re.sub(r"-?(\d[\d.,e+-]*|nan|inf)", "#", why) for why in whys if why}
-        if len(first) == SAME_FAILURES and all(whys) and len(alike) == 1:
-            raise SansGPUError(f"the first {SAME_FAILURES} trials have all failed: {whys[-1]}")
+        if len(first) == MAX_IDENTICAL_FAILURES and all(whys) and len(alike) == 1:
+            raise SansGPUError(f"the first {MAX_IDENTICAL_FAILURES} trials have all failed: {whys[-1]}")
 
-    def _say(self, event: Values) -> None:
-        with self._turn:
+    def _emit(self, event: Values) -> None:
+        with self._lock:
             self._show(event)

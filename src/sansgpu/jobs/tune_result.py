@@ -1,4 +1,4 @@
-"""What a search found: its trials side by side, and the files that hold them."""
+"""Result of a search: its trials, and the files best.yaml, trials.csv and report.html."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from sansgpu.jobs.tune_study import STATES, Study
 from sansgpu.watch.files import whole_file
 from sansgpu.watch.tune_report import write_tune_report
 
-LEAST_FINISHED = 6  # trials, before it is told what mattered
+MIN_TRIALS_FOR_IMPORTANCE = 6
 
 Values = dict[str, Any]
 
 
 def result_of(study: Study, config: Config, default: Values, name: str, measure: str) -> Values:
-    """The result as `tune --json` prints it; `default` are the configuration's own values.
+    """Returns the result that `tune --json` prints. `default` holds the unchanged configuration's values.
 
-    Raises SansGPUError where no trial was trained to its end.
+    Raises SansGPUError if no trial was completed.
     """
     rows = [_row(trial, default, measure) for trial in study.trials() if trial.state != optuna.trial.TrialState.WAITING]
     best = study.best()
     if best is None:
-        why = next((row["why"] for row in rows if row["why"]), "the time was over before one was done.")
-        raise SansGPUError(f"no trial was trained to its end: {why}")
+        why = next((row["why"] for row in rows if row["why"]), "the time budget was too short for one.")
+        raise SansGPUError(f"no trial was completed: {why}")
     order = {"done": 0, "pruned": 1, "unfinished": 2, "failed": 3}
     rows.sort(key=lambda row: (order[row["state"]], row["loss"] is None, row["loss"] or 0.0, row["trial"]))
-    as_it_is = next((row for row in rows if row["trial"] == 0 and row["state"] == "done"), None)
+    unchanged = next((row for row in rows if row["trial"] == 0 and row["state"] == "done"), None)
     return {
         "name": name,
         "task": config.task,
         "measure": measure,
         "folder": str(study.folder),
         "best": rows[0],
-        "default": as_it_is,
-        "gain": None if as_it_is is None else 1 - rows[0]["loss"] / as_it_is["loss"],
+        "default": unchanged,
+        "gain": None if unchanged is None else 1 - rows[0]["loss"] / unchanged["loss"],
         "importance": _importance(study),
         "seconds": sum(row["seconds"] for row in rows),
         "trials": rows,
@@ -48,7 +48,7 @@ def result_of(study: Study, config: Config, default: Values, name: str, measure:
 
 
 def write_files(result: Values, study: Study, chosen: Callable[[Values], Config]) -> None:
-    """best.yaml, trials.csv and report.html. Raises SansGPUError where the disk refuses."""
+    """Writes best.yaml, trials.csv and report.html. Raises SansGPUError if they cannot be written."""
     folder = study.folder
     try:
         with whole_file(folder / "best.yaml") as partial:
@@ -74,9 +74,9 @@ def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> Valu
 
 
 def _importance(study: Study) -> dict[str, float]:
-    """How much of the difference between good and other trials each key explains, where enough were finished."""
+    """Returns Optuna's hyperparameter importances, or nothing if too few trials were completed."""
     done = [trial for trial in study.trials() if trial.state == optuna.trial.TrialState.COMPLETE]
-    if len(done) < LEAST_FINISHED:
+    if len(done) < MIN_TRIALS_FOR_IMPORTANCE:
         return {}
     return dict(optuna.importance.get_param_importances(study.optuna))
 

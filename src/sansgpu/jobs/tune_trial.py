@@ -1,4 +1,4 @@
-"""One trial of a search: its configuration, and the process that trains it."""
+"""A trial of a search: its configuration and its training process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sansgpu.watch.outputs import require_no_links
 from sansgpu.watch.record import seconds_of
 from sansgpu.watch.unmarked import is_unmarked
 
-SAVING_SECONDS = 600  # that a trial has to save, once it was asked to end
+SAVING_SECONDS = 600  # time to save after SIGTERM
 
 Values = dict[str, Any]
 Event = dict[str, Any]
@@ -31,22 +31,21 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Length:
-    """What all trials have in common: `steps` of the configuration as it is, or as many tokens."""
+    """Training length of every trial: the unchanged configuration's steps, or as many tokens at other batch sizes."""
 
     steps: int
-    tokens: int | None  # of those steps, where the configuration counts steps
-    evaluations: int  # of a trial, at equal shares of it
-    seconds: float | None  # that a trial takes, as planned
+    tokens: int | None  # of those steps; None unless the configuration sets max_steps
+    evaluations: int  # per trial, evenly spaced
+    seconds: float | None  # estimated duration of a trial
 
     def to_json(self) -> Values:
-        """As it is kept beside the study."""
         return dict(vars(self))
 
 
 def chosen_config(config: Config, values: Values, length: Length) -> Config:
-    """`config` with `values`. A batch of another size gets as many tokens, and the warm-up its share of the steps.
+    """Returns `config` with `values`. If the batch size changes, keeps the tokens and the share of warm-up steps.
 
-    Raises ConfigError where values do not fit together.
+    Raises ConfigError if the values contradict each other.
     """
     changed = change_config(config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
     batch, before = _step_tokens(changed), _step_tokens(config)
@@ -61,14 +60,14 @@ def chosen_config(config: Config, values: Values, length: Length) -> Config:
 
 
 def trial_config(config: Config, values: Values, length: Length) -> Config:
-    """The configuration of a trial's run: evaluated at the same shares of it as all others, with few snapshots."""
+    """Returns the configuration of a trial's run, with evaluations at the same fractions as in all other trials."""
     chosen = chosen_config(config, values, length)
     steps = length.steps * _step_tokens(config) / _step_tokens(chosen)
     if config.training.num_epochs and chosen.training.num_epochs:
         steps *= chosen.training.num_epochs / config.training.num_epochs
     settings = (
         f"training.eval_steps={max(1, round(steps / length.evaluations))}",
-        "training.save_steps=0",  # an evaluation that is the best so far is saved all the same
+        "training.save_steps=0",  # the best evaluation so far is saved anyway
         "training.keep_last=1",
         "training.report_to=none",
         "training.logging_dir=null",
@@ -84,16 +83,16 @@ def _step_tokens(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial's run ended: `state` is done, pruned, failed, or stopped, which can be gone on with."""
+    """How a trial's run ended: `state` is done, pruned, failed or stopped. Only a stopped trial can be resumed."""
 
     state: str
-    measured: Values  # the last evaluation
+    measured: Values  # last eval event
     seconds: float
     why: str | None = None
 
 
 class TrialRun:
-    """A trial's run in a process of its own, which does not outlive this one."""
+    """A trial's run in a child process that ends with this process."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         """Raises OSError if the folder cannot be written, and ConfigError if it is a link."""
@@ -107,19 +106,19 @@ class TrialRun:
             save_config(anywhere(config), partial)
         self._process: subprocess.Popen[str] | None = None
         self._end = threading.Lock()
-        self._asked: str | None = None
+        self._stop_state: str | None = None
 
     def step(self) -> int:
-        """Of its newest snapshot; 0 without one."""
+        """Returns the step of the newest snapshot, or 0."""
         return max((snapshot.step for snapshot in snapshots(self.folder / "snapshots")), default=0)
 
-    def train(self, resumed: bool, heard: Callable[[Event], None]) -> Outcome:
-        """Train, or go on with, until the run ends; every event is handed to `heard`."""
+    def train(self, resumed: bool, on_event: Callable[[Event], None]) -> Outcome:
+        """Trains or resumes until the run ends, and calls `on_event` with every event."""
         command = [sys.executable, "-m", "sansgpu", "train", str(self._file), "--headless"]
         command += ["--output-dir", str(self.folder), *(["--resume", "latest"] if resumed else [])]
         with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
-            # A session of its own, as a terminal's Ctrl-C is for us: we ask the run once, and a second wish would end
-            # it unsaved.
+            # A new session, so that a terminal's Ctrl-C reaches only this process: a second signal would end the run
+            # without saving.
             process = subprocess.Popen(
                 ending_with_us(command),
                 stdin=subprocess.DEVNULL,
@@ -130,27 +129,26 @@ class TrialRun:
             )
             with self._end:
                 self._process = process
-                if self._asked:
+                if self._stop_state:
                     process.terminate()
             try:
                 assert process.stdout is not None
                 for line in process.stdout:
-                    heard(json.loads(line))
+                    on_event(json.loads(line))
                 process.wait()
             finally:
-                self._make_sure(process)
+                self._ensure_ended(process)
         return self._outcome(process.returncode)
 
     def stop(self, state: str) -> None:
-        """Ask the run to save and end as `state`, pruned or stopped."""
+        """Makes the run save and end. `state` becomes the outcome: pruned or stopped."""
         with self._end:
-            if self._asked is None:
-                self._asked = state
+            if self._stop_state is None:
+                self._stop_state = state
                 if self._process is not None:
                     self._process.terminate()
 
-    def _make_sure(self, process: subprocess.Popen[str]) -> None:
-        """However listening ended, the run does."""
+    def _ensure_ended(self, process: subprocess.Popen[str]) -> None:
         if process.poll() is None:
             self.stop("stopped")
             try:
@@ -167,14 +165,14 @@ class TrialRun:
             return Outcome("done", measured, seconds)
         if code == 0 and measured:
             return Outcome("failed", measured, seconds, "its last validation loss is not finite.")
-        if self._asked is not None:
-            return Outcome(self._asked, measured, seconds)
-        return Outcome("failed", measured, seconds, self._why(code))
+        if self._stop_state is not None:
+            return Outcome(self._stop_state, measured, seconds)
+        return Outcome("failed", measured, seconds, self._failure(code))
 
-    def _why(self, code: int) -> str:
-        """The sentence with which the run ended."""
+    def _failure(self, code: int) -> str:
+        """Returns the run's last error message, or else its exit code."""
         if code == -9:
-            return "it was killed, most likely as memory ran out."
-        said = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
-        own = [line.removeprefix("sansgpu: ") for line in said if line.startswith("sansgpu: ")]
-        return [f"its process ended with code {code}.", *filter(None, own or said)][-1]
+            return "it was killed, most likely because memory ran out."
+        lines = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+        own = [line.removeprefix("sansgpu: ") for line in lines if line.startswith("sansgpu: ")]
+        return [f"its process ended with code {code}.", *filter(None, own or lines)][-1]
