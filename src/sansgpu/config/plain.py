@@ -67,7 +67,7 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
     except RecursionError:
         raise FlawError(f"values are nested more than {MOST_DEPTH} levels deep") from None
     except ValueError as error:
-        raise FlawError(f"no JSON: {reason_of(error)}") from None
+        raise FlawError(f"invalid JSON: {reason_of(error)}") from None
     require_plain(value, finite)
     return value
 
