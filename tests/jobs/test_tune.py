@@ -67,8 +67,8 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys
         time.sleep(0.01)
     assert not still_trained(Path("search/trials/0001"))
     result, said = search("--trials", "2")
-    assert "search goes on: 1 of 2 trials done" in said
-    assert "trial 1 goes on from step " in said
+    assert "continuing search: 1 of 2 trials done" in said
+    assert "trial 1 resumes from step " in said
     assert [row["trial"] for row in by_number(result)] == [0, 1]
     assert {row["state"] for row in result["trials"]} == {"done"}
     straight_from = ["train", "search/trials/0001/trial.yaml", "--output-dir", "straight", "--headless"]
@@ -115,7 +115,7 @@ def test_a_folder_with_other_files_is_left_as_it_is(capsys: pytest.CaptureFixtur
     Path("search").mkdir()
     Path("search/notes.txt").write_text("mine")
     assert cli(arguments("--trials", "2")) == 2
-    assert "search holds files that sansgpu did not write, such as notes.txt" in capsys.readouterr().err
+    assert "search contains files that sansgpu did not write, such as notes.txt" in capsys.readouterr().err
     assert [path.name for path in Path("search").iterdir()] == ["notes.txt"]
 
 

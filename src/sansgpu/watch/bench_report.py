@@ -58,7 +58,7 @@ def _plots(result: Result) -> list[Plot]:
         Plot("parts", "Time per step, measured and at the hardware limit", "", "seconds", shares, "bars"),
         Plot(
             "hours",
-            "Total time from a cold start, by steps",
+            "Total time from a cold start",
             "steps",
             "hours",
             [Series("", steps, hours, marked=True)],

@@ -21,7 +21,7 @@ class Controls:
     """Thread-safe requests, which the training loop executes after the current step."""
 
     def __init__(self) -> None:
-        self._once: deque[Wish] = deque()
+        self._one_time: deque[Wish] = deque()
         self.paused = self.stopping = False
         self.leaving: Callable[[], None] = lambda: None  # called before the process exits within a step
 
@@ -30,10 +30,10 @@ class Controls:
         self.paused = not self.paused
 
     def save(self) -> None:
-        self._once.append(Wish.SAVE)
+        self._one_time.append(Wish.SAVE)
 
     def evaluate(self) -> None:
-        self._once.append(Wish.EVALUATE)
+        self._one_time.append(Wish.EVALUATE)
 
     def stop(self) -> None:
         """Saves and ends the run, which can be resumed."""
@@ -42,6 +42,6 @@ class Controls:
     def take(self) -> Wish:
         """Returns all current requests and clears the requests to save and to evaluate."""
         request = (Wish.PAUSE if self.paused else Wish.NONE) | (Wish.STOP if self.stopping else Wish.NONE)
-        while self._once:
-            request |= self._once.popleft()
+        while self._one_time:
+            request |= self._one_time.popleft()
         return request

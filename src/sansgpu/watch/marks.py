@@ -18,7 +18,7 @@ from sansgpu.watch.files import write_text
 
 MARK = ".sansgpu.json"
 KINDS = {
-    "run": "a run", "model": "a model", "tokenizer": "a tokenizer", "plots": "plots", "bench": "a measurement",
+    "run": "a run", "model": "a model", "tokenizer": "a tokenizer", "plots": "plots", "bench": "a benchmark",
     "cluster": "a cluster's manifests", "search": "a search", "snapshots": "a run's snapshots", "logs": "a run's logs",
 }  # fmt: skip
 _MAX_BYTES = 1 << 22  # of a mark; enough for 30,000 files
