@@ -247,7 +247,7 @@ def _machine(record: Record) -> dict[str, str]:
         "instruction set": str(known.get("isa", "")),
         "memory": gigabytes(known["memory_bytes"]) if known.get("memory_bytes") else "",
         "total time": duration(record.seconds),
-        "energy of the processors": energy_words(found) or "",
+        "processor energy": energy_words(found) or "",
     }
     return {key: words for key, words in rows.items() if words}
 

@@ -17,7 +17,7 @@ from sansgpu.watch.marks import read_mark
 
 
 def seconds_of(events: Iterable[Event]) -> float:
-    """Returns the training time of a run over all interruptions."""
+    """Returns the total run time of all processes of a run."""
     return max((e.get("elapsed_seconds") or e.get("seconds") or 0.0 for e in events), default=0.0)
 
 

@@ -160,7 +160,7 @@ _FORMATS: dict[str, Callable[[Numbers], str | None]] = {
     "MFU, median": _known("mfu", "{:.1f} %", 100),
     "time": lambda found: duration(found["seconds"]) if found["seconds"] else None,
     "memory, peak": lambda found: gigabytes(found["peak_memory_bytes"]) if found["peak_memory_bytes"] else None,
-    "energy of the processors": energy_words,
+    "processor energy": energy_words,
 }
 
 
