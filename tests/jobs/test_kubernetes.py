@@ -522,7 +522,7 @@ def test_a_folder_is_written_again_but_not_over_others_files(capsys: pytest.Capt
     assert "others contains files that sansgpu did not write, such as notes.txt" in refused(capsys, output_dir="others")
     Path("file").write_text("where a folder should be")
     assert "file/k8s cannot be written" in refused(capsys, output_dir="file/k8s")
-    assert "file cannot be written" in refused(capsys, output_dir="file")
+    assert "file is a file, not a folder" in refused(capsys, output_dir="file")
 
 
 def test_the_commands_that_follow_bring_the_data_and_fetch_the_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -320,13 +320,14 @@ def print_link_prediction(console: Console, result: Result) -> None:
             highlight=False,
         )
         table = Table(box=None, pad_edge=False)
-        for title in ("", "triples", "MRR", "Hits@1", "Hits@3", "Hits@10", "frequency baseline MRR"):
+        for title in ("", "triples", "MRR", "Hits@1", "Hits@3", "Hits@10", "baseline MRR"):
             table.add_column(title, justify="left" if not title else "right")
         for name, row in {"all": found, **found["relations"]}.items():
             hits = (f"{row[key]:.3f}" if key in row else "" for key in ("hits_at_1", "hits_at_3", "hits_at_10"))
             baseline = f"{row['relation_frequency_mrr']:.4f}" if "relation_frequency_mrr" in row else "unknown"
             table.add_row(name, f"{row['queries']:,}", f"{row['mrr']:.4f}", *hits, baseline)
         console.print(table)
+        console.print("baseline: entities ranked by their frequency with the relation in training", highlight=False)
         console.print(f"MRR of random ranking: {found['random_mrr']:.5f}", highlight=False)
 
 
