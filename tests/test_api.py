@@ -86,14 +86,14 @@ def test_a_callback_that_raises_is_named_and_training_goes_on(tmp_path: Path, ov
     seen = Seen()
     run = sansgpu.fit(None, tmp_path / "run", overrides=overrides, callbacks=[Fails(), seen], quiet=True)
     messages = [event["message"] for event in run.events("warning") if "cause" not in event]
-    assert messages == ["Fails stopped: no such column; training goes on."]
+    assert messages == ["Fails failed and was disabled: no such column; training continues."]
     assert ("done", 12) in seen.told
 
 
 def test_bad_requests_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.n_layer .*n_layers"):
         sansgpu.fit({"model": {"n_layer": 3}}, tmp_path / "run")
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         sansgpu.Run(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -111,7 +111,7 @@ def test_a_launcher_that_says_half_is_refused(
 def test_a_folder_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out").write_text("a file where the folder should be")
     assert train() == 2
-    assert "cannot be written" in sentence(capsys)
+    assert "is a file, not a folder" in sentence(capsys)
 
 
 def test_an_old_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def test_a_command_writes_again_what_it_wrote_and_keeps_what_was_added(
     changed = max(path for path in output.iterdir() if path.name not in others)
     changed.write_bytes(b"edited by hand")
     assert cli(arguments) == 2
-    assert f"{changed} is not as sansgpu wrote it" in sentence(capsys)
+    assert f"{changed} was not written by sansgpu or has changed" in sentence(capsys)
     assert changed.read_bytes() == b"edited by hand"
 
 
@@ -248,7 +248,7 @@ def test_links_in_a_run_are_not_followed(
     (run / name).symlink_to(theirs)
     before = state(tmp_path)
     assert cli(resume(run, "--max-steps", "8")) == 2
-    assert f"{run / name} is a link" in sentence(capsys)
+    assert f"{run / name} is a symlink" in sentence(capsys)
     cli(["runs", str(tmp_path)])
     cli(["eval", str(run)])
     after = state(tmp_path)
@@ -266,8 +266,8 @@ def test_only_the_run_that_is_meant_is_written(home: Path, tmp_path: Path, capsy
     for arguments, words in {
         "export": (["export", str(one), "--output", str(other / "final")], "belongs to the run"),
         "fork": (["snapshots", "fork", str(one), "--output-dir", str(other)], "already contains a run"),
-        "bench": (["bench", "--output-dir", str(one)], "holds a run, not a measurement"),
-        "export over": (["export", str(one), "--output", str(other)], "holds a run, not a model"),
+        "bench": (["bench", "--output-dir", str(one)], "contains a run, not a benchmark"),
+        "export over": (["export", str(one), "--output", str(other)], "contains a run, not a model"),
         "checkpoints": (
             resume(other, "--set", f"training.checkpoint_dir={checkpoints}"),
             "contains another run's snapshots",

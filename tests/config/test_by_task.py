@@ -42,12 +42,12 @@ def test_keys_that_do_nothing_in_a_task_are_refused(tmp_path: Path) -> None:
     assert "revision is for task graph with model.name_or_path" in refusal(
         tmp_path, task="graph", model={"revision": "v1"}, data={}
     )
-    assert "model.decay is for task graph, and does nothing in graph with model.name_or_path" in refusal(
+    assert "model.decay is for task graph, and has no effect in graph with model.name_or_path" in refusal(
         tmp_path, task="graph", model={"name_or_path": "m", "decay": "none"}
     )
     assert "set model.name_or_path" in refusal(tmp_path, model={})
     assert "set data.dataset_name" in refusal(tmp_path, data={})
-    assert "lora_rank is of an adapter" in refusal(tmp_path, model={"name_or_path": "m", "lora_rank": 4})
+    assert "lora_rank configures an adapter" in refusal(tmp_path, model={"name_or_path": "m", "lora_rank": 4})
     assert "set optimizer to adamw" in refusal(tmp_path, training={"optimizer_state": "8bit", "optimizer": "muon"})
     assert "precision is fp32" in refusal(tmp_path, training={"master_weights": "bf16", "precision": "fp32"})
 
@@ -66,18 +66,18 @@ def test_graphs_have_defaults_and_limits_of_their_own(tmp_path: Path) -> None:
     masked = Config.model_validate({"task": "graph", "model": {"name_or_path": "m"}, "data": {"dataset_name": "t"}})
     assert (masked.kind, masked.window, masked.max_span) == ("masked", 128, 1)
     graph = {"task": "graph", "data": {}}
-    assert "swiglu is a decoder's" in refusal(tmp_path, **graph, model={"activation": "swiglu"})
-    assert "has no triples; take python-stdlib-graph" in refusal(
+    assert "swiglu is only for decoders" in refusal(tmp_path, **graph, model={"activation": "swiglu"})
+    assert "has no triples; use python-stdlib-graph" in refusal(
         tmp_path, task="graph", model={}, data={"dataset_name": "python-stdlib"}
     )
-    assert "nothing is learned" in refusal(
+    assert "the loss has no terms" in refusal(
         tmp_path, task="graph", model={}, data={"mask_ratio": 0, "leaf_mask_ratio": 0}
     )
-    assert "does nothing where model.decay is none" in refusal(
+    assert "has no effect because model.decay is none" in refusal(
         tmp_path, task="graph", model={"decay": "none", "decay_base": 0.5}, data={}
     )
-    assert "its tails have no texts" in refusal(tmp_path, task="graph", model={}, data={"inverse_relations": True})
-    assert "no room between" in refusal(
+    assert "whose tails have no text" in refusal(tmp_path, task="graph", model={}, data={"inverse_relations": True})
+    assert "no room for text between" in refusal(
         tmp_path, task="graph", model={"name_or_path": "m"}, data={"dataset_name": "t", "max_length": 2}
     )
     assert "longer than model.max_seq_len 64" in refusal(

@@ -110,14 +110,18 @@ def test_all_problems_are_said_at_once() -> None:
     [
         ("a.yaml", "model:\n  d_model: 64\n  d_model: 32\n", "given twice"),
         ("a.yaml", "model: [", "cannot be parsed"),
-        ("a.yaml", "- a\n- b\n", "holds a list"),
+        ("a.yaml", "- a\n- b\n", "contains a list"),
         ("a.yaml", "1: 2\n", "keys should be strings"),
         ("a.toml", "x = ", "cannot be parsed"),
         ("a.toml", "[model]\nd_model = 64\nd_model = 32\n", "cannot be parsed"),
         ("a.json", "{", "cannot be parsed"),
         ("a.json", '{"model": {"d_model": 64, "d_model": 32}}', "given twice"),
-        ("a.txt", "", "no known form"),
-        ("a.yaml", "device: cpu\ntraining:\n  device: cuda\n", "stands twice"),
+        ("a.txt", "", "an unknown file type"),
+        (
+            "a.yaml",
+            "device: cpu\ntraining:\n  device: cuda\n",
+            "device has different values at the top level and in training",
+        ),
         ("a.yaml", "model: !!python/object/apply:os.system ['true']\n", "cannot be parsed"),
     ],
 )
@@ -185,7 +189,7 @@ def test_the_device_may_stand_at_the_top_or_in_training_or_alike_in_both(tmp_pat
         (tmp_path / "a.yaml").write_text(place)
         assert load_config(tmp_path / "a.yaml")[0].training.device == "cpu"
     assert load_config(None, ["force_cpu=true"])[0].training.force_cpu
-    assert "stands twice" in refusal("force_cpu=true", "training.force_cpu=false")
+    assert "force_cpu has different values at the top level" in refusal("force_cpu=true", "training.force_cpu=false")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("true", "on")])

@@ -516,13 +516,13 @@ def test_a_folder_is_written_again_but_not_over_others_files(capsys: pytest.Capt
     assert render(nodes=3).worker["replicas"] == 3
     assert Path("out/notes.txt").read_text() == "mine"
     Path("out/pytorchjob.yaml").write_text("edited: by hand")
-    assert "out/pytorchjob.yaml is not as sansgpu wrote it" in refused(capsys, output_dir="out")
+    assert "out/pytorchjob.yaml was not written by sansgpu or has changed" in refused(capsys, output_dir="out")
     Path("others").mkdir()
     Path("others/notes.txt").write_text("mine")
-    assert "others holds files that sansgpu did not write, such as notes.txt" in refused(capsys, output_dir="others")
+    assert "others contains files that sansgpu did not write, such as notes.txt" in refused(capsys, output_dir="others")
     Path("file").write_text("where a folder should be")
     assert "file/k8s cannot be written" in refused(capsys, output_dir="file/k8s")
-    assert "file cannot be written" in refused(capsys, output_dir="file")
+    assert "file is a file, not a folder" in refused(capsys, output_dir="file")
 
 
 def test_the_commands_that_follow_bring_the_data_and_fetch_the_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,7 +218,7 @@ def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pyte
     assert min(row["behind"] for row in result["candidates"]) == 0
     assert yaml.safe_load(output.read_text())["training"]["max_hours"] == 0.01
     assert cli(arguments) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert cli(["train", str(output), "--output-dir", str(tmp_path / "r")]) == 0
     events = json_lines(tmp_path / "r/metrics.jsonl")
     assert events[-1]["seconds"] <= 36

@@ -67,8 +67,8 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys
         time.sleep(0.01)
     assert not still_trained(Path("search/trials/0001"))
     result, said = search("--trials", "2")
-    assert "search goes on: 1 of 2 trials done" in said
-    assert "trial 1 goes on from step " in said
+    assert "continuing search: 1 of 2 trials done" in said
+    assert "trial 1 resumes from step " in said
     assert [row["trial"] for row in by_number(result)] == [0, 1]
     assert {row["state"] for row in result["trials"]} == {"done"}
     straight_from = ["train", "search/trials/0001/trial.yaml", "--output-dir", "straight", "--headless"]
@@ -118,7 +118,7 @@ def test_a_folder_with_other_files_is_left_as_it_is(capsys: pytest.CaptureFixtur
     Path("search").mkdir()
     Path("search/notes.txt").write_text("mine")
     assert cli(arguments("--trials", "2")) == 2
-    assert "search holds files that sansgpu did not write, such as notes.txt" in capsys.readouterr().err
+    assert "search contains files that sansgpu did not write, such as notes.txt" in capsys.readouterr().err
     assert [path.name for path in Path("search").iterdir()] == ["notes.txt"]
 
 
@@ -151,25 +151,25 @@ def test_what_is_no_search_is_refused(
         ({"learning_rat": [1, 2]}, "did you mean training.learning_rate?"),
         ({"training.learnin_rate": [1, 2]}, "did you mean training.learning_rate?"),
         ({"vocab_size": [300, 400]}, "may be model.vocab_size or data.vocab_size"),
-        ({"lora_rank": [4, 8]}, "does nothing in task pretrain"),
+        ({"lora_rank": [4, 8]}, "has no effect in task pretrain"),
         ({"max_steps": [4, 8]}, "the same length"),
         ({"eval_steps": [4, 8]}, "sets it for every trial"),
-        ({"validation_split": [0.1, 0.2]}, "losses would not compare"),
-        ({"learning_rate": {"log": [0, 1]}}, "begin above 0"),
+        ({"validation_split": [0.1, 0.2]}, "losses would not be comparable"),
+        ({"learning_rate": {"log": [0, 1]}}, "needs a lower bound above 0"),
         ({"learning_rate": {"log": [1, 0.5]}}, "the lower one first"),
         ({"learning_rate": {"float": [0.1]}}, "the lower one first"),
         ({"learning_rate": {"float": [-1, 1]}}, "greater than 0"),
         ({"dropout": {"float": [0, 1.5]}}, "less than 1"),
         ({"learning_rate": {"logg": [1, 2]}}, "write a list of choices"),
-        ({"learning_rate": {"float": [1, 2], "stepp": 1}}, "stepp is not known"),
+        ({"learning_rate": {"float": [1, 2], "stepp": 1}}, "stepp is unknown"),
         ({"learning_rate": 3}, "write a list of choices"),
         ({"learning_rate": [0.1]}, "at least two"),
-        ({"learning_rate": [0.1, 0.1]}, "twice"),
+        ({"learning_rate": [0.1, 0.1]}, "has a repeated value"),
         ({"learning_rate": [0.1, "much"]}, "valid number"),
         ({"learning_rate": {"float": [1, 2], "step": 5}}, "within its range"),
-        ({"learning_rate": {"float": [1, 2], "step": 0.5, "log": True}}, "leave out the one or the other"),
+        ({"learning_rate": {"float": [1, 2], "step": 0.5, "log": True}}, "remove one of them"),
         ({"d_ff": {"float": [10, 20]}}, "{int: [low, high]}"),
-        ({"d_ff": {"int": [10, 20.5]}}, "give whole numbers"),
+        ({"d_ff": {"int": [10, 20.5]}}, "use integers, or write float"),
         ({"activation": ["swiglu", "gelo"]}, "model.activation"),
         ({"learning_rate": [1, 2], "training.learning_rate": [1, 2]}, "given twice"),
     ],

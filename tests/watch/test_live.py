@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from sansgpu.watch.live_screen import Shown, screen
+from sansgpu.watch.live_screen import ScreenState, screen
 from tests.processes import environment, settings, write_corpus
 
 
-def shown(steps: int, cores: int = 2, news: int = 0, sample: str = "", keys: bool = True) -> Shown:
+def shown(steps: int, cores: int = 2, news: int = 0, sample: str = "", keys: bool = True) -> ScreenState:
     """A run after so many step events."""
-    known = Shown(start={"step": 0, "output_dir": "runs/a-name", "total_steps": 5000}, keys=keys)
+    known = ScreenState(start={"step": 0, "output_dir": "runs/a-name", "total_steps": 5000}, keys=keys)
     known.stepped = time.monotonic()
     known.training = [(10 * i, 3 + 4 / i) for i in range(1, steps + 1)]
     known.validation = [(100 * i, 3.1 + 4 / i) for i in range(1, steps // 10 + 1)]
@@ -182,7 +182,7 @@ def test_a_second_signal_leaves_the_terminal_as_it_was(long_run: tuple[list[str]
     arguments, run = long_run
     slow = ["--set", "model.n_layers=64", "--set", "training.gradient_accumulation_steps=1000"]  # many seconds a step
     terminal = Terminal([*arguments, *slow], tmp_path / "cache")
-    terminal.until(lambda: b"first steps" in terminal.text)
+    terminal.until(lambda: b"Waiting for the first steps" in terminal.text)
     time.sleep(1.0)
     for _ in range(2):
         terminal.press("\x03")

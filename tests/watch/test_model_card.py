@@ -67,8 +67,8 @@ def settings(home: Path, kind: str) -> dict[str, object]:
         ("sft", "transformers", "text-generation", "fine-tuned on conversations", AutoModelForCausalLM),
         ("adapter", "peft", "text-generation", "AutoPeftModelForCausalLM", None),
         ("qa", "transformers", "question-answering", "exact match (%)", AutoModelForQuestionAnswering),
-        ("masked", "transformers", "fill-mask", "masked tokens right (%)", AutoModelForMaskedLM),
-        ("graph", "sansgpu", "feature-extraction", "masked leaves right (%)", None),
+        ("masked", "transformers", "fill-mask", "masked token accuracy (%)", AutoModelForMaskedLM),
+        ("graph", "sansgpu", "feature-extraction", "masked leaf accuracy (%)", None),
         ("bert", "transformers", "fill-mask", "| layout | BERT |", AutoModelForMaskedLM),
     ],
 )

@@ -128,7 +128,7 @@ def test_without_matplotlib_pictures_are_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["missing"], "missing is no run: it has no config.yaml."),
+        (["missing"], "missing is not a run: it has no config.yaml."),
         (["a/tiny", "--format", "pdf"], "--format is pdf, but must be one of html, png, svg."),
         (["empty", "--format", "svg"], "has no steps to plot yet"),
         (["list"], "keys and values"),
@@ -220,7 +220,7 @@ def test_a_long_run_is_a_page_of_a_few_megabytes(home: Path, tmp_path: Path) -> 
     assert len(loss["x"]) <= MOST_POINTS
     assert (12_345, 9.0) in zip(loss["x"], loss["y"], strict=True)
     assert loss["meta"]["along"]["tokens"] == loss["x"]
-    assert "Thinned out" in page
+    assert "Downsampled" in page
 
 
 def test_the_parts_of_the_time_are_all_of_it(home: Path) -> None:

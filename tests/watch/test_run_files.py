@@ -60,7 +60,7 @@ def line_of(run: Path, kind: str) -> int:
     ("kind", "field", "value", "words"),
     [
         ("step", "loss", "low", 'loss is "low", but should be a valid number'),
-        ("step", "loss", float("nan"), "no JSON"),
+        ("step", "loss", float("nan"), "invalid JSON"),
         ("step", "loss", 10**400, "loss is 1000"),
         ("step", "tokens", [1], "tokens is [1], but should be a valid integer"),
         ("step", "step", -1, "step is -1"),
@@ -68,7 +68,7 @@ def line_of(run: Path, kind: str) -> int:
         ("step", "phase_seconds", {"data": {}}, "phase_seconds.data is {}"),
         ("step", "accuracy", 10**400, "accuracy is 1000"),
         ("eval", "loss", {"a": 1}, 'loss is {"a": 1}'),
-        ("eval", "sample", "\ud800", "no JSON"),
+        ("eval", "sample", "\ud800", "invalid JSON"),
         ("eval", "event", None, "event is null"),
         ("start", "parameters", "many", 'parameters is "many"'),
         ("end", "reason", 3, "reason is 3"),
@@ -84,13 +84,13 @@ def test_a_line_of_the_record_that_cannot_be_used_is_named_once_and_left_out(
     assert cli(["report", str(run)]) == 0
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
-    assert f"line {number} is left out: " in warning
+    assert f"line {number} is ignored: " in warning
     assert words in warning
     assert len(warning) < 600
     assert cli(["runs", str(run), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert row["state"] != "broken"
-    assert f"line {number} is left out" in row["problem"]
+    assert f"line {number} is ignored" in row["problem"]
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
@@ -129,7 +129,7 @@ def test_a_resumed_run_keeps_the_lines_that_nobody_can_read(run: Path, capsys: p
     lines = (run / "metrics.jsonl").read_text().split("\n")
     assert lines[number - 1] == broken
     assert json.loads(lines[-2])["event"] == "end"
-    assert f"line {number} is left out" in capsys.readouterr().out
+    assert f"line {number} is ignored" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What was asked: the schema, its files and its errors. Nothing here loads torch."""
+"""The configuration schema, its files and its errors. Nothing in this package imports torch."""
 
 from sansgpu.config.by_task import (
     BUILT_IN_NAMES,

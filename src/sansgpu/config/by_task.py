@@ -1,4 +1,4 @@
-"""What differs between kinds of runs: the defaults of some keys, and which keys they have at all."""
+"""Defaults and available configuration keys of each kind of run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 Values = dict[str, Any]
 
-# A task is a kind of run. `masked` is task graph where it goes on from a Hugging Face encoder, on text alone.
+# Each task is a kind of run. `masked` is task graph with `model.name_or_path`: it fine-tunes a Hugging Face encoder on
+# text without triples.
 KINDS = PRETRAIN, GRAPH, MASKED, SFT, QA = "pretrain", "graph", "masked", "sft", "qa"
 FINE_TUNING = (MASKED, SFT, QA)
-RAGGED = (GRAPH, *FINE_TUNING)  # whose examples have lengths of their own
-LORA_LEARNING_RATE = 2e-4  # low-rank matrices begin at zero, and take ten times the rate of whole ones
+RAGGED = (GRAPH, *FINE_TUNING)  # kinds whose examples differ in length
+LORA_LEARNING_RATE = 2e-4  # ten times that of full fine-tuning, because the low-rank matrices start at zero
 
-# Of a model that is trained already: small steps, no weight decay, AdamW as it was trained with, whole examples.
+# Fine-tuning: small steps, no weight decay, AdamW as in pretraining, examples at full length.
 _FINE_TUNED: Values = {
     "lr_scheduler": "linear",
     "warmup_steps": 10,
@@ -21,19 +22,19 @@ _FINE_TUNED: Values = {
     "weight_decay": 0.0,
     "beta2": 0.999,
 }
-# Data that every machine has: texts, triples, conversations.
+# Built-in datasets, made from the standard library: texts, triples, conversations.
 PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
     "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
 )  # fmt: skip
-SIMPLE_TEMPLATE = "simple"  # the chat template that is ours
-# Values of keys that else name files.
+SIMPLE_TEMPLATE = "simple"  # the built-in chat template
+# Values that name something built in, in keys that otherwise take a path.
 BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, "bpe", "char")
 _GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}
 DEFAULTS: dict[str, dict[str, Values]] = {
     PRETRAIN: {},
     GRAPH: {
         "model": {"activation": "gelu", "max_seq_len": 128, "dropout": 0.1, "attention_dropout": 0.1},
-        "training": {"window_warmup_ratio": 0.0, "lr_scheduler": "linear", "optimizer": "muon"},  # whatever the batch
+        "training": {"window_warmup_ratio": 0.0, "lr_scheduler": "linear", "optimizer": "muon"},  # at every batch size
         "data": _GRAPH_DATA,
     },
     MASKED: {"training": {**_FINE_TUNED, "learning_rate": 5e-5}, "data": {**_GRAPH_DATA, "max_length": 128}},
@@ -41,7 +42,7 @@ DEFAULTS: dict[str, dict[str, Values]] = {
     QA: {"training": {**_FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
 }
 
-_KEYS: dict[tuple[str, ...], str] = {  # that not every kind has
+_KEYS: dict[tuple[str, ...], str] = {  # keys that only some kinds have
     (PRETRAIN,): """
         model.n_kv_heads model.pre_norm model.tie_embeddings model.rope_theta
         training.window_warmup_ratio
@@ -74,18 +75,18 @@ _KEYS: dict[tuple[str, ...], str] = {  # that not every kind has
         data.n_best_size data.max_answer_length data.null_answers data.null_score_diff_threshold
     """,
 }
-_ONLY = {key: kinds for kinds, keys in _KEYS.items() for key in keys.split()}
+_KINDS_OF_KEY = {key: kinds for kinds, keys in _KEYS.items() for key in keys.split()}
 
 
 def kind_of(task: str, name_or_path: str | None) -> str:
-    """What is made of a run: the task, or `masked` where task graph goes on from a model."""
+    """Returns the task, or `masked` for task graph with a pretrained model."""
     return MASKED if task == GRAPH and name_or_path is not None else task
 
 
 def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with the defaults of their kind where nothing is given. Sections may be objects of the schema.
+    """Returns `values` with the defaults of their kind of run for missing keys.
 
-    A section that is no mapping stays as it is, for the schema to refuse.
+    Sections may be mappings or schema objects. Any other section is returned unchanged, for validation to reject.
     """
     given, model = {**values}, as_values(values.get("model"))
     for section, defaults in DEFAULTS.get(kind_of(task, model.get("name_or_path")), {}).items():
@@ -99,12 +100,12 @@ def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_section(value: Any) -> bool:
-    """Whether this can be a section: keys and values, an object of the schema, or nothing, which gives no keys."""
+    """Returns True for a mapping, a schema object or None, which is an empty section."""
     return value is None or isinstance(value, dict) or hasattr(value, "model_dump")
 
 
 def as_values(section: Any) -> Values:
-    """A section of a file, or an object of the schema, as the keys that were given."""
+    """Returns the keys that were set explicitly in a section: a mapping or a schema object."""
     if section is None:
         return {}
     if hasattr(section, "model_dump"):
@@ -113,21 +114,21 @@ def as_values(section: Any) -> Values:
 
 
 def default_of(kind: str, section: str, key: str, otherwise: Any) -> Any:
-    """What a key is in `kind` where nothing is given; `otherwise` is the schema's default."""
+    """Returns the default of a key for `kind`, or the schema's default `otherwise`."""
     return DEFAULTS[kind].get(section, {}).get(key, otherwise)
 
 
 def label(kind: str) -> str:
-    """A kind of run, as a person asks for it."""
+    """Returns the configuration that selects a kind of run, for messages."""
     return f"{GRAPH} with model.name_or_path" if kind == MASKED else kind
 
 
 def labels(kinds: tuple[str, ...], here: str) -> str:
-    """Several kinds, as a person who has a run of kind `here` asks for them."""
+    """Joins the labels of several kinds, for a message about a run of kind `here`."""
     names = [label(kind) if GRAPH in (here, *kinds) else label(kind).split(" ")[0] for kind in kinds]
     return " and ".join(name for name in names if name != label(MASKED) or GRAPH not in kinds)
 
 
 def kinds_with(key: str) -> tuple[str, ...]:
-    """The kinds of runs in which `section.key` acts."""
-    return _ONLY.get(key, KINDS)
+    """Returns the kinds of runs that use `section.key`."""
+    return _KINDS_OF_KEY.get(key, KINDS)

@@ -1,4 +1,4 @@
-"""`model`: what is trained."""
+"""The section `model` of a configuration."""
 
 from __future__ import annotations
 
@@ -8,28 +8,22 @@ from pydantic import Field, model_validator
 
 from sansgpu.config.section import Section
 
-USUAL_LEAVES = 3  # leaf slots per token assumed until the data is read
+DEFAULT_LEAVES = 3  # leaf slots per token assumed until the data is read
 MOST_LEAVES = 64
 
 
 class ModelConfig(Section):
-    """What is trained: the shape of a decoder or of a graph encoder, or a model to go on from.
+    """The shape of a decoder or graph encoder to train from scratch, or a pretrained model to fine-tune.
 
-    `activation` chooses a decoder's layout: swiglu is Qwen3's, relu2 Apertus', the rest GPT-2's.
+    `activation` selects a decoder's architecture: Qwen3 for swiglu, Apertus for relu2, otherwise GPT-2.
     """
 
     vocab_size: int | None = Field(
-        None,
-        ge=1,
-        description="rows of the embedding; by default the tokenizer's size, padded to a multiple of 64",
+        None, ge=1, description="rows of the embedding. Default: the tokenizer's size, padded to a multiple of 64"
     )
     d_model: int = Field(256, ge=1, description="width of the residual stream")
-    n_heads: int = Field(4, ge=1, description="query heads; d_model must be divisible by it")
-    n_kv_heads: int | None = Field(
-        None,
-        ge=1,
-        description="key-value heads (swiglu, relu2 only); by default n_heads",
-    )
+    n_heads: int = Field(4, ge=1, description="query heads; must divide d_model")
+    n_kv_heads: int | None = Field(None, ge=1, description="key-value heads (swiglu, relu2 only). Default: n_heads")
     n_layers: int = Field(6, ge=1, description="transformer blocks")
     d_ff: int = Field(768, ge=1, description="width of the feed-forward layer")
     max_seq_len: int = Field(256, ge=2, description="longest context, in tokens")
@@ -37,99 +31,91 @@ class ModelConfig(Section):
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention weights")
     activation: Literal["gelu", "relu", "swiglu", "relu2"] = Field(
         "swiglu",
-        description="swiglu, relu2 (ReLU squared): RMSNorm, RoPE, QK-norm (Qwen3's and Apertus' layout); "
-        "gelu, relu: LayerNorm, learned positions (GPT-2's); of graph encoders gelu or relu",
+        description="swiglu, relu2 (ReLU squared): RMSNorm, RoPE and QK-norm, as in Qwen3 and Apertus; gelu, relu: "
+        "LayerNorm and learned positions, as in GPT-2; graph encoders support gelu and relu",
     )
-    pre_norm: bool = Field(True, description="normalise before each branch; all layouts need true")
-    tie_embeddings: bool = Field(True, description="one matrix for the embedding and the output head")
-    rope_theta: float = Field(
-        10_000.0,
-        gt=0,
-        description="base wavelength of the rotary positions (swiglu, relu2 only)",
-    )
+    pre_norm: bool = Field(True, description="normalize before attention and feed-forward; must be true")
+    tie_embeddings: bool = Field(True, description="share one matrix between the embedding and the output head")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary position embeddings (swiglu, relu2 only)")
     leaves: int | None = Field(
         None,
         ge=0,
         le=MOST_LEAVES,
-        description="leaf slots of a token: the most tokens a tail may have; by default as many as 99 % of the data's "
-        "tails need; 0: text alone, without triples",
+        description="leaf slots per token, which limit the tokens of a triple's tail; 0: text only, without triples. "
+        "Default: enough for 99 % of the tails in the data",
     )
     n_relations: int | None = Field(
-        None, ge=1, description="rows of the relation tables; by default as many as the data has"
+        None, ge=1, description="rows of the relation tables. Default: the number of relations in the data"
     )
     n_entities: int | None = Field(
         None,
         ge=0,
-        description="rows of the entity table, of which one is predicted for a whole tail; by default as many as a "
-        "knowledge graph has entities, and for other data 0: no table",
+        description="rows of the entity embedding, from which a whole tail is predicted; 0: no entity embedding. "
+        "Default: the number of entities in a knowledge graph, 0 for other data",
     )
-    entity_rank: int = Field(64, ge=1, description="numbers in each entity's own vector")
+    entity_rank: int = Field(64, ge=1, description="size of an entity embedding vector")
     position: Literal["none", "learned", "sinusoidal"] = Field(
-        "none", description="added to embeddings; none: order is known by the decay alone, as published"
+        "none", description="position embedding; none: only the attention decay encodes the order, as published"
     )
     slot_embedding: bool = Field(
         False,
-        description="tell a tail's tokens apart by their slots; as published, the outer two look alike when masked",
+        description="add an embedding of the leaf slot; without it, as published, masked first and last tokens of a "
+        "tail are indistinguishable",
     )
     decay: Literal["multiply_logits", "additive_log", "none"] = Field(
         "multiply_logits",
-        description="of attention with distance in the graph: multiply_logits, as published, draws far logits to 0; "
-        "additive_log takes weight from far nodes",
+        description="how attention decays with distance in the graph; multiply_logits: multiplies logits, as "
+        "published; additive_log: adds the log of the decay, which lowers the weight of distant nodes",
     )
-    decay_base: float = Field(0.6, gt=0, lt=1, description="the decay is this to the power of GELU(sqrt(d + 1) - p)")
+    decay_base: float = Field(
+        0.6, gt=0, lt=1, description="base of the decay at distance d: decay_base ** GELU(sqrt(d + 1) - p)"
+    )
     fusion: Literal["hgat", "none"] = Field(
-        "hgat", description="hgat: a triple's head is mixed into the embeddings of its tail by its relation"
+        "hgat", description="hgat: mix a triple's head into the embeddings of its tail, depending on the relation"
     )
     relation_rank: int | None = Field(
-        None, ge=1, description="rank of the relations' matrices; by default whole ones of d_model x d_model"
+        None, ge=1, description="rank of the relation matrices. Default: full d_model x d_model matrices"
     )
-    relation_dropout: float = Field(0.3, ge=0, lt=1, description="dropout on the relations' matrices and vectors")
-    embedding_norm: bool = Field(False, description="normalise embeddings before the first block, as BERT does")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, slower")
+    relation_dropout: float = Field(0.3, ge=0, lt=1, description="dropout on relation matrices and vectors")
+    embedding_norm: bool = Field(False, description="normalize embeddings before the first block, as BERT does")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, slower"
+    )
     name_or_path: str | None = Field(
-        None,
-        description="the model to go on from: a Hugging Face folder, a GGUF file, or a name on the hub",
+        None, description="pretrained model to fine-tune: a Hugging Face folder, a GGUF file or a Hub name"
     )
-    revision: str | None = Field(None, description="branch, tag or commit of a model on the hub")
+    revision: str | None = Field(None, description="branch, tag or commit of a model on the Hub")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     adapter: Literal["none", "lora", "dora"] = Field(
-        "none",
-        description="none: train all weights; lora, dora: train low-rank matrices beside them, which stay as they are",
+        "none", description="none: train all weights; lora, dora: freeze them and train low-rank matrices"
     )
-    lora_rank: int = Field(16, ge=1, description="rank of an adapter's matrices")
-    lora_alpha: float = Field(
-        32.0,
-        gt=0,
-        description="an adapter's output is scaled by this over the rank",
-    )
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on an adapter's input")
+    lora_rank: int = Field(16, ge=1, description="rank of the adapter matrices")
+    lora_alpha: float = Field(32.0, gt=0, description="the adapter output is scaled by lora_alpha / lora_rank")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter input")
     lora_targets: list[str] | str = Field(
-        "all-linear",
-        description="names of the layers that get an adapter, as peft's target_modules",
+        "all-linear", description="names of the layers that get an adapter, as in peft's target_modules"
     )
     merge_adapter: bool = Field(
-        True,
-        description="final/ is the whole model with the adapter merged in; false: the adapter alone, as peft loads it",
+        True, description="export final/ as the full model with the adapter merged; false: only the adapter, for peft"
     )
 
     @property
     def modern(self) -> bool:
-        """Whether it has RMSNorm, rotary positions and QK-norm: Qwen3's layout or Apertus'."""
+        """Returns True for the Qwen3 and Apertus architectures: RMSNorm, RoPE and QK-norm."""
         return self.activation in ("swiglu", "relu2")
 
     @property
     def leaf_slots(self) -> int:
-        """Leaf slots of a token, before the data is known as many as it usually needs."""
-        return USUAL_LEAVES if self.leaves is None else self.leaves
+        """Leaf slots per token, or a default before the data is known."""
+        return DEFAULT_LEAVES if self.leaves is None else self.leaves
 
     @property
     def is_plain_bert(self) -> bool:
-        """Whether it is a graph encoder that BERT's layout holds: text alone, normalised and with learned positions."""
+        """Returns True if a graph encoder is exactly BERT: text only, embedding norm and learned positions."""
         return self.leaves == 0 and self.decay == "none" and self.position == "learned" and self.embedding_norm
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.d_model // self.n_heads
 
     @property
@@ -143,22 +129,26 @@ class ModelConfig(Section):
         if self.d_model % self.n_heads:
             problems.append(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
         elif self.modern and self.head_dim % 2:
-            problems.append(f"the head dim d_model / n_heads is {self.head_dim}, but rotary positions need an even one")
+            problems.append(
+                f"the head dim d_model / n_heads is {self.head_dim}, but rotary positions need an even number"
+            )
         if self.n_entities and self.d_model % 2:
-            problems.append(f"d_model {self.d_model} is odd, but entity vectors need an even one")
+            problems.append(f"d_model {self.d_model} is odd, but entity vectors need an even number")
         if self.n_heads % self.kv_heads:
             problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}")
         if not self.modern and self.kv_heads != self.n_heads:
             problems.append(
-                f"n_kv_heads {self.kv_heads} needs activation swiglu or relu2: GPT-2's layout has no grouped queries"
+                f"n_kv_heads {self.kv_heads} needs activation swiglu or relu2, because GPT-2 has no grouped queries"
             )
         if self.adapter == "none":
             keys = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge_adapter")
             given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
             if given:
-                problems.append(f"{given[0]} is of an adapter, but adapter is none; set adapter to lora or dora")
+                problems.append(f"{given[0]} configures an adapter, but adapter is none; set adapter to lora or dora")
         if not self.pre_norm:
-            problems.append("pre_norm false is not supported: no export layout has a post-norm block; set it true")
+            problems.append(
+                "pre_norm false is not supported, because no export format has post-norm blocks; set it to true"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -1,4 +1,4 @@
-"""YAML, TOML and JSON files -> plain values, within a second and a few megabytes whatever they hold."""
+"""Parses YAML, TOML and JSON files into plain values, with bounded time and memory for any input."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ else:
 
 Values = dict[str, Any]
 
-MOST_CONFIG_BYTES = 64 << 10  # the largest file; PyYAML parses about this much in a second
-MOST_NODES = 10_000  # the most nodes of a YAML file, counted with aliases expanded
+MAX_CONFIG_BYTES = 64 << 10  # PyYAML parses about this much per second
+MAX_NODES = 10_000  # nodes of a YAML file with aliases expanded
 
 
 def read_values(path: Path) -> Values:
-    """The keys and values of a file. Raises ConfigError where it cannot be read, or holds something else."""
+    """Reads a mapping from a file. Raises ConfigError if it cannot be read or contains anything else."""
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder; give a .yaml, .toml or .json file.")
-        text = read_regular(path, MOST_CONFIG_BYTES).decode("utf-8-sig")
+        text = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
         raise ConfigError(
@@ -50,12 +50,12 @@ def read_values(path: Path) -> Values:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}, not keys and values; see configs/ for examples.")
+        raise ConfigError(f"{path} contains a {type(values).__name__}, not keys and values; see configs/ for examples.")
     return values
 
 
 def parse_value(text: str) -> Any:
-    """The value of a `--set KEY=TEXT`, as YAML reads it; what is no YAML is a text."""
+    """Parses the value of `--set KEY=TEXT` as YAML. Invalid YAML is returned as a string."""
     try:
         return _yaml(text)
     except yaml.YAMLError:
@@ -70,7 +70,7 @@ def _parse(path: Path, text: str) -> Any:
             return json.loads(text, object_pairs_hook=_unique_pairs)
         case ".yaml" | ".yml":
             return _yaml(text, path.name)
-    raise ConfigError(f"{path} has no known form; name it .yaml, .toml or .json.")
+    raise ConfigError(f"{path} has an unknown file type; name it .yaml, .toml or .json.")
 
 
 def _yaml(text: str, name: str = "the value") -> Any:
@@ -82,7 +82,7 @@ def _yaml(text: str, name: str = "the value") -> Any:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
-    """A JSON object's keys, each given once."""
+    """Builds a JSON object and raises FlawError on a repeated key."""
     found: Values = {}
     for key, value in pairs:
         if key in found:
@@ -92,24 +92,24 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
 
 
 class _Loader(yaml.SafeLoader):
-    """yaml.SafeLoader with bounds on nesting and on what aliases expand to, and without keys that are given twice.
+    """yaml.SafeLoader that limits nesting and alias expansion, and rejects repeated keys.
 
-    Scalars that their type cannot hold (`2025-02-30`, `!!int abc`, integers of thousands of digits) are YAML errors
-    that name their line; SafeLoader raises ValueError, AttributeError or KeyError.
+    Invalid scalars (`2025-02-30`, `!!int abc`, integers of thousands of digits) raise a YAMLError with the line number,
+    where SafeLoader raises ValueError, AttributeError or KeyError.
     """
 
     def __init__(self, stream: str, name: str = "the value") -> None:
         super().__init__(stream)
         self.name = name  # for error messages
         self._depth, self._nodes = 0, 0
-        self._sizes: dict[str, int] = {}  # nodes of each anchor's value, by its name
+        self._sizes: dict[str, int] = {}  # number of nodes by anchor, aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         anchor = str(event.anchor)
         if isinstance(event, yaml.AliasEvent):
             if anchor in self.anchors and anchor not in self._sizes:
-                raise yaml.YAMLError(f"the alias *{cut(anchor)} stands inside its own value{_line(event)}")
+                raise yaml.YAMLError(f"the alias *{cut(anchor)} is inside its own value{_line(event)}")
             self._count(self._sizes.get(anchor, 1), event)
             return super().compose_node(parent, index)
         before = self._nodes
@@ -125,23 +125,23 @@ class _Loader(yaml.SafeLoader):
 
     def _count(self, nodes: int, event: yaml.Event) -> None:
         self._nodes += nodes
-        if self._nodes > MOST_NODES:
-            raise yaml.YAMLError(f"there are more than {MOST_NODES:,} values, aliases expanded{_line(event)}")
+        if self._nodes > MAX_NODES:
+            raise yaml.YAMLError(f"there are more than {MAX_NODES:,} values after expanding aliases{_line(event)}")
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
             kind = str(node.tag).rpartition(":")[2]
-            raise yaml.YAMLError(f"{shown(node.value)} is no valid {cut(kind)}{_line(node)}") from None
+            raise yaml.YAMLError(f"{shown(node.value)} is not a valid {cut(kind)}{_line(node)}") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        if isinstance(node, yaml.MappingNode):  # else SafeLoader names what it found
+        if isinstance(node, yaml.MappingNode):  # otherwise SafeLoader raises an error that names the node
             given: set[str] = set()
             for key_node in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key, str):
-                    raise yaml.YAMLError(f"keys should be strings, but {shown(key)}{_line(key_node)} is none; quote it")
+                    raise yaml.YAMLError(f"keys should be strings, but {shown(key)}{_line(key_node)} is not; quote it")
                 if key in given:
                     raise yaml.YAMLError(f"the key {cut(repr(key))} is given twice, again{_line(key_node)}")
                 given.add(key)

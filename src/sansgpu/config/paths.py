@@ -1,16 +1,16 @@
-"""Where things lie in a run's folder."""
+"""Paths in a run's folder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-ABANDONED = "abandoned-from-step-"  # begins the names of folders in `snapshots/` that hold an abandoned branch
+ABANDONED = "abandoned-from-step-"  # prefix of folders in `snapshots/` with snapshots that a resume discarded
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The files of one run, all below `root` unless the configuration places snapshots or logs elsewhere."""
+    """The files of one run. All are below `root` unless the configuration moves snapshots or logs."""
 
     root: Path
     checkpoint_dir: Path | None = None
@@ -18,7 +18,7 @@ class RunPaths:
 
     @classmethod
     def of(cls, root: Path, checkpoint_dir: str | None, logging_dir: str | None) -> RunPaths:
-        """As a run's `training` section places snapshots and logs."""
+        """Builds the paths from `checkpoint_dir` and `logging_dir` of the section `training`."""
         snapshots, logs = (Path(folder).expanduser() if folder else None for folder in (checkpoint_dir, logging_dir))
         return cls(root, snapshots, logs)
 
@@ -34,17 +34,16 @@ class RunPaths:
 
     @property
     def metrics(self) -> Path:
-        """One event a line."""
+        """One JSON event per line."""
         return self.root / "metrics.jsonl"
 
     @property
     def snapshots(self) -> Path:
-        """One folder a snapshot."""
+        """One folder per snapshot."""
         return self.checkpoint_dir or self.root / "snapshots"
 
     @property
     def tensorboard(self) -> Path:
-        """TensorBoard event files."""
         return self.logging_dir or self.root / "tensorboard"
 
     @property
@@ -54,21 +53,19 @@ class RunPaths:
 
     @property
     def tokenizer(self) -> Path:
-        """Folder of the tokenizer the run was trained with."""
         return self.root / "tokenizer"
 
     @property
     def report(self) -> Path:
-        """One page of all that happened."""
         return self.root / "report.html"
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """The files and folders that training writes, but for the mark of the folder."""
+        """The files and folders that training writes, except the folder's mark."""
         files = self.config, self.environment, self.metrics, self.report, self.lock
         return (*files, self.snapshots, self.tensorboard, self.final, self.tokenizer)
 
     @property
     def lock(self) -> Path:
-        """Held by the process that trains the run."""
+        """Locked by the process that trains the run."""
         return self.root / ".lock"

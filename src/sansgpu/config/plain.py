@@ -1,4 +1,4 @@
-"""Reading files that anyone may have written, with bounds on size, depth and kind: none can hang or fill memory."""
+"""Reads untrusted files with limits on size, nesting and file type, so that none can hang or exhaust memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any, BinaryIO
 from pydantic import BaseModel, ValidationError
 
 MOST_BYTES = 1 << 20  # the largest JSON file that is read
-MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting, and values in all; a run's files need a tenth of either
-SHOWN_CHARACTERS = 200  # messages show at most this many characters of a value
-REASON_CHARACTERS = 300  # and of what a library says, which may repeat a file's whole content
-_LARGEST = 2**63 - 1
+MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each
+MAX_SHOWN_CHARACTERS = 200  # of a value, in messages
+MAX_REASON_CHARACTERS = 300  # of a library's error, which may repeat a file's whole content
+_MAX_INTEGER = 2**63 - 1
 _SCALARS = (str, bool, int, float, date, time, type(None))
 
 
 class FlawError(ValueError):
-    """A file's text or values cannot be used. The message is a clause that names the place in the file."""
+    """A file has invalid text or values. The message is a clause that names the place in the file."""
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. A pipe, a device or a socket, which may never end, is refused.
+    """Opens a regular file for reading.
 
-    Raises FlawError there, and OSError as `open` does.
+    Raises FlawError for a pipe, a device or a socket, which may never end, and OSError as `open` does.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block otherwise
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FlawError("it is a pipe, a device or a socket; give a regular file")
@@ -40,7 +40,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file. Raises FlawError if it is longer, or as `open_regular` does."""
+    """Reads a regular file. Raises FlawError if it exceeds `most_bytes`, and the errors of `open_regular`."""
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -49,9 +49,9 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def read_json(path: Path, schema: type[BaseModel], finite: bool = True) -> dict[str, Any]:
-    """The object in a JSON file of at most `MOST_BYTES`, of which `schema` refuses no field.
+    """Reads a JSON object of at most `MOST_BYTES` and validates it with `schema`.
 
-    Raises FlawError, naming the field, where it is none, and OSError where it cannot be read.
+    Raises FlawError naming the invalid field, and OSError if the file cannot be read.
     """
     value = parse_json(read_regular(path, MOST_BYTES), finite)
     if flaw := field_flaw(schema, value):
@@ -61,21 +61,22 @@ def read_json(path: Path, schema: type[BaseModel], finite: bool = True) -> dict[
 
 
 def parse_json(text: str | bytes, finite: bool = True) -> Any:
-    """The value of a JSON text. Raises FlawError where it is no JSON, or holds what `require_plain` refuses."""
+    """Parses JSON. Raises FlawError if it is invalid or contains values that `require_plain` rejects."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise FlawError(f"values are nested more than {MOST_DEPTH} levels deep") from None
     except ValueError as error:
-        raise FlawError(f"no JSON: {reason_of(error)}") from None
+        raise FlawError(f"invalid JSON: {reason_of(error)}") from None
     require_plain(value, finite)
     return value
 
 
 def require_plain(value: object, finite: bool = True) -> None:
-    """Raises FlawError, naming the place, unless every value is a scalar, a list or a mapping that JSON can express.
+    """Raises FlawError naming the place of the first value that is not a scalar, list or mapping.
 
-    Integers must fit into 64 bits, numbers be finite unless `finite` is false, and texts be Unicode without NUL.
+    Integers must fit into 64 bits, numbers must be finite unless `finite` is false, and strings must be Unicode without
+    NUL characters.
     """
     left: list[tuple[tuple[object, ...], object]] = [((), value)]
     count = 0
@@ -89,7 +90,7 @@ def require_plain(value: object, finite: bool = True) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 if not isinstance(key, str) or _text_flaw(key):
-                    raise FlawError(f"the key {shown(key)}{_inside(place)} is {_text_flaw(key) or 'no text'}")
+                    raise FlawError(f"the key {shown(key)}{_inside(place)} is {_text_flaw(key) or 'not a string'}")
                 left.append(((*place, key), inner))
         elif isinstance(value, list):
             left += (((*place, number), inner) for number, inner in enumerate(value))
@@ -102,12 +103,12 @@ def _scalar_flaw(value: object, finite: bool) -> str | None:
         return _text_flaw(value)
     if isinstance(value, bool):
         return None
-    if isinstance(value, int) and abs(value) > _LARGEST:
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         return "an integer of more than 64 bits"
     if finite and isinstance(value, float) and not math.isfinite(value):
-        return f"{value}, which is no finite number"
+        return f"{value}, which is not a finite number"
     if not isinstance(value, _SCALARS):
-        return f"a {type(value).__name__}; write a number, a text, a list or a mapping"
+        return f"a {type(value).__name__}; write a number, a string, a list or a mapping"
     return None
 
 
@@ -115,16 +116,16 @@ def _text_flaw(value: object) -> str | None:
     if not isinstance(value, str):
         return None
     if "\0" in value:
-        return "a text with the character NUL"
+        return "a string with the character NUL"
     try:
         value.encode()
     except UnicodeEncodeError:
-        return "a text with half a surrogate pair, which is no Unicode character"
+        return "a string with half a surrogate pair, which is not a Unicode character"
     return None
 
 
 def field_flaw(schema: type[BaseModel], value: object) -> str | None:
-    """A clause that names the first field of `value` that `schema` refuses; None if it refuses none."""
+    """Returns a clause naming the first field of `value` that `schema` rejects, or None."""
     try:
         schema.model_validate(value)
     except ValidationError as error:
@@ -132,16 +133,16 @@ def field_flaw(schema: type[BaseModel], value: object) -> str | None:
         kind, place, given = first["type"], named(first["loc"]), shown(first["input"])
         if kind == "missing":
             return f"{place} is missing"
-        if first["loc"] and first["loc"][0] not in schema.model_fields:  # pydantic says how it is no boolean, no ...
+        if first["loc"] and first["loc"][0] not in schema.model_fields:  # pydantic would list every type
             return f"{named(first['loc'][:1])} is {given}, but numbers should be finite and have at most 64 bits"
         if kind in ("model_type", "dict_type"):
-            return f"{place or 'it'} is {given}, but should hold keys and values"
+            return f"{place or 'it'} is {given}, but should contain keys and values"
         return f"{place} is {given}, but should be {first['msg'].removeprefix('Input should be ')}"
     return None
 
 
 def named(place: tuple[object, ...]) -> str:
-    """A place among nested values, as `training.report_to.0`."""
+    """Formats a path to a nested value, e.g. `training.report_to.0`."""
     return cut(".".join(map(str, place)))
 
 
@@ -150,31 +151,28 @@ def _inside(place: tuple[object, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message: as JSON, cut after `SHOWN_CHARACTERS`."""
+    """Formats a value as JSON for a message, truncated to `MAX_SHOWN_CHARACTERS`."""
     if isinstance(value, str):
-        value = value[: SHOWN_CHARACTERS + 1]
+        value = value[: MAX_SHOWN_CHARACTERS + 1]
     try:
         return cut(json.dumps(value, default=str))
     except (ValueError, TypeError, RecursionError):  # an integer of thousands of digits, a recursive list
         return f"a {type(value).__name__} that cannot be shown"
 
 
-def cut(text: str, most: int = SHOWN_CHARACTERS) -> str:
-    """The text, with an ellipsis after `most` characters."""
+def cut(text: str, most: int = MAX_SHOWN_CHARACTERS) -> str:
+    """Truncates text to `most` characters and adds an ellipsis."""
     return text if len(text) <= most else text[:most] + "..."
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's message, without its full stop and with an ellipsis after `REASON_CHARACTERS`.
-
-    The error's type where it says nothing.
-    """
+    """Returns the truncated first line of a library's error without its period, or the error's type if it is empty."""
     lines = str(error).strip().splitlines()
-    return cut(lines[0], REASON_CHARACTERS).removesuffix(".") if lines else type(error).__name__
+    return cut(lines[0], MAX_REASON_CHARACTERS).removesuffix(".") if lines else type(error).__name__
 
 
 def reason_of(error: Exception) -> str:
-    """A parser's message on one line."""
-    if "sys.set_int_max_str_digits" in str(error):  # Python's own refusal, with advice for programmers
+    """Returns a parser's message on one line."""
+    if "sys.set_int_max_str_digits" in str(error):  # Python's message is meant for programmers
         return "it holds an integer of more than 64 bits"
     return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""What sections of a configuration share."""
+"""The base class of the sections of a configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sansgpu.config.plain import FlawError, require_plain
 
 
 class Section(BaseModel):
-    """Known keys with values that stay. Numbers fit into 64 bits and texts can be written to a file."""
+    """An immutable section without unknown keys. Integers fit into 64 bits and strings can be encoded as UTF-8."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 

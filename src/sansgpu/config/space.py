@@ -1,4 +1,4 @@
-"""What `sansgpu tune` may change: keys of the schema with the values they may have. A file -> Space."""
+"""The search space of `sansgpu tune`: keys of the schema with their candidate values."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from sansgpu.config.schema import Config
 Number = int | float
 Choice = int | float | str | bool | None
 
-WIDE, NARROW = 4.0, 5.0  # times the configured learning rate, up and down: from scratch, and of a trained model
+WIDE, NARROW = 4.0, 5.0  # factor below and above the configured learning rate: from scratch, and fine-tuning
 RANGES, EXTRAS = ("log", "float", "int"), ("step", "log")
-INSIDE = 0.382  # a place in a range that is no whole number where the ends are
+INTERIOR_POINT = 0.382  # relative position in a range; not an integer if the bounds are integers
 
-# Of a run's length, which is the same for all trials; num_epochs may be searched all the same.
-_LENGTHS = ("training.max_steps", "training.max_tokens", "training.max_hours", "training.until")
-_OURS = {
+# All trials have the same length; only num_epochs may be searched.
+_LENGTH_KEYS = ("training.max_steps", "training.max_tokens", "training.max_hours", "training.until")
+_FIXED_BY_SEARCH = {
     f"training.{key}": "the search sets it for every trial"
     for key in ("eval_steps", "save_steps", "keep_last", "report_to", "logging_dir", "checkpoint_dir")
-} | {f"training.{key}": "it changes nothing that is learned" for key in ("sample_tokens", "sample_prompt", "threads")}
-_WEIGHTS = ("training.mlm_weight", "training.mnm_weight", "training.eval_batches")  # of what is measured
+} | {f"training.{key}": "it does not change what is learned" for key in ("sample_tokens", "sample_prompt", "threads")}
+_MEASUREMENT_KEYS = ("training.mlm_weight", "training.mnm_weight", "training.eval_batches")  # change what is measured
 _TUNABLE_DATA = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "data.max_length")
-# With another vocabulary a token is another piece of text, so that losses a token do not compare.
-_VOCABULARY = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "model.vocab_size")
+# These change the length of a token, so that losses per token are not comparable.
+_VOCABULARY_KEYS = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "model.vocab_size")
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One key and its values: `choices`, or numbers from `low` to `high`, both included."""
+    """One key and its candidate values: `choices`, or numbers from `low` to `high` inclusive."""
 
     key: str
     choices: tuple[Choice, ...] = ()
@@ -48,7 +48,6 @@ class Parameter:
     step: Number | None = None
 
     def contains(self, value: object) -> bool:
-        """Whether a trial may have this value."""
         if self.choices:
             return any(
                 value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in self.choices
@@ -59,7 +58,7 @@ class Parameter:
         return math.isclose(steps, round(steps), abs_tol=1e-9)
 
     def at(self, place: float) -> Choice:
-        """The value at a place between 0 and 1: one of the choices, or so far up the range."""
+        """Maps a position between 0 and 1 to a choice or to a value in the range."""
         if self.choices:
             return self.choices[min(int(place * len(self.choices)), len(self.choices) - 1)]
         if self.log:
@@ -71,7 +70,7 @@ class Parameter:
         return min(max(round(value) if self.whole else value, self.low), self.high)
 
     def to_json(self) -> Values:
-        """As a file says it."""
+        """Returns the parameter in the format of a space file."""
         if self.choices:
             return {"choices": list(self.choices)}
         more = {"log": True} if self.log else {"step": self.step} if self.step else {}
@@ -80,7 +79,7 @@ class Parameter:
     def __str__(self) -> str:
         if self.choices:
             return ", ".join("null" if choice is None else str(choice) for choice in self.choices)
-        how = ", by its logarithm" if self.log else f", in steps of {self.step:g}" if self.step else ""
+        how = ", log scale" if self.log else f", in steps of {self.step:g}" if self.step else ""
         return f"{self.low:.4g} to {self.high:.4g}{how}"
 
 
@@ -88,9 +87,9 @@ Space = dict[str, Parameter]
 
 
 def spread(space: Space, number: int) -> Values:
-    """The values of point `number` of a sequence that fills the space evenly, begun in its middle.
+    """Returns point `number` of a low-discrepancy sequence that starts in the middle of the space.
 
-    Roberts' additive recurrence: no dimension's steps are close to a fraction with a small denominator.
+    The sequence is Roberts' R_d, an additive recurrence that generalizes the golden ratio.
     """
     root = 2.0
     for _ in range(64):
@@ -100,30 +99,29 @@ def spread(space: Space, number: int) -> Values:
 
 
 def measure_of(space: Space) -> str:
-    """What trials are compared by: the loss, or with other vocabularies bits per byte."""
-    return "bits_per_byte" if any(key in _VOCABULARY for key in space) else "loss"
+    """Returns the metric to compare trials by: the loss, or bits per byte if vocabularies differ."""
+    return "bits_per_byte" if any(key in _VOCABULARY_KEYS for key in space) else "loss"
 
 
 def load_space(path: Path | None, config: Config) -> Space:
-    """The space of a file, each value checked against the schema; without one what pays most for such a run.
+    """Loads a space and validates its values with the schema. None is the default space for the kind of run.
 
     Raises ConfigError.
     """
-    values = read_values(path) if path else _usual(config)
-    where = str(path) if path else "the usual search space"
+    values = read_values(path) if path else _default_space(config)
+    where = str(path) if path else "the default search space"
     if not values:
-        raise ConfigError(f"{where} is empty; name a key and its values, as `learning_rate: {{log: [1e-4, 1e-2]}}`.")
+        raise ConfigError(f"{where} is empty; name a key and its values, e.g. `learning_rate: {{log: [1e-4, 1e-2]}}`.")
     space: Space = {}
-    for name, values_of in values.items():
+    for name, candidates in values.items():
         key = _key(str(name), config, where)
         if key in space:
             raise ConfigError(f"{where}: {key} is given twice; leave one out.")
-        space[key] = _parameter(key, values_of, config, where)
+        space[key] = _parameter(key, candidates, config, where)
     return space
 
 
-def _usual(config: Config) -> Values:
-    """What is searched where nobody says what."""
+def _default_space(config: Config) -> Values:
     training, model = config.training, config.model
     rate, warmup, epochs = training.learning_rate, training.warmup_steps, training.num_epochs
     if config.kind in FINE_TUNING:
@@ -148,40 +146,40 @@ def _usual(config: Config) -> Values:
 
 
 def _around(value: Number) -> list[Number]:
-    """Half, the same and double."""
+    """Returns half the value, the value and its double."""
     half = max(1, value // 2) if isinstance(value, int) else value / 2
     return sorted({half, value, 2 * value})
 
 
 def _key(name: str, config: Config, where: str) -> str:
-    """The key that a file means by `name`: a whole one, or its last part where that is unambiguous."""
+    """Resolves a full key, or the last part of a key if it is unambiguous."""
     keys = [key for key, _, _ in describe()]
     found = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] == name]
     acting = [key for key in found if config.kind in kinds_with(key)]
     if len(acting) > 1:
-        raise ConfigError(f"{where}: {name} may be {' or '.join(acting)}; write which.")
+        raise ConfigError(f"{where}: {name} may be {' or '.join(acting)}; write the full key.")
     if not found:
         last = {key.rpartition(".")[2]: key for key in reversed(keys)}
         near = difflib.get_close_matches(name, [*keys, *last], n=1, cutoff=0.5)
         hint = f"; did you mean {last.get(near[0], near[0])}?" if near else "; see docs/configuration.md for all keys."
         raise ConfigError(f"{where}: unknown key {name}{hint}")
     if not acting:
-        raise ConfigError(f"{where}: {found[0]} does nothing in task {label(config.kind)}; leave it out.")
-    if why := _refused(acting[0], config.kind):
-        raise ConfigError(f"{where}: {acting[0]} cannot be searched, as {why}; leave it out.")
+        raise ConfigError(f"{where}: {found[0]} has no effect in task {label(config.kind)}; leave it out.")
+    if why := _unsearchable(acting[0], config.kind):
+        raise ConfigError(f"{where}: {acting[0]} cannot be searched, because {why}; leave it out.")
     return acting[0]
 
 
-def _refused(key: str, kind: str) -> str | None:
-    """Why a key makes no search."""
+def _unsearchable(key: str, kind: str) -> str | None:
+    """Returns why a key cannot be searched, or None."""
     if key in ("task", "training.device", "training.force_cpu"):
-        return "all trials are one kind of run on one device"
-    if key in _LENGTHS:
-        return "all trials are to have the same length"
-    if key in _OURS:
-        return _OURS[key]
-    if key in _WEIGHTS or (key.startswith("data.") and (kind != PRETRAIN or key not in _TUNABLE_DATA)):
-        return "it changes what the loss is measured on, and losses would not compare"
+        return "all trials are the same kind of run on one device"
+    if key in _LENGTH_KEYS:
+        return "all trials must have the same length"
+    if key in _FIXED_BY_SEARCH:
+        return _FIXED_BY_SEARCH[key]
+    if key in _MEASUREMENT_KEYS or (key.startswith("data.") and (kind != PRETRAIN or key not in _TUNABLE_DATA)):
+        return "it changes what the loss is measured on, so losses would not be comparable"
     return None
 
 
@@ -195,20 +193,20 @@ def _parameter(key: str, values: object, config: Config, where: str) -> Paramete
             raise ConfigError(f"{where}: {key} has {'one choice' if choices else 'no choices'}; give at least two.")
         if odd := [c for c in choices if not isinstance(c, (int, float, str, type(None)))]:
             raise ConfigError(
-                f"{where}: {key} has the choice {odd[0]}; choices are numbers, words, true, false and null."
+                f"{where}: {key} has the choice {odd[0]}; use only numbers, strings, true, false and null."
             )
         if len(set(choices)) < len(choices):
-            raise ConfigError(f"{where}: {key} has one of its choices {choices} twice; leave it out.")
+            raise ConfigError(f"{where}: {key} has a repeated value in its choices {choices}; remove it.")
         return Parameter(key, choices)
     form = next((form for form in RANGES if isinstance(values, dict) and isinstance(values.get(form), list)), None)
     if not isinstance(values, dict) or form is None or (unknown := set(values) - {form, *EXTRAS}):
-        odd_ones = (
-            f" ({', '.join(sorted(map(str, unknown)))} is not known)" if isinstance(values, dict) and form else ""
+        unknown_keys = (
+            f" ({', '.join(sorted(map(str, unknown)))} is unknown)" if isinstance(values, dict) and form else ""
         )
         raise ConfigError(
-            f"{where}: {key} is {json.dumps(values, default=str)}{odd_ones}; write a list of choices, "
-            "{log: [low, high]}, {float: [low, high]} or {int: [low, high]}, the last two with `step` or `log: true` "
-            "where wanted."
+            f"{where}: {key} is {json.dumps(values, default=str)}{unknown_keys}; write a list of choices, "
+            "{log: [low, high]}, {float: [low, high]} or {int: [low, high]}; float and int also allow `step` or "
+            "`log: true`."
         )
     return _range(key, form, values, checked, where)
 
@@ -221,25 +219,25 @@ def _range(key: str, form: str, values: Values, checked: Callable[[object], Any]
     log = form == "log" or values.get("log", False)
     step = _number(values["step"]) if "step" in values else None
     if not isinstance(log, bool) or (log and step is not None):
-        raise ConfigError(f"{where}: {key} is searched by its logarithm or in steps; leave out the one or the other.")
+        raise ConfigError(f"{where}: {key} has both log and step, which exclude each other; remove one of them.")
     if log and low <= 0:
-        raise ConfigError(f"{where}: {key} begins at {low:g}, which has no logarithm; begin above 0.")
+        raise ConfigError(f"{where}: {key} starts at {low:g}, but a log scale needs a lower bound above 0; raise it.")
     if "step" in values and (step is None or not 0 < step <= high - low):
-        raise ConfigError(f"{where}: {key} has the step {values['step']}; give one above 0 and within its range.")
+        raise ConfigError(f"{where}: {key} has the step {values['step']}; choose one above 0 and within its range.")
     whole = form == "int"
     if whole and any(number is not None and number != int(number) for number in (low, high, step)):
-        raise ConfigError(f"{where}: {key} is int with {values[form]}; give whole numbers, or write float.")
+        raise ConfigError(f"{where}: {key} has type int but the range {values[form]}; use integers, or write float.")
     if whole:
         low, high, step = int(low), int(high), None if step is None else int(step)
     else:
-        checked(low + INSIDE * (high - low) if step is None else low + step)
+        checked(low + INTERIOR_POINT * (high - low) if step is None else low + step)
     checked(low)
     checked(high)
     return Parameter(key, (), low, high, whole, log, step)
 
 
 def _number(value: object) -> Number | None:
-    """YAML 1.1 reads 5e-4 as text."""
+    """Converts a value to a number, or None. YAML 1.1 reads 5e-4 as a string."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -250,13 +248,13 @@ def _number(value: object) -> Number | None:
 
 
 def _in_schema(key: str, value: object, config: Config, where: str) -> Any:
-    """`value` as the schema reads it. Raises ConfigError where it does not allow it."""
+    """Returns `value` as validated by the schema. Raises ConfigError if it is invalid."""
     try:
         changed = change_config(config, (f"{key}={json.dumps(value, default=str)}",))
     except ConfigError as error:
         reason = str(error).removeprefix("the configuration: ").rstrip(".")
         whole = isinstance(value, float) and "integer" in reason
-        hint = "; search whole numbers by {int: [low, high]}" if whole else "; leave such values out of the space"
+        hint = "; search integers with {int: [low, high]}" if whole else "; remove such values from the space"
         raise ConfigError(f"{where}: {reason}{hint}.") from None
     section, _, name = key.rpartition(".")
     return getattr(getattr(changed, section), name)

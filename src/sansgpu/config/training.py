@@ -1,4 +1,4 @@
-"""`training`: how weights change."""
+"""The section `training` of a configuration."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _switch(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-def _listed(value: object) -> object:
+def _as_list(value: object) -> object:
     return ([] if value in ("none", "") else [value]) if isinstance(value, str) else value
 
 
-def _clock(value: object) -> object:
-    """A time of day or a date with one. YAML 1.1 reads a bare 17:30 as a number of base 60, and dates as dates."""
+def _time_limit(value: object) -> object:
+    """Normalizes a time of day, or a date with a time. YAML 1.1 reads a bare 17:30 as a base-60 integer."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 24 * 60:
         value = f"{value // 60:02d}:{value % 60:02d}"
     if isinstance(value, datetime):
@@ -41,7 +41,7 @@ def _clock(value: object) -> object:
             moment = datetime.fromisoformat(value)
             return (moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment).isoformat()
         except ValueError:
-            raise ValueError(f"{cut(value)} is no time; write 07:00 or 2030-01-31T07:00") from None
+            raise ValueError(f"{cut(value)} is not a time; write 07:00 or 2030-01-31T07:00") from None
     return value
 
 
@@ -50,131 +50,139 @@ Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
 class TrainingConfig(Section):
-    """How the weights change, for how long, and what is said and saved on the way."""
+    """Optimization, length, numerics, parallelism, evaluation, snapshots and logging of a run."""
 
-    device: Device = Field("auto", description="auto: a GPU where there is one, else the CPU")
-    force_cpu: bool = Field(False, description="train on the CPU whatever `device` says")
+    device: Device = Field("auto", description="auto: a GPU if available, otherwise the CPU")
+    force_cpu: bool = Field(False, description="train on the CPU regardless of `device`")
     batch_size: PositiveInt | Literal["auto"] = Field(
-        "auto", description="examples of one micro-batch; auto: the largest that fits and helps"
+        "auto", description="examples per micro-batch; auto: the largest that fits and still raises throughput"
     )
     gradient_accumulation_steps: int = Field(
-        16, ge=1, description="micro-batches of one step; with batch_size auto, the examples of one step"
+        16, ge=1, description="micro-batches per step; with batch_size auto, examples per step"
     )
     learning_rate: float = Field(0.004, gt=0, description="peak learning rate")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate over the peak")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled; on hidden matrices only")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay")
-    beta2: float = Field(0.98, ge=0, lt=1, description="AdamW's second-moment decay")
-    num_epochs: float | None = Field(None, gt=0, description="passes over the training part (1 if no limit is given)")
-    max_steps: int | None = Field(None, ge=1, description="optimizer updates; the first limit reached ends the run")
-    max_tokens: int | None = Field(None, ge=1, description="target tokens")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="ratio of the final learning rate to the peak")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay, on hidden matrices only")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment")
+    beta2: float = Field(0.98, ge=0, lt=1, description="decay of AdamW's second moment")
+    num_epochs: float | None = Field(None, gt=0, description="passes over the training split (1 if no limit is set)")
+    max_steps: int | None = Field(None, ge=1, description="optimizer steps; the first limit reached ends the run")
+    max_tokens: int | None = Field(None, ge=1, description="training tokens (prediction targets)")
     max_hours: float | None = Field(
         None,
         gt=0,
-        description="hours from start to saved model, interruptions not counted; the schedule is laid over them",
+        description="hours from start to saved model, without interruptions; the learning rate schedule spans them",
     )
-    until: Annotated[str | None, BeforeValidator(_clock)] = Field(
-        None, description="when the run is to be over: 07:00, or 2030-01-31T07:00; the schedule is laid to end there"
+    until: Annotated[str | None, BeforeValidator(_time_limit)] = Field(
+        None, description="deadline, e.g. 07:00 or 2030-01-31T07:00; the learning rate schedule ends there"
     )
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "wsd", description="wsd: warm-up, stable, then a linear decay over the last `decay_ratio` of the steps"
+        "wsd", description="wsd: warmup, stable, then linear decay over the last `decay_ratio` of the steps"
     )
-    decay_ratio: float = Field(0.5, gt=0, le=1, description="share of the steps in which wsd decays")
-    warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up")
+    decay_ratio: float = Field(0.5, gt=0, le=1, description="fraction of steps in which wsd decays")
+    warmup_steps: int = Field(50, ge=0, description="linear warmup steps")
     window_warmup_ratio: float = Field(
         0.4,
         ge=0,
         lt=1,
-        description="share of the steps in which windows are cut into pieces of 32, then 64, 128, ... tokens",
+        description="fraction of steps in which windows are split into pieces of 32, then 64, 128, ... tokens",
     )
     optimizer: Literal["auto", "muon", "adamw"] = Field(
         "auto",
-        description="muon: Muon on hidden matrices, AdamW on the rest; adamw: AdamW on all; auto: muon where it costs "
+        description="muon: Muon on hidden matrices, AdamW on the rest; adamw: AdamW on all; auto: muon if it takes "
         "less than a tenth of the step",
     )
     master_weights: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="fp32: weights are updated in fp32 beside the bf16 copies that products read; bf16: these alone, "
-        "updated with stochastic rounding, which takes 4 bytes a weight less",
+        description="fp32: keep fp32 master weights and bf16 copies for matrix products; bf16: keep only the bf16 "
+        "weights and update them with stochastic rounding, which saves 4 bytes per weight",
     )
     optimizer_state: Literal["fp32", "8bit"] = Field(
-        "fp32", description="AdamW's two moments: 8 bytes a weight in fp32, 2 in blocks of 8-bit numbers"
+        "fp32",
+        description="AdamW's two moments; fp32: 8 bytes per weight; 8bit: blockwise quantized, 2 bytes per weight",
     )
-    max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm to this; 0: do not clip")
+    max_grad_norm: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: do not clip")
     label_smoothing: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of each target spread over the vocabulary",
+        0.0, ge=0, lt=1, description="probability mass of each target spread over the vocabulary"
     )
     z_loss: float = Field(
-        0.0,
-        ge=0,
-        description="times log(sum(exp(logits)))^2, which keeps logits from drifting",
+        0.0, ge=0, description="weight of log(sum(exp(logits)))^2 in the loss, which keeps logits from drifting"
     )
-    mlm_weight: float = Field(1.0, ge=0, description="of the masked tokens of the text in the loss")
-    mnm_weight: float = Field(1.0, ge=0, description="of the masked leaves in the loss")
-    mnm_ramp_steps: int = Field(0, ge=0, description="steps in which mnm_weight grows from 0 to its value")
+    mlm_weight: float = Field(1.0, ge=0, description="loss weight of masked text tokens")
+    mnm_weight: float = Field(1.0, ge=0, description="loss weight of masked leaves")
+    mnm_ramp_steps: int = Field(0, ge=0, description="steps in which mnm_weight increases from 0 to its value")
     mnm_reduction: Literal["separate", "pooled"] = Field(
-        "separate", description="separate: the mean over tokens and the mean over leaves are added; pooled: one mean"
+        "separate",
+        description="separate: add the mean loss over tokens and the mean loss over leaves; pooled: one mean over both",
     )
     entity_weight: float = Field(
-        1.0, ge=0, description="of predicting, out of all entities, the tail of a knowledge graph's triple"
+        1.0, ge=0, description="loss weight of predicting a triple's tail among all entities of a knowledge graph"
     )
     sbo_weight: float = Field(
-        0.0, ge=0, description="of predicting masked spans from the tokens around them; 0: no such head"
+        0.0,
+        ge=0,
+        description="loss weight of the span boundary objective, which predicts masked spans from the tokens around "
+        "them; 0: no such head",
     )
-    precision: Precision = Field("auto", description="auto: bf16 where this device computes it natively and faster")
+    precision: Precision = Field(
+        "auto", description="auto: bf16 if the device supports it natively and computes it faster"
+    )
     use_amp: bool | None = Field(None, description="true: precision auto; false: precision fp32")
-    compile: Switch = Field("auto", description="torch.compile of the blocks; auto: where the run is long enough")
+    compile: Switch = Field(
+        "auto", description="torch.compile the blocks; auto: if the run is long enough to save time"
+    )
     kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="native: C++ compiled here once; auto: native where that works, else plain torch"
+        "auto",
+        description="native: C++ kernels, compiled on first use; torch: PyTorch operators; auto: native if it compiles",
     )
     threads: PositiveInt | Literal["auto"] = Field(
-        "auto", description="compute threads of a process; auto: OMP_NUM_THREADS, else its share of the physical cores"
+        "auto",
+        description="compute threads per process; auto: OMP_NUM_THREADS, otherwise its share of the physical cores",
     )
     adapt_threads: bool = Field(
         False,
-        description="use fewer threads while other programs use the cores; the result then depends on when they did, "
-        "in its last bits",
+        description="use fewer threads while other programs use the cores; results are then not reproducible in their "
+        "last bits",
     )
-    seed: int = Field(42, ge=0, description="the only source of randomness")
-    save_steps: int = Field(250, ge=0, description="steps between snapshots; 0: only the best and the last")
-    eval_steps: int = Field(100, ge=0, description="steps between evaluations; 0: none but the final one")
-    eval_batches: int | None = Field(None, ge=1, description="evaluate on this many batches; by default on all")
-    logging_steps: int = Field(10, ge=1, description="steps between step events")
-    keep_last: int = Field(3, ge=1, description="snapshots to keep, besides the best")
-    sample_tokens: int = Field(
-        0,
-        ge=0,
-        description="tokens of a sample written with every evaluation; 0: none",
+    seed: int = Field(42, ge=0, description="random seed; the only source of randomness")
+    save_steps: int = Field(250, ge=0, description="steps between snapshots; 0: save only the best and the last")
+    eval_steps: int = Field(100, ge=0, description="steps between evaluations; 0: only a final one")
+    eval_batches: int | None = Field(None, ge=1, description="number of batches to evaluate on. Default: all")
+    logging_steps: int = Field(10, ge=1, description="steps between logged step events")
+    keep_last: int = Field(3, ge=1, description="number of latest snapshots to keep, in addition to the best")
+    sample_tokens: int = Field(0, ge=0, description="tokens to generate at every evaluation; 0: no sample")
+    sample_prompt: str = Field("", description="prompt of the generated samples")
+    dataloader_num_workers: int = Field(
+        1, ge=0, description="threads that prepare batches; 0: prepare them in the training thread"
     )
-    sample_prompt: str = Field("", description="what a sample continues")
-    dataloader_num_workers: int = Field(1, ge=0, description="threads preparing batches; 0: the training thread does")
-    dataloader_prefetch_factor: int | None = Field(None, ge=1, description="batches each worker keeps ready (2)")
-    dataloader_pin_memory: bool = Field(False, description="page-lock batches for a faster copy to a GPU")
+    dataloader_prefetch_factor: int | None = Field(
+        None, ge=1, description="batches that each worker prefetches. Default: 2"
+    )
+    dataloader_pin_memory: bool = Field(False, description="use page-locked memory for faster copies to a GPU")
     distributed_backend: Literal["gloo", "nccl", "mpi", "ccl"] = Field(
-        "gloo", description="torch.distributed backend; refused where torch lacks it"
+        "gloo", description="torch.distributed backend; must be supported by the installed torch"
     )
     network_interface: str | None = Field(
-        None, description="what other hosts reach this one through, as eth0; by default the way to the first host"
+        None,
+        description="network interface that other hosts connect to, e.g. eth0. Default: the one with the route to the "
+        "first host",
     )
     timeout_seconds: float = Field(
-        300.0, gt=0, description="how long the processes of a run wait for one that does not come"
+        300.0, gt=0, description="timeout of the processes of a run when they wait for each other"
     )
     gradient_reduction: Literal["fp32", "bf16"] = Field(
-        "fp32", description="how gradients travel between processes; bf16: half the bytes, rounded once a process"
+        "fp32", description="data type of gradients in the all-reduce; bf16: half the bytes, one rounding per process"
     )
     sharding: Literal["none", "optimizer", "full"] = Field(
         "none",
-        description="over several processes; none: each has everything; optimizer: each has the fp32 weights and "
-        "moments of its part; full: besides, the blocks' matrices are put together only while they are used",
+        description="sharding over processes; none: replicate everything; optimizer: shard the fp32 weights and the "
+        "moments; full: also shard the matrices of the blocks and gather them only while they are used",
     )
-    report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_listed)] = Field(
-        ["tensorboard"], description="besides metrics.jsonl: tensorboard, wandb, or none"
+    report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_as_list)] = Field(
+        ["tensorboard"], description="loggers in addition to metrics.jsonl: tensorboard, wandb or none"
     )
-    logging_dir: str | None = Field(None, description="TensorBoard folder; by default in the run's folder")
-    checkpoint_dir: str | None = Field(None, description="snapshot folder; by default in the run's folder")
+    logging_dir: str | None = Field(None, description="TensorBoard folder. Default: in the run's folder")
+    checkpoint_dir: str | None = Field(None, description="snapshot folder. Default: in the run's folder")
 
     @model_validator(mode="before")
     @classmethod
@@ -186,16 +194,16 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> TrainingConfig:
         if self.adapt_threads and self.threads != "auto":
-            raise ValueError(f"adapt_threads changes the threads, but threads is {self.threads}; set it to auto")
+            raise ValueError(f"adapt_threads needs threads auto, but threads is {self.threads}; change one of the two")
         if self.use_amp is False and self.precision == "bf16":
-            raise ValueError("use_amp false means fp32, but precision says bf16; give one of the two")
+            raise ValueError("use_amp false means fp32, but precision is bf16; remove one of the two")
         if self.master_weights == "bf16" and self.wanted_precision == "fp32":
-            raise ValueError("master_weights bf16 needs bf16 products, but precision is fp32; change one of the two")
+            raise ValueError("master_weights bf16 needs precision bf16, but precision is fp32; change one of the two")
         narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)
         if self.sharding == "full" and narrow:
-            raise ValueError(f"sharding full keeps fp32 weights and moments; leave {narrow} at fp32")
+            raise ValueError(f"sharding full supports only fp32 weights and moments; set {narrow} to fp32")
         if narrow and self.optimizer != "adamw":
-            raise ValueError(f"{narrow} {getattr(self, narrow)} is AdamW's; set optimizer to adamw")
+            raise ValueError(f"{narrow} {getattr(self, narrow)} is only supported by AdamW; set optimizer to adamw")
         return self
 
     @property
@@ -205,7 +213,7 @@ class TrainingConfig(Section):
 
     @property
     def time_limited(self) -> bool:
-        """Whether an amount of time or a time of day ends the run."""
+        """Returns True if max_hours or until limits the run."""
         return self.max_hours is not None or self.until is not None
 
     @property
@@ -214,8 +222,8 @@ class TrainingConfig(Section):
         return self.dataloader_num_workers * (self.dataloader_prefetch_factor or 2)
 
     def get_effective_device(self) -> torch.device:
-        """The device this machine will train on."""
-        import torch  # the only question here that needs torch, so only who asks it pays for the import
+        """Returns the device that this machine will train on."""
+        import torch  # imported here because nothing else in this package needs it
 
         wants_gpu = not self.force_cpu and self.device != "cpu"
         return torch.device("cuda" if wants_gpu and torch.cuda.is_available() else "cpu")

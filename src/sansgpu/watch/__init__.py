@@ -1,1 +1,1 @@
-"""What happened, to whom it may concern: files, terminal, TensorBoard. A failing sink never stops training."""
+"""Event sinks (files, terminal, TensorBoard), reports and result tables. A failing sink never stops training."""

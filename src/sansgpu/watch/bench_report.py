@@ -1,4 +1,4 @@
-"""report.md and report.html of a measurement."""
+"""Writes report.md and report.html of `sansgpu bench`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Result = dict[str, Any]
 
 
 def write_report(result: Result, folder: Path) -> None:
-    """Write report.md and report.html. Raises OSError."""
+    """Writes report.md and report.html. Raises OSError."""
     result = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
     words = {"count": count, "gigabytes": gigabytes, "duration": duration, "seconds": seconds, "clock": _clock}
     text = templates().get_template("bench.md").render(r=result, **words)
     write_text(folder / "report.md", text.strip() + "\n")
-    plots, title = _plots(result), f"{result['name']}: measured"
+    plots, title = _plots(result), f"{result['name']}: benchmark"
     write_text(folder / "report.html", page("bench.html", plots, title=title, body=as_html(text)))
 
 
 def seconds(value: float) -> str:
-    """As many digits as mean something."""
+    """Formats a time with three significant digits."""
     if value >= 100:
         return duration(value)
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
@@ -39,7 +39,7 @@ def _clock(moment: str) -> str:
 
 
 def as_html(text: str) -> Markup:
-    """Markdown as a part of a page."""
+    """Renders Markdown to HTML, without passing through raw HTML."""
     from markdown_it import MarkdownIt
 
     return Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(text))
@@ -48,21 +48,28 @@ def as_html(text: str) -> Markup:
 def _plots(result: Result) -> list[Plot]:
     step = result["step_seconds"]["median"]
     parts, times = list(result["breakdown"]), result["all_step_seconds"]
-    seconds_of = {name: [result[key][p] * step for p in parts] for name, key in _OF_A_STEP.items()}
+    seconds_of = {name: [result[key][p] * step for p in parts] for name, key in _STEP_SERIES.items()}
     steps = [p["steps"] for p in result["projections"]]
     hours = [p["seconds"] / 3600 for p in result["projections"]]
     measured = [Series("", list(range(1, len(times) + 1)), times, marked=True)]
     shares = [Series(name, parts, values, colour=place) for place, (name, values) in enumerate(seconds_of.items())]
     found = [
         Plot("steps", "Every measured step", "step", "seconds", measured, from_zero=True),
-        Plot("parts", "Where a step goes, beside what the machine allows at best", "", "seconds", shares, "bars"),
-        Plot("hours", "From nothing, by steps", "steps", "hours", [Series("", steps, hours, marked=True)], log=True),
+        Plot("parts", "Time per step, measured and at the hardware limit", "", "seconds", shares, "bars"),
+        Plot(
+            "hours",
+            "Total time from a cold start",
+            "steps",
+            "hours",
+            [Series("", steps, hours, marked=True)],
+            log=True,
+        ),
     ]
     rows = [row for row in result["what_if"] if "speedup" in row]
     if rows:
         series = [Series("", [row["speedup"] for row in rows], [row["name"] for row in rows])]
-        found.append(Plot("what_if", "What if", "speed over the configuration as it is", "", series, "rows"))
+        found.append(Plot("what_if", "What if", "speedup over the given configuration", "", series, "rows"))
     return found
 
 
-_OF_A_STEP = {"measured": "breakdown", "limit": "limits"}
+_STEP_SERIES = {"measured": "breakdown", "limit": "limits"}

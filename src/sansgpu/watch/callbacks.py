@@ -1,4 +1,4 @@
-"""A program's own code, called as a run goes on."""
+"""User callbacks that are called during training."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from sansgpu.watch.events import Event
 
 
 class Callback:
-    """What to do on the way; override what is needed.
+    """Base class of callbacks; override the methods that you need.
 
-    `event` is a line of metrics.jsonl, and `run` takes wishes: `run.stop()`, `run.save()`, `run.evaluate()`,
-    `run.pause()` are heeded after the step that is under way. Steps are told as often as training.logging_steps says,
-    and while a snapshot is being written a little later. One that raises is left out from then on, and the run says so.
+    `event` has the fields of a line in metrics.jsonl. `run.stop()`, `run.save()`, `run.evaluate()` and `run.pause()`
+    take effect after the current step. `on_step` is called every training.logging_steps steps, with a short delay while
+    a snapshot is written. A callback that raises an exception is disabled with a warning.
     """
 
     def on_step(self, event: Event, run: Controls) -> None:
-        """`event` has loss, lr, grad_norm, tokens_per_second and so on, means since the last one."""
+        """`event` has loss, lr, grad_norm, tokens_per_second etc., averaged since the last call."""
 
     def on_eval(self, event: Event, run: Controls) -> None:
         """`event` has the validation loss and the task's own metrics."""
 
     def on_snapshot(self, event: Event, run: Controls) -> None:
-        """`event["path"]` is the name of the snapshot, which is whole on the disk."""
+        """`event["path"]` is the name of a snapshot that was completely written."""
 
     def on_end(self, event: Event, run: Controls) -> None:
         """`event["reason"]` is done, interrupted or out_of_time."""
 
 
 class Callbacks:
-    """A sink that hands events to one callback."""
+    """A sink that passes events to one callback."""
 
     def __init__(self, callback: Callback, controls: Controls) -> None:
         self._callback, self._controls = callback, controls
-        self.name = type(callback).__name__  # for people, where it fails
+        self.name = type(callback).__name__  # for the warning if it fails
 
     def emit(self, event: Event) -> None:
-        """Call the method of this kind of event."""
         methods: dict[str, Callable[[Event, Controls], None]] = {
             "step": self._callback.on_step,
             "eval": self._callback.on_eval,
@@ -48,4 +47,4 @@ class Callbacks:
             method(event, self._controls)
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass

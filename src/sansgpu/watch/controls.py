@@ -1,4 +1,4 @@
-"""What a person, or a program, asks of a run that goes on."""
+"""Requests from the user or a program to a running training loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntFlag
 
 
 class Wish(IntFlag):
-    """What the loop is to do between two steps."""
+    """Actions for the training loop between two steps."""
 
     NONE = 0
     PAUSE = 1
@@ -18,32 +18,30 @@ class Wish(IntFlag):
 
 
 class Controls:
-    """Wishes: any thread may have them, the loop heeds them after the step that it is at."""
+    """Thread-safe requests, which the training loop executes after the current step."""
 
     def __init__(self) -> None:
-        self._once: deque[Wish] = deque()
+        self._one_time: deque[Wish] = deque()
         self.paused = self.stopping = False
-        self.leaving: Callable[[], None] = lambda: None  # to be done before the process ends in the middle of a step
+        self.leaving: Callable[[], None] = lambda: None  # called before the process exits within a step
 
     def pause(self) -> None:
-        """Wait; what waits goes on."""
+        """Pauses the run, or resumes a paused run."""
         self.paused = not self.paused
 
     def save(self) -> None:
-        """Write a snapshot."""
-        self._once.append(Wish.SAVE)
+        self._one_time.append(Wish.SAVE)
 
     def evaluate(self) -> None:
-        """Evaluate."""
-        self._once.append(Wish.EVALUATE)
+        self._one_time.append(Wish.EVALUATE)
 
     def stop(self) -> None:
-        """Save and end; the run can be resumed."""
+        """Saves and ends the run, which can be resumed."""
         self.stopping = True
 
     def take(self) -> Wish:
-        """All that is wished for now. Saving and evaluating are told once."""
-        wish = (Wish.PAUSE if self.paused else Wish.NONE) | (Wish.STOP if self.stopping else Wish.NONE)
-        while self._once:
-            wish |= self._once.popleft()
-        return wish
+        """Returns all current requests and clears the requests to save and to evaluate."""
+        request = (Wish.PAUSE if self.paused else Wish.NONE) | (Wish.STOP if self.stopping else Wish.NONE)
+        while self._one_time:
+            request |= self._one_time.popleft()
+        return request

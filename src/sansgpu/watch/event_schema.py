@@ -1,7 +1,7 @@
-"""The types of the fields that a run's files hold: metrics.jsonl and environment.json.
+"""Schemas of metrics.jsonl and environment.json.
 
-Every reader of a run's folder goes through these models. Fields that older or newer versions lack or add are fine;
-a field of another type is refused, so that no reader has to doubt what it gets.
+Every reader of a run's folder validates with these models. Missing and unknown fields are accepted, for compatibility
+with older and newer versions. A field of the wrong type is rejected.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing_extensions import TypeAliasType
 
 from sansgpu.config.plain import field_flaw
 
-LARGEST = 1e100  # of a number: products and sums of a few stay finite
+MAX_NUMBER = 1e100  # so that sums and products of a few numbers stay finite
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
-Amount = Annotated[float, Field(ge=0, le=LARGEST)]
-Metric = Annotated[float, Field(allow_inf_nan=False)]  # an objective's own may be as large as perplexity
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Amount = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+Metric = Annotated[float, Field(allow_inf_nan=False)]  # unbounded, because perplexity may be huge
 _Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Plain = TypeAliasType("Plain", "bool | _Integer | Metric | str | list[Plain] | dict[str, Plain] | None")
 
@@ -62,7 +62,7 @@ class _Start(_Event):
 
 
 class _System(_Fields):
-    """What the machine went through: numbers, null where it does not tell, and a list of the load of each core."""
+    """Resource usage: numbers, null if unavailable, and a list with the load of each core."""
 
     __pydantic_extra__: dict[str, Number | None]  # type: ignore[assignment]
     core_percent: list[Number] | None = None
@@ -89,7 +89,7 @@ class _Step(_Event):
 
 class _Evaluation(_Event):
     step: Count
-    loss: Number | None  # null: it was not finite
+    loss: Number | None  # null if not finite
     sample: str | None = None
     bits_per_byte: Number | None = None
     perplexity: Metric | None = None
@@ -117,7 +117,7 @@ _KINDS: dict[str, type[_Event]] = {
 
 
 class Environment(_Fields):
-    """environment.json."""
+    """The contents of environment.json."""
 
     sansgpu: str | None = None
     python: str | None = None
@@ -137,6 +137,6 @@ class Environment(_Fields):
 
 
 def event_flaw(event: object) -> str | None:
-    """A clause that names the field of an event which cannot be used; None where all can."""
+    """Returns a clause naming the first invalid field of an event, or None."""
     kind = event.get("event") if isinstance(event, dict) else None
     return field_flaw(_KINDS.get(kind, _Event) if isinstance(kind, str) else _Event, event)

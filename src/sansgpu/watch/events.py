@@ -1,4 +1,4 @@
-"""Events, and the sinks they go to."""
+"""Training events and the sinks that receive them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sansgpu.config import SansGPUError
 
 Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 
-# What differs between two runs of the same thing; everything else in an event does not.
+# Fields that differ between two otherwise identical runs.
 MEASURED_KEYS = (
     "time", "tokens_per_second", "step_seconds", "mfu", "gemm_flops_per_second", "rss_bytes", "cpu_percent",
     "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
-# Warnings with these causes are of the machine's state: of two equal runs one may hear them and the other not.
+# Warnings with these causes depend on the machine's state, so only one of two identical runs may have them.
 MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat")
 
-NEAR_LIMIT = 0.08  # of memory that is left, below which people are to hear of it
+NEAR_LIMIT = 0.08  # warn if a smaller fraction of memory is available
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for every float in it that is infinite or not a number: JSON has no such numbers."""
+    """Replaces infinite and NaN floats in nested values with None, because JSON does not support them."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -33,59 +33,56 @@ def finite(value: Any) -> Any:
 
 
 def now() -> str:
-    """The time of day as an event's `time`: ISO 8601, UTC."""
+    """Returns the current time as ISO 8601 in UTC."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class RecordError(SansGPUError):
-    """The run's record cannot be written, so the run ends: what it did since the last snapshot is done again."""
+    """metrics.jsonl cannot be written. The run ends and repeats the steps since its last snapshot when resumed."""
 
 
 class Sink(Protocol):
-    """Takes events."""
+    """Receives the events of a run."""
 
-    def emit(self, event: Event) -> None:
-        """Take one event."""
+    def emit(self, event: Event) -> None: ...
 
     def close(self) -> None:
-        """No event follows."""
+        """Releases resources. No event follows."""
 
 
 class Kept:
-    """Keeps events for those who come later."""
+    """A sink that stores events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def emit(self, event: Event) -> None:
-        """Take one event."""
         self.events.append(event)
 
     def close(self) -> None:
-        """Nothing to close."""
+        pass
 
 
 class Sinks:
-    """Hands every event to every sink. One that fails is dropped with a warning to the others, but for the record."""
+    """Broadcasts events to sinks. A sink that fails is removed with a warning, except if it raises RecordError."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
-        self._held: list[Event] | None = None
+        self._buffer: list[Event] | None = None
 
     def hold(self) -> None:
-        """Keep the events that come until `release`."""
-        self._held = [] if self._held is None else self._held
+        """Buffers events until `release`."""
+        self._buffer = [] if self._buffer is None else self._buffer
 
     def release(self, *first: Event) -> None:
-        """Hand on `first`, and then what was held."""
-        held, self._held = self._held or [], None
-        for event in (*first, *held):
+        """Emits `first`, then the buffered events."""
+        buffered, self._buffer = self._buffer or [], None
+        for event in (*first, *buffered):
             self.emit(event)
 
     def emit(self, event: Event) -> None:
-        """Take one event."""
-        if self._held is not None:
-            self._held.append(event)
+        if self._buffer is not None:
+            self._buffer.append(event)
             return
         failed: list[Event] = []
         for sink in list(self._sinks):
@@ -93,19 +90,18 @@ class Sinks:
                 sink.emit(event)
             except RecordError:
                 raise
-            except Exception as error:  # whatever a sink does wrong, training goes on
+            except Exception as error:  # a sink must not stop training
                 self._sinks.remove(sink)
                 name, why = getattr(sink, "name", type(sink).__name__), " ".join(str(error).split())
-                failed.append({"event": "warning", "message": f"{name} stopped: {why}; training goes on."})
+                message = f"{name} failed and was disabled: {why}; training continues."
+                failed.append({"event": "warning", "message": message})
         for warning in failed:
             self.emit(warning)
 
     def warn(self, message: str) -> None:
-        """Emit a warning."""
         self.emit({"event": "warning", "message": message})
 
     def close(self) -> None:
-        """Close every sink."""
         self.release()
         for sink in self._sinks:
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Writing files whole: a reader, a kill or a power cut finds the old content or the new one, never a part."""
+"""Atomic file writes: after a kill or a power failure, a file has its old or its new content, never a part."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SCRATCH = re.compile(r"\.sansgpu-[0-9a-f]{16}")
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a new hidden file to write, which then replaces `path`; a link there is replaced, not followed.
+    """Yields a hidden temporary file that then atomically replaces `path`. A symlink is replaced, not followed.
 
-    Missing folders are made. Raises OSError.
+    Creates missing folders. Raises OSError.
     """
     make_folder(path.parent)
     with scratch(path.parent, is_folder=False) as partial:
@@ -30,23 +30,23 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as a whole file. Raises OSError."""
+    """Writes a text file atomically. Raises OSError."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def scratch(parent: Path, is_folder: bool) -> Iterator[Path]:
-    """Yields a new hidden file or folder in `parent`, deleted at the end unless it was renamed.
+    """Yields a hidden temporary file or folder in `parent`, and deletes it at the end unless it was renamed.
 
-    It is locked while in use: one that is not locked was left by a process that was killed, and is deleted here.
+    It is locked while in use. Unlocked ones were left by killed processes and are deleted first.
     """
     _delete_abandoned(parent)
     while True:
         place = parent / f".sansgpu-{secrets.token_hex(8)}"
         place.mkdir() if is_folder else place.touch(exist_ok=False)
-        lock = _locked(place)
-        if place.exists():  # else another process deleted it before it was locked
+        lock = _try_lock(place)
+        if place.exists():  # otherwise another process deleted it before it was locked
             break
     try:
         yield place
@@ -57,17 +57,17 @@ def scratch(parent: Path, is_folder: bool) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, so that they survive a power cut. Raises OSError."""
+    """Creates a folder and its missing parents, and syncs them to disk. Raises OSError."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         sync_to_disk(path.parent)
     if not missing and not folder.is_dir():
-        folder.mkdir()  # raises what is wrong
+        folder.mkdir()  # raises the appropriate error
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, survives a power cut."""
+    """Flushes a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,21 +76,21 @@ def sync_to_disk(path: Path) -> None:
 
 
 def to_nowhere(stream: IO[str]) -> None:
-    """Drop what is written to a stream from now on and what is still in its buffer: its reader has left."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Redirects a stream whose reader has exited to /dev/null, including its buffered text."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
 
 
 def _delete_abandoned(parent: Path) -> None:
     for path in list(parent.iterdir()):
-        if _SCRATCH.fullmatch(path.name) and not path.is_symlink() and (lock := _locked(path)) is not None:
+        if _SCRATCH.fullmatch(path.name) and not path.is_symlink() and (lock := _try_lock(path)) is not None:
             _delete(path)
             os.close(lock)
 
 
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds the lock of `path`; None if another process has it or the file system has no locks."""
+def _try_lock(path: Path) -> int | None:
+    """Locks `path` and returns its descriptor; None if it is locked or the file system does not support locks."""
     try:
         import fcntl  # not on Windows
 

@@ -1,4 +1,4 @@
-"""Events as JSON lines: a run's metrics.jsonl, and --headless."""
+"""Reads and writes events as JSON lines: metrics.jsonl and --headless output."""
 
 from __future__ import annotations
 
@@ -15,47 +15,46 @@ from sansgpu.watch.event_schema import event_flaw
 from sansgpu.watch.events import Event, RecordError
 from sansgpu.watch.files import to_nowhere, whole_file
 
-MOST_LINE_BYTES = 4 << 20  # of an event; a sample is the longest thing in one
+MAX_LINE_BYTES = 4 << 20  # of an event, whose longest field is a sample
 
 
 def line(event: Event) -> str:
-    """One event as one line."""
+    """Formats an event as one line of JSON."""
     return json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 class Metrics:
-    """metrics.jsonl: the record of a run, the same whether or not it was interrupted.
+    """A sink that writes metrics.jsonl. A resumed run has the same record as an uninterrupted one.
 
-    A resumed run continues the file behind the snapshot's step. So it holds one `start`, the run's first, and
-    neither the `end` nor the extra snapshot of a process that was stopped; that a snapshot was resumed from is
-    said again by the loop where it belongs to the record.
+    A resumed run truncates the file to the events up to the snapshot's step. The file keeps only the first `start`, and
+    neither the `end` nor the final snapshot of an interrupted process. The training loop emits that snapshot again if
+    it belongs to the record.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = None) -> None:
-        kept = b"" if resumed_step is None else _before(path, resumed_step)
+        kept = b"" if resumed_step is None else _lines_until(path, resumed_step)
         with whole_file(path) as partial:
             partial.write_bytes(kept)
         self._has_start, self._path = bool(kept), path
         self._file = path.open("a", encoding="utf-8")
 
     def emit(self, event: Event) -> None:
-        """Append one line. The writer of snapshots has them synced to disk. Raises RecordError if the disk refuses."""
+        """Appends one line, which is synced to disk with the next snapshot. Raises RecordError if writing fails."""
         if event["event"] == "start" and self._has_start:
             return
         try:
             self._file.write(line(event))
             self._file.flush()
         except OSError as error:
-            what_to_do = "snapshots are untouched: free some space and resume"
+            what_to_do = "snapshots are intact: free disk space and resume"
             raise RecordError(f"{self._path} cannot be written: {error.strerror}; {what_to_do}.") from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 class JsonLines:
-    """--headless: every event on a stream, `start` first as in metrics.jsonl."""
+    """A sink for --headless that writes every event to a stream, `start` first as in metrics.jsonl."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -63,7 +62,6 @@ class JsonLines:
         self._started = False
 
     def emit(self, event: Event) -> None:
-        """Write one line, as long as somebody reads it."""
         if event["event"] == "start" or self._started:
             self._started = True
             self._write(event, *self._early)
@@ -72,7 +70,7 @@ class JsonLines:
             self._early.append(event)
 
     def close(self) -> None:
-        """Leave the stream open; it is not ours. What was said of a run that did not start is said now."""
+        """Writes the events of a run that did not start. The stream stays open."""
         self._write(*self._early)
         self._early = []
 
@@ -85,22 +83,22 @@ class JsonLines:
 
 
 class _Line(NamedTuple):
-    """A line of a metrics.jsonl, with its end."""
+    """A line of metrics.jsonl, including its line end."""
 
     content: bytes
-    event: Event | None  # None if the line cannot be used
-    flaw: str  # why not
+    event: Event | None  # None if the line is invalid
+    flaw: str  # reason; empty for a torn last line
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a metrics.jsonl that can be used. Raises OSError."""
+    """Returns the valid events of a metrics.jsonl. Raises OSError."""
     return read_record(path)[0]
 
 
 def read_record(path: Path) -> tuple[list[Event], str | None]:
-    """The events of a metrics.jsonl, and a sentence about the lines that had to be left out, if any. Raises OSError.
+    """Returns the valid events of a metrics.jsonl, and a sentence about invalid lines or None. Raises OSError.
 
-    A last line that a kill cut off is left out without a word.
+    A last line that was cut off by a kill is ignored.
     """
     events: list[Event] = []
     flaws: list[str] = []
@@ -111,27 +109,27 @@ def read_record(path: Path) -> tuple[list[Event], str | None]:
             if line.event is not None:
                 events.append(line.event)
             elif line.flaw:
-                flaws.append(f"{path}: line {number:,} is left out: {line.flaw}")
+                flaws.append(f"{path}: line {number:,} is ignored: {line.flaw}")
     except FlawError as error:
-        flaws.append(f"{path} is left out: {error}")
+        flaws.append(f"{path} is ignored: {error}")
     if not flaws:
         return events, None
     return events, flaws[0] + (f", and {len(flaws) - 1:,} more lines." if len(flaws) > 1 else ".")
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """The lines of a metrics.jsonl, which end at "\n" alone: a text may hold other line separators."""
-    last = -1  # the last step event's
+    """Yields the lines of a metrics.jsonl. Only "\n" ends a line, because texts may contain other line separators."""
+    last = -1  # step of the last step event
     with open_regular(path) as file:
-        while content := file.readline(MOST_LINE_BYTES):
-            if len(content) == MOST_LINE_BYTES:
-                yield _Line(content, None, f"it is longer than {MOST_LINE_BYTES:,} bytes; so is all that follows")
+        while content := file.readline(MAX_LINE_BYTES):
+            if len(content) == MAX_LINE_BYTES:
+                yield _Line(content, None, f"it exceeds {MAX_LINE_BYTES:,} bytes; the rest of the file is ignored")
                 return
             try:
                 event = from_json(content, allow_inf_nan=False)
             except ValueError as error:
                 torn = not content.endswith(b"\n") or not content.strip()
-                yield _Line(content, None, "" if torn else f"no JSON: {error}")
+                yield _Line(content, None, "" if torn else f"invalid JSON: {error}")
                 continue
             flaw = event_flaw(event)
             if flaw is None and event["event"] == "step":
@@ -140,8 +138,8 @@ def _lines(path: Path) -> Iterator[_Line]:
             yield _Line(content, event if flaw is None else None, flaw or "")
 
 
-def _before(path: Path, resumed_step: int) -> bytes:
-    """The lines of a record up to a step; those that cannot be read stay where they are."""
+def _lines_until(path: Path, resumed_step: int) -> bytes:
+    """Returns the lines of a record up to a step, including invalid lines."""
     kept, inside = [], True
     for line in _lines(path) if path.exists() else ():
         if line.event is not None:

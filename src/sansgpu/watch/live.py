@@ -1,4 +1,4 @@
-"""The live view: a screen that follows the run, and keys that steer it."""
+"""The live view: a full-screen display of a run, with keys that control it."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ from sansgpu.config import RunPaths
 from sansgpu.watch.controls import Controls
 from sansgpu.watch.events import Event
 from sansgpu.watch.jsonl import read_events
-from sansgpu.watch.live_screen import Point, Shown, screen
+from sansgpu.watch.live_screen import Point, ScreenState, screen
 from sansgpu.watch.results import evaluation_words
 from sansgpu.watch.terminal import REDRAWS_PER_SECOND, Terminal
 
-SHARE = 0.0012  # of one core's time, that drawing may take: a step waits two or three times as long for it
-LONGEST_PAUSE = 8.0  # seconds without a new picture
-LAST_EVALUATIONS = 5  # that stay in the terminal when the view is gone
-_ENTER = b"\x1b[?1049h\x1b[?25l"  # the other screen, without a cursor
-_LEAVE = b"\x1b[?1049l\x1b[?25h"  # the normal screen, with its cursor
+CPU_SHARE = 0.0012  # of one core, spent on drawing; a step is delayed by two to three times as much
+MAX_REDRAW_SECONDS = 8.0
+LAST_EVALUATIONS = 5  # printed when the view ends
+_ENTER = b"\x1b[?1049h\x1b[?25l"  # alternate screen, cursor hidden
+_LEAVE = b"\x1b[?1049l\x1b[?25h"  # normal screen, cursor visible
 
 
 class LiveView:
-    """A sink that fills the terminal while the run goes on, and leaves a summary in plain lines."""
+    """A sink that fills the terminal during a run, and prints a summary in plain lines at its end."""
 
     def __init__(
         self, console: Console, controls: Controls, system: Callable[[], dict[str, Any] | None] = lambda: None
     ) -> None:
-        """`system` tells the last sample of the machine."""
+        """`system` returns the latest sample of resource usage."""
         self._console, self._controls, self._system = console, controls, system
-        self._shown, self._kept = Shown(), list[Event]()
+        self._screen, self._events = ScreenState(), list[Event]()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._keys = _Keys()
         self._live: Live | None = None
-        self._stopped: Any = None  # what Ctrl-Z did before
+        self._sigtstp_handler: Any = None  # the previous SIGTSTP handler
         self._thread = threading.Thread(target=self._run, name="live view", daemon=True)
 
     def emit(self, event: Event) -> None:
-        """Note one event; the screen follows."""
         with self._lock:
             self._note(event)
         if event["event"] == "start":
@@ -59,7 +58,7 @@ class LiveView:
             self.close()
 
     def close(self) -> None:
-        """Give the terminal back, with what is worth keeping in it."""
+        """Restores the terminal and prints a summary."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -67,21 +66,21 @@ class LiveView:
             self._thread.join()
             self._live.stop()
             self._keys.close()
-            if self._stopped is not None:
-                signal.signal(signal.SIGTSTP, self._stopped)
+            if self._sigtstp_handler is not None:
+                signal.signal(signal.SIGTSTP, self._sigtstp_handler)
         plain = Terminal(self._console)
-        for event in self._worth_keeping():
+        for event in self._summary():
             plain.emit(event)
 
     def leave_at_once(self) -> None:
-        """Give the terminal back from a signal handler: no lock is taken, nothing is drawn."""
+        """Restores the terminal from a signal handler, without locks or drawing."""
         if self._live is not None and not self._ended.is_set():
             self._keys.close()
             with contextlib.suppress(OSError):
                 os.write(sys.stdout.fileno(), _LEAVE)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: the shell gets its terminal, and what is continued takes it again."""
+        """Handles Ctrl-Z: restores the terminal for the shell, and reopens the view when the run is continued."""
         self.leave_at_once()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -92,19 +91,19 @@ class LiveView:
 
     def _begin(self) -> None:
         self._keys.open()
-        self._shown.keys = self._keys.there
+        self._screen.keys = self._keys.available
         self._controls.leaving = self.leave_at_once
         self._live = Live(console=self._console, screen=True, auto_refresh=False, transient=True)
         self._live.start()
         if hasattr(signal, "SIGTSTP") and threading.current_thread() is threading.main_thread():
-            self._stopped = signal.signal(signal.SIGTSTP, self._suspend)
+            self._sigtstp_handler = signal.signal(signal.SIGTSTP, self._suspend)
         self._thread.start()
 
     def _note(self, event: Event) -> None:
-        shown, kind = self._shown, event["event"]
+        shown, kind = self._screen, event["event"]
         if kind == "start":
             shown.start, shown.stepped = event, time.monotonic()
-            for earlier in _earlier(event):
+            for earlier in _earlier_events(event):
                 points = shown.training if earlier["event"] == "step" else shown.validation
                 points += _point(earlier)
         elif kind == "step":
@@ -121,16 +120,16 @@ class LiveView:
             at = f"step {event['step']:,}: " if "step" in event else ""
             shown.news.append((f"{at}{event['message']}", "yellow"))
         if kind == "warning" and not shown.start:
-            Terminal(self._console).emit(event)  # there is no view yet
+            Terminal(self._console).emit(event)  # the view is not open yet
             return
-        if kind == "step":  # of many the last
-            self._kept = [kept for kept in self._kept if kept["event"] != "step"]
-        self._kept.append(event)
+        if kind == "step":  # keep only the last one
+            self._events = [other for other in self._events if other["event"] != "step"]
+        self._events.append(event)
 
-    def _worth_keeping(self) -> list[Event]:
-        """All warnings, and of what there are many the last."""
+    def _summary(self) -> list[Event]:
+        """Returns all warnings, and the last events of every other kind."""
         left, kept = {"eval": LAST_EVALUATIONS, "snapshot": 1}, list[Event]()
-        for event in reversed(self._kept):
+        for event in reversed(self._events):
             kind = event["event"]
             if left.get(kind, 1):
                 kept.append(event)
@@ -139,17 +138,17 @@ class LiveView:
         return kept[::-1]
 
     def _run(self) -> None:
-        """Draw as often as it may, and listen to the keys meanwhile."""
-        costs: deque[float] = deque(maxlen=5)  # the last frames'; the first of all loads much
+        """Draws as often as CPU_SHARE allows, and reads keys in between."""
+        costs: deque[float] = deque(maxlen=5)  # of the last frames; the very first one imports modules
         while not self._ended.is_set():
             began, spent = time.monotonic(), time.thread_time()
             self._draw()
             costs.append(time.thread_time() - spent)
-            pause = min(LONGEST_PAUSE, max(1 / REDRAWS_PER_SECOND, median(costs) / SHARE))
+            pause = min(MAX_REDRAW_SECONDS, max(1 / REDRAWS_PER_SECOND, median(costs) / CPU_SHARE))
             self._listen(began + 1 / REDRAWS_PER_SECOND, began + pause)
 
     def _listen(self, earliest: float, latest: float) -> None:
-        """Wait until it is time to draw: a key is answered at once, all else may wait."""
+        """Waits until `latest`, or until `earliest` if a key was pressed."""
         while not self._ended.is_set() and (left := latest - time.monotonic()) > 0:
             key = self._keys.wait(min(left, 1 / REDRAWS_PER_SECOND))
             if key and self._press(key):
@@ -157,30 +156,30 @@ class LiveView:
 
     def _press(self, key: str) -> bool:
         controls = self._controls
-        wishes = {"p": controls.pause, "s": controls.save, "e": controls.evaluate, "q": controls.stop}
-        if (wish := wishes.get(key.lower())) is None:
+        actions = {"p": controls.pause, "s": controls.save, "e": controls.evaluate, "q": controls.stop}
+        if (action := actions.get(key.lower())) is None:
             return False
-        wish()
-        said = {"s": "a snapshot will be written", "e": "it will be evaluated", "q": "it will be saved, and end"}
-        if key.lower() in said:
+        action()
+        announced = {"s": "a snapshot", "e": "an evaluation", "q": "save and end"}
+        if key.lower() in announced:
             with self._lock:
-                self._shown.news.append((f"after this step {said[key.lower()]}", "cyan"))
+                self._screen.news.append((f"after this step: {announced[key.lower()]}", "cyan"))
         return True
 
     def _draw(self) -> None:
         assert self._live is not None
         with self._lock:
-            self._shown.system = self._system() or {}
-            self._shown.state = (
+            self._screen.system = self._system() or {}
+            self._screen.state = (
                 "ending" if self._controls.stopping else "paused" if self._controls.paused else "training"
             )
             size = self._console.size
-            picture = screen(self._shown, size.width, size.height)
+            picture = screen(self._screen, size.width, size.height)
         self._live.update(picture, refresh=True)
 
 
-def _earlier(start: Event) -> list[Event]:
-    """What the run's earlier processes have told, where it goes on."""
+def _earlier_events(start: Event) -> list[Event]:
+    """Returns the step and eval events of earlier processes of a resumed run."""
     if not start["step"]:
         return []
     events = read_events(RunPaths(Path(start["output_dir"])).metrics)
@@ -189,44 +188,44 @@ def _earlier(start: Event) -> list[Event]:
 
 
 def _point(event: Event) -> list[Point]:
-    """The event's point of a curve; none if its loss was not finite."""
+    """Returns the event's point of the loss curve, or an empty list if its loss was not finite."""
     return [] if event["loss"] is None else [(event["step"], event["loss"])]
 
 
 class _Keys:
-    """Single keys from the terminal, where standard input is one."""
+    """Reads single keys if standard input is a terminal."""
 
     def __init__(self) -> None:
-        self.there = False
+        self.available = False
         self._before: Any = None
 
     def open(self) -> None:
-        """Have keys come one by one, unseen; Ctrl-C stays what it is."""
+        """Disables line buffering and echo. Ctrl-C still sends a signal."""
         try:
             import termios  # not on Windows
             import tty
 
-            mine = sys.stdin.isatty() and os.getpgrp() == os.tcgetpgrp(sys.stdin.fileno())
-        except (ImportError, OSError):  # a launcher's process has no terminal of its own
+            is_foreground = sys.stdin.isatty() and os.getpgrp() == os.tcgetpgrp(sys.stdin.fileno())
+        except (ImportError, OSError):  # a process started by a launcher may have no terminal
             return
-        if not mine:
+        if not is_foreground:
             return
         self._before = termios.tcgetattr(sys.stdin)
         tty.setcbreak(sys.stdin)
-        self.there = True
+        self.available = True
 
     def wait(self, seconds: float) -> str | None:
-        """A key that comes within so many seconds."""
-        if not self.there:
+        """Returns a key that is pressed within `seconds`, or None."""
+        if not self.available:
             time.sleep(seconds)
             return None
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         return os.read(sys.stdin.fileno(), 1).decode("ascii", "ignore") if ready else None
 
     def close(self) -> None:
-        """As it was."""
-        if self.there:
+        """Restores the terminal's settings."""
+        if self.available:
             import termios
 
-            self.there = False
+            self.available = False
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)

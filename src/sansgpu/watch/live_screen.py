@@ -1,4 +1,4 @@
-"""What the live view shows: a picture of what is known, for any size of terminal."""
+"""Renders the live view for any terminal size."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from sansgpu.watch.events import NEAR_LIMIT, Event
 from sansgpu.watch.terminal import clock, duration
 
 KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
-WIDE = 104  # columns from which figures stand beside the curve
-CURVE_SECONDS = 10.0  # for which a curve stands as it was drawn
-LEAST_CURVE = 5  # rows
-SAMPLE_ROWS, NEWS_ROWS = 4, 3  # the sample with its frame
+WIDE = 104  # terminal columns from which the table is placed next to the curve
+CURVE_SECONDS = 10.0  # minimum time between redraws of the curve
+MIN_CURVE_ROWS = 5
+SAMPLE_ROWS, NEWS_ROWS = 4, 3  # the sample includes its frame
 TRAINING, VALIDATION = "cyan", "magenta"
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_SINGLE_CORES = 8  # that are told one by one
+_MAX_LISTED_CORES = 8  # with more, only the mean load is shown
 
-_METRICS = {  # of evaluations, besides the loss
+_METRICS = {  # of evaluations, in addition to the loss
     "bits_per_byte": ("bits per byte", "{:.4f}"),
     "f1": ("F1", "{:.1f} %"),
     "exact_match": ("exact match", "{:.1f} %"),
-    "mlm_acc": ("tokens right", "{:.1%}"),
-    "mnm_acc": ("leaves right", "{:.1%}"),
+    "mlm_acc": ("MLM accuracy", "{:.1%}"),
+    "mnm_acc": ("MNM accuracy", "{:.1%}"),
 }
 
 Point = tuple[int, float]
@@ -45,45 +45,45 @@ Cell = tuple[str, RenderableType]  # a name and its value
 
 
 @dataclass
-class Shown:
-    """All that is known of the run now."""
+class ScreenState:
+    """The current state of a run."""
 
     start: Event = field(default_factory=dict)
     step: Event = field(default_factory=dict)  # the last one
     evaluation: Event = field(default_factory=dict)
-    training: list[Point] = field(default_factory=list)  # steps and losses
+    training: list[Point] = field(default_factory=list)  # (step, loss)
     validation: list[Point] = field(default_factory=list)
-    news: list[tuple[str, str]] = field(default_factory=list)  # texts and their styles
-    snapshot: tuple[str, float] | None = None  # the last one's name, and when (time.monotonic)
+    news: list[tuple[str, str]] = field(default_factory=list)  # (text, style)
+    snapshot: tuple[str, float] | None = None  # name and time.monotonic() of the last snapshot
     system: dict[str, Any] = field(default_factory=dict)
-    stepped: float = 0.0  # when the last step event came (time.monotonic)
+    stepped: float = 0.0  # time.monotonic() of the last step event
     state: str = "training"
-    keys: bool = True  # whether they are listened to
-    plot: tuple[object, float, RenderableType] = (None, 0.0, "")  # its room, when it was drawn (time.monotonic), itself
+    keys: bool = True  # True if keys can be read
+    plot: tuple[object, float, RenderableType] = (None, 0.0, "")  # size, time.monotonic(), rendered curve
 
 
-def screen(shown: Shown, width: int, height: int) -> RenderableType:
-    """The whole terminal, `width` columns by `height` rows."""
+def screen(shown: ScreenState, width: int, height: int) -> RenderableType:
+    """Renders the whole terminal, `width` columns by `height` rows."""
     top, bottom = [_headline(shown, width), _bar(shown, width)], [_footer(shown, width)]
     wide = width >= WIDE
-    figures = _Figures([*_course(shown), *_machine(shown.system)], columns=1 if wide or width < 70 else 2)
+    figures = _Cells([*_progress(shown), *_machine(shown.system)], columns=1 if wide or width < 70 else 2)
     rows = height - 3
-    below, rows = _below(shown, width, rows, least=LEAST_CURVE + 2 + (0 if wide else figures.rows))
+    below, rows = _below(shown, width, rows, least=MIN_CURVE_ROWS + 2 + (0 if wide else figures.rows))
     if wide:
-        more = _Figures([*_course(shown), *_machine(shown.system), *_details(shown)], columns=1)
-        middle = _Beside(_curve(shown, width - 46, rows), more.panel(rows), 46)
+        more = _Cells([*_progress(shown), *_machine(shown.system), *_details(shown)], columns=1)
+        middle = _SideBySide(_curve(shown, width - 46, rows), more.panel(rows), 46)
         return Group(*top, middle, *below, *bottom)
     parts: list[RenderableType] = []
-    if rows - figures.rows >= LEAST_CURVE + 2:
+    if rows - figures.rows >= MIN_CURVE_ROWS + 2:
         parts.append(_curve(shown, width, rows - figures.rows))
     return Group(*top, *parts, figures.panel(min(rows, figures.rows)), *below, *bottom)
 
 
-def _headline(shown: Shown, width: int) -> Text:
+def _headline(shown: ScreenState, width: int) -> Text:
     step, total = (shown.step or shown.start).get("step", 0), _total(shown)
     place = f"step {step:,}" + (f" of {total:,}" if total else "")
     state_style = {"training": "bold green", "paused": "bold yellow"}.get(shown.state, "bold cyan")
-    name = printable_line(str(shown.start.get("output_dir", "")))  # longer than as it is: before the layout
+    name = printable_line(str(shown.start.get("output_dir", "")))  # escaping makes it longer, so it precedes the layout
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f" {shown.state} ", state_style + " reverse")
     line.append(f"  {place}", "bold")
@@ -95,24 +95,24 @@ def _headline(shown: Shown, width: int) -> Text:
     return line
 
 
-def _total(shown: Shown) -> int | None:
+def _total(shown: ScreenState) -> int | None:
     total: int | None = (shown.step or shown.start).get("total_steps")
     return total
 
 
-def _eta(shown: Shown) -> float:
+def _eta(shown: ScreenState) -> float:
     passed = 0.0 if shown.state == "paused" else time.monotonic() - shown.stepped
     return max(0.0, float(shown.step["eta_seconds"]) - passed)
 
 
-def _bar(shown: Shown, width: int) -> RenderableType:
+def _bar(shown: ScreenState, width: int) -> RenderableType:
     total, done = _total(shown), (shown.step or shown.start).get("step", 0)
-    line = Table.grid()  # which ends the line that a bar leaves open
+    line = Table.grid()  # adds the line end that ProgressBar lacks
     line.add_row(ProgressBar(total=total or 100, completed=float(done if total else 0), width=width))
     return line
 
 
-def _footer(shown: Shown, width: int) -> Text:
+def _footer(shown: ScreenState, width: int) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     for key, what, short in KEYS if shown.keys else ():
         line.append(f" {key} ", "reverse").append(f" {what}   " if width >= 70 else f" {short}  ")
@@ -121,8 +121,8 @@ def _footer(shown: Shown, width: int) -> Text:
     return line
 
 
-class _Beside:
-    """Two things of the same height next to each other; a table would measure each before it is drawn."""
+class _SideBySide:
+    """Renders two parts of the same height side by side, faster than a table, which measures them first."""
 
     def __init__(self, left: RenderableType, right: RenderableType, right_width: int) -> None:
         self._left, self._right, self._right_width = left, right, right_width
@@ -136,15 +136,14 @@ class _Beside:
             yield Segment.line()
 
 
-class _Figures:
-    """Rows of names and values, which know how many they are."""
+class _Cells:
+    """A table of names and values with a known number of rows."""
 
     def __init__(self, cells: Sequence[Cell], columns: int) -> None:
         self._cells, self._columns = cells, columns
-        self.rows = -(-len(cells) // columns) + 2  # with the frame
+        self.rows = -(-len(cells) // columns) + 2  # including the frame
 
     def panel(self, rows: int) -> RenderableType:
-        """A frame of so many rows."""
         table = Table.grid(expand=True, padding=(0, 1))
         for _ in range(self._columns):
             table.add_column(width=13, no_wrap=True, style="dim")
@@ -156,20 +155,19 @@ class _Figures:
         return Panel(table, height=rows, padding=(0, 1), border_style="dim")
 
 
-def _course(shown: Shown) -> list[Cell]:
-    """How learning goes."""
-    step, told, cells = shown.step, shown.evaluation, list[Cell]()
+def _progress(shown: ScreenState) -> list[Cell]:
+    step, evaluation, cells = shown.step, shown.evaluation, list[Cell]()
     if step:
         cells += [
             ("speed", f"{step['tokens_per_second']:,.0f} tokens/s"),
-            ("a step", f"{_seconds(step['step_seconds'])}, MFU {step['mfu']:.0%}"),
-            ("learned from", f"{step['tokens'] / 1e6:,.1f}M tokens"),
+            ("step time", f"{_seconds(step['step_seconds'])}, MFU {step['mfu']:.0%}"),
+            ("trained on", f"{step['tokens'] / 1e6:,.1f}M tokens"),
             ("learning rate", f"{step['lr']:.3g}"),
             ("gradient norm", f"{step['grad_norm']:.3g}"),
         ]
     for key, (name, form) in _METRICS.items():
-        if told.get(key) is not None:
-            cells.append((name, f"{form.format(told[key])} at {told['step']:,}"))
+        if evaluation.get(key) is not None:
+            cells.append((name, f"{form.format(evaluation[key])} at {evaluation['step']:,}"))
     if shown.snapshot:
         name, when = shown.snapshot
         cells.append(("snapshot", f"{name}, {duration(time.monotonic() - when)} ago"))
@@ -177,26 +175,25 @@ def _course(shown: Shown) -> list[Cell]:
 
 
 def _machine(system: dict[str, Any]) -> list[Cell]:
-    """How the machine bears it."""
     if not system:
         return []
     cores = system["core_percent"]
     blocks = "".join(_BLOCKS[min(7, int(percent / 12.5))] for percent in cores)
-    alone = " ".join(f"{percent:.0f}" for percent in cores) + " %"
-    told = alone if len(cores) <= _SINGLE_CORES else f"{mean(cores):.0f} % of {len(cores)}"
+    each = " ".join(f"{percent:.0f}" for percent in cores) + " %"
+    load = each if len(cores) <= _MAX_LISTED_CORES else f"{mean(cores):.0f} % of {len(cores)}"
     others = system["other_percent"]
-    beside = f", others {others:.0f} %" if others >= 10 else ""
+    others_load = f", others {others:.0f} %" if others >= 10 else ""
     limit, left = system["memory_limit_bytes"], system["memory_available_bytes"]
     near = left < NEAR_LIMIT * limit
     used = f"{system['rss_bytes'] / 1e9:.1f} GB, {left / 1e9:.1f} of {limit / 1e9:.0f} left"
-    heat, clock_rate, watts = system["temperature_celsius"], system["frequency_hz"], system["watts"]
+    temperature, clock_rate, watts = system["temperature_celsius"], system["frequency_hz"], system["watts"]
     physical = [
-        f"{heat:.0f} °C" if heat else "",
+        f"{temperature:.0f} °C" if temperature else "",
         f"{clock_rate / 1e9:.1f} GHz" if clock_rate else "",
         f"{watts:.0f} W" if watts else "",
     ]
     cells: list[Cell] = [
-        ("cores", Text.assemble((blocks, "green"), f" {told}{beside}")),
+        ("cores", Text.assemble((blocks, "green"), f" {load}{others_load}")),
         ("memory", Text(used, "bold red" if near else "")),
     ]
     if any(physical):
@@ -204,28 +201,28 @@ def _machine(system: dict[str, Any]) -> list[Cell]:
     return cells
 
 
-def _details(shown: Shown) -> list[Cell]:
-    """What else there is to know, where there is room."""
+def _details(shown: ScreenState) -> list[Cell]:
+    """Returns additional cells for wide terminals."""
     cells, system = list[Cell](), shown.system
     phases: dict[str, float] = shown.step.get("phase_seconds", {})
     whole = sum(phases.values())
     for phase, spent in phases.items():
         if spent > 0.005 * whole:
-            cells.append(("" if cells else "of a step", f"{spent / whole:>4.0%} {phase}"))
+            cells.append(("" if cells else "step phases", f"{spent / whole:>4.0%} {phase}"))
     if system:
         rates = (("disk_read", "read"), ("disk_write", "written"))
-        told = [(system[f"{key}_bytes_per_second"], what) for key, what in rates]
-        moving = [f"{rate / 1e6:,.0f} MB/s {what}" for rate, what in told if rate and rate > 1e6]
+        values = [(system[f"{key}_bytes_per_second"], what) for key, what in rates]
+        moving = [f"{rate / 1e6:,.0f} MB/s {what}" for rate, what in values if rate and rate > 1e6]
         free = system["disk_free_bytes"]
         cells.append(("disk", ", ".join([*moving, *([f"{free / 1e9:,.0f} GB free"] if free else [])])))
-        cells.append(("page faults", f"{system['major_faults_per_second'] or 0:,.0f} a second from the disk"))
+        cells.append(("page faults", f"{system['major_faults_per_second'] or 0:,.0f} major per second"))
         if system["swap_bytes"]:
             cells.append(("swap", f"{system['swap_bytes'] / 1e9:.1f} GB in use"))
     return cells
 
 
-def _below(shown: Shown, width: int, rows: int, least: int) -> tuple[list[RenderableType], int]:
-    """The last sample and the last news, where there is room; and the rows that are left."""
+def _below(shown: ScreenState, width: int, rows: int, least: int) -> tuple[list[RenderableType], int]:
+    """Returns panels for the last sample and messages if they fit, and the number of remaining rows."""
     parts: list[RenderableType] = []
     news = _news(shown, width - 4)
     if news and rows - len(news) - 2 >= least:
@@ -239,11 +236,11 @@ def _below(shown: Shown, width: int, rows: int, least: int) -> tuple[list[Render
     return parts, rows
 
 
-def _news(shown: Shown, width: int) -> list[Text]:
-    """The last lines that fit: the newest whole, those before it cut to one line."""
+def _news(shown: ScreenState, width: int) -> list[Text]:
+    """Returns the last messages that fit: the newest one wrapped, earlier ones truncated to one line."""
     lines: list[Text] = []
-    for number, (said, style) in enumerate(reversed(shown.news[-NEWS_ROWS:])):
-        text = printable_line(said)
+    for number, (message, style) in enumerate(reversed(shown.news[-NEWS_ROWS:])):
+        text = printable_line(message)
         wrapped = [Text(line, style) for line in wrap(text, width)] if number == 0 else [
             Text(text, style, no_wrap=True, overflow="ellipsis")
         ]  # fmt: skip
@@ -253,8 +250,7 @@ def _news(shown: Shown, width: int) -> list[Text]:
     return lines
 
 
-def _curve(shown: Shown, width: int, rows: int) -> RenderableType:
-    """Training and validation loss over steps."""
+def _curve(shown: ScreenState, width: int, rows: int) -> RenderableType:
     title = Text("loss  ", "bold")
     if shown.training:
         title.append(f"training {shown.training[-1][1]:.4f}", TRAINING)
@@ -262,18 +258,18 @@ def _curve(shown: Shown, width: int, rows: int) -> RenderableType:
         best_step, best = min(shown.validation, key=lambda point: point[1])
         title.append(f"  validation {shown.validation[-1][1]:.4f}", VALIDATION)
         title.append(f" (best {best:.4f} at {best_step:,})", "dim")
-    body: RenderableType = Text("The first steps are under way.", "dim")
+    body: RenderableType = Text("Waiting for the first steps.", "dim")
     if len(shown.training) > 1:
-        room, now = (width, rows, len(shown.validation)), time.monotonic()
-        if shown.plot[0] != room or now - shown.plot[1] > CURVE_SECONDS:  # drawing it takes as long as all else
-            shown.plot = room, now, _plot(shown, width - 4, rows - 2)
+        size, now = (width, rows, len(shown.validation)), time.monotonic()
+        if shown.plot[0] != size or now - shown.plot[1] > CURVE_SECONDS:  # drawing it takes as long as everything else
+            shown.plot = size, now, _plot(shown, width - 4, rows - 2)
         body = shown.plot[2]
     return Panel(body, title=title, title_align="left", height=rows, padding=(0, 1), border_style="dim")
 
 
-def _plot(shown: Shown, width: int, rows: int) -> RenderableType:
-    training, validation = _thinned(shown.training, 2 * width), _thinned(shown.validation, 2 * width)
-    high = max(loss for _, loss in training[len(training) // 10 :])  # the first fall would flatten all that follows
+def _plot(shown: ScreenState, width: int, rows: int) -> RenderableType:
+    training, validation = _downsample(shown.training, 2 * width), _downsample(shown.validation, 2 * width)
+    high = max(loss for _, loss in training[len(training) // 10 :])  # the initial drop would flatten the rest
     low = min(loss for _, loss in (*training, *validation))
     margin = 0.03 * (high - low) or 0.01 * abs(high) or 1.0
     labels = [f"{high:.2f}", f"{low:.2f}"]
@@ -287,18 +283,18 @@ def _plot(shown: Shown, width: int, rows: int) -> RenderableType:
     for points, colour in ((training, TRAINING), (validation, VALIDATION)):
         if shows := [point for point in points if point[1] <= high + margin]:
             figure.plot(*zip(*shows, strict=True), lc=colour)
-    lines, broad = list(AnsiDecoder().decode(figure.show())), max(map(len, labels))
+    lines, label_width = list(AnsiDecoder().decode(figure.show())), max(map(len, labels))
     ends = f"step {first:,}", f"{last:,}"
     axis = ends[0] + ends[1].rjust(max(1, figure.width - len(ends[0])))
     drawn = Text(no_wrap=True, overflow="crop")
     for number, line in enumerate(lines):
         label = labels[0] if number == 0 else labels[1] if number == len(lines) - 1 else ""
-        drawn.append(f"{label:>{broad}} ", "dim").append_text(line).append("\n")
-    return drawn.append(" " * (broad + 1) + axis, "dim")
+        drawn.append(f"{label:>{label_width}} ", "dim").append_text(line).append("\n")
+    return drawn.append(" " * (label_width + 1) + axis, "dim")
 
 
-def _thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """At most `most` points: means of neighbours, which keep what the eye follows."""
+def _downsample(points: Sequence[Point], most: int) -> Sequence[Point]:
+    """Averages neighboring points to at most `most` points."""
     size = -(-len(points) // most)
     if size <= 1:
         return points

@@ -1,6 +1,6 @@
-"""The mark of a folder that sansgpu made: `.sansgpu.json`, which names the files that it wrote there.
+"""The mark of an output folder: `.sansgpu.json`, which lists the files that sansgpu wrote there.
 
-Each has a fingerprint, so that a file which somebody changed since is known to be theirs.
+Each file has a fingerprint, which shows whether it was changed by somebody else.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from sansgpu.watch.files import write_text
 
 MARK = ".sansgpu.json"
 KINDS = {
-    "run": "a run", "model": "a model", "tokenizer": "a tokenizer", "plots": "plots", "bench": "a measurement",
+    "run": "a run", "model": "a model", "tokenizer": "a tokenizer", "plots": "plots", "bench": "a benchmark",
     "cluster": "a cluster's manifests", "search": "a search", "snapshots": "a run's snapshots", "logs": "a run's logs",
 }  # fmt: skip
-_MOST_BYTES = 1 << 22  # of a mark that is read: enough for 30,000 files
-_SAMPLE_BYTES = 1 << 20  # at each end of a file, which its fingerprint covers
+_MAX_BYTES = 1 << 22  # of a mark; enough for 30,000 files
+_SAMPLE_BYTES = 1 << 20  # at each end of a file, included in its fingerprint
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The content of a mark."""
+    """The content of a `.sansgpu.json` file."""
 
     kind: str
-    files: dict[str, list[str]] = field(default_factory=dict)  # by path in the folder: fingerprints it may have
-    run: str | None = None  # identity of the run that the folder is of
-    made_by_0_1: bool = False  # a run that version 0.1.0 began, whose other folders have no mark
-    configuration: dict[str, Any] | None = None  # of a run, as config.identity gives it
+    files: dict[str, list[str]] = field(default_factory=dict)  # valid fingerprints by relative path
+    run: str | None = None  # identity of the run that the folder belongs to
+    made_by_0_1: bool = False  # a run started by version 0.1.0, whose other folders have no mark
+    configuration: dict[str, Any] | None = None  # a run's config.identity
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """The mark of a folder; None if there is none that can be read."""
+    """Returns the mark of a folder, or None if it is missing or invalid."""
     path = folder / MARK
     try:
         if path.is_symlink():
             return None
-        values = parse_json(read_regular(path, _MOST_BYTES))
+        values = parse_json(read_regular(path, _MAX_BYTES))
         mark = Mark(**{key: value for key, value in values.items() if key != "made_by"})
-        return mark if _has_types(mark) else None
+        return mark if _is_valid(mark) else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
 def write_mark(folder: Path, mark: Mark) -> None:
-    """Mark a folder as made by sansgpu. Raises OSError."""
+    """Marks a folder as made by sansgpu. Raises OSError."""
     values = {key: value for key, value in asdict(mark).items() if value or key == "kind"}
     write_text(folder / MARK, json.dumps({"made_by": "sansgpu", **values}, indent=1, sort_keys=True) + "\n")
 
 
 def is_unchanged(folder: Path, name: str, known: Sequence[str]) -> bool:
-    """Whether `folder`/`name` is a file with one of the fingerprints `known`. Nothing behind a link is."""
+    """Returns True if `folder`/`name` is a file with a `known` fingerprint and no symlink on its path."""
     path = folder / name
     return not is_behind_link(folder, name) and path.is_file() and fingerprint(path) in known
 
 
 def is_behind_link(folder: Path, name: str) -> bool:
-    """Whether a path in a folder, or one of the folders on the way to it, is a link."""
+    """Returns True if a path in a folder, or one of its parents within the folder, is a symlink."""
     steps = PurePosixPath(name)
     return any((folder / step).is_symlink() for step in (steps, *steps.parents[:-1]))
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of a file's size, beginning and end: weights of many gigabytes need not be read."""
+    """Returns the SHA-256 of a file's size, start and end. Reading all of a model's weights would be slow."""
     with path.open("rb") as file:
         first = file.read(_SAMPLE_BYTES)
         size = os.fstat(file.fileno()).st_size
@@ -77,7 +77,7 @@ def fingerprint(path: Path) -> str:
 
 
 def fingerprint_of(content: bytes) -> str:
-    """The fingerprint of a file with this content."""
+    """Returns the fingerprint of a file with this content."""
     return _digest(len(content), content[:_SAMPLE_BYTES], content[-_SAMPLE_BYTES:])
 
 
@@ -85,8 +85,8 @@ def _digest(size: int, first: bytes, last: bytes) -> str:
     return hashlib.sha256(b"%d %b %b" % (size, first, last)).hexdigest()
 
 
-def _has_types(mark: Mark) -> bool:
-    """A mark may come from somebody else: each value has its type, and no name leads out of the folder."""
+def _is_valid(mark: Mark) -> bool:
+    """Validates an untrusted mark: value types, and no path that leaves the folder."""
     return (
         mark.kind in KINDS
         and isinstance(mark.files, dict)

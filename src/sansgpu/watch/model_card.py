@@ -1,4 +1,4 @@
-"""README.md of a trained model: the card that the Hugging Face hub and its readers know."""
+"""Renders README.md of a trained model as a Hugging Face model card."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from sansgpu.watch.terminal import duration
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILE = re.compile(r"\.(txt|md|py|jsonl?|csv|parquet|yaml)(\.gz)?$")
 _OWN = {PYTHON_STDLIB: "The source of Python's standard library",
-        PYTHON_STDLIB_CHAT: "Questions and answers made of the docstrings of Python's standard library",
+        PYTHON_STDLIB_CHAT: "Questions and answers made from the docstrings of Python's standard library",
         PYTHON_STDLIB_GRAPH: "The source of Python's standard library and the triples in it"}  # fmt: skip
 _LAYOUTS = {"swiglu": "Qwen3", "relu2": "Apertus", "gelu": "GPT-2", "relu": "GPT-2"}
 _WHAT = {
     "pretrain": ("text-generation", "a decoder that continues text, trained from scratch"),
     "sft": ("text-generation", "a decoder fine-tuned on conversations"),
-    "qa": ("question-answering", "an encoder fine-tuned to find answers in texts"),
+    "qa": ("question-answering", "an encoder fine-tuned for extractive question answering"),
     "masked": ("fill-mask", "an encoder fine-tuned on masked text"),
     "graph": ("fill-mask", "an encoder of texts and triples, trained from scratch on masked tokens and leaves"),
 }
@@ -52,11 +52,11 @@ _WHAT = {
 
 @dataclass(frozen=True)
 class _Model:
-    """What a card speaks of."""
+    """The model that a card describes."""
 
     record: Record
     step: int | None  # of the snapshot; None: the last
-    adapter: bool  # an adapter that was left apart
+    adapter: bool  # True for an adapter that was not merged
 
     @property
     def kind(self) -> str:
@@ -68,7 +68,7 @@ class _Model:
 
     @property
     def ours(self) -> bool:
-        """Whether its layout is no one else's."""
+        """Returns True if only sansgpu can load the model."""
         return self.kind == GRAPH and not self.plain_bert
 
     @property
@@ -86,7 +86,7 @@ class _Model:
 
     @property
     def batches(self) -> int | None:
-        """That were evaluated; None: all."""
+        """The number of evaluated batches; None: all."""
         return self.record.section("training").get("eval_batches")
 
     @property
@@ -95,14 +95,14 @@ class _Model:
 
     @property
     def tokens(self) -> int | None:
-        """That it learned from, as far as a step event tells."""
+        """The training tokens according to the last step event."""
         return next((e.get("tokens") for e in reversed(self.record.steps) if e["step"] <= self.steps), None)
 
 
 def model_card(record: Record, step: int | None = None, adapter: bool = False) -> str:
-    """The card of a run's last model, or of the snapshot after `step`; of an `adapter` left apart, its own.
+    """Returns the card of a run's final model, or of the snapshot at `step`, or of its separate `adapter`.
 
-    It names data and models by their hub names, or by a file's or a folder's own name: never by a path.
+    Data and models are named by their Hub names, or by a file or folder name without its path.
     """
     model = _Model(record, step, adapter)
     what = "an encoder of text, trained from scratch on masked tokens" if model.plain_bert else _WHAT[model.kind][1]
@@ -152,7 +152,7 @@ def _on_gpu(record: Record) -> bool:
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a source is a name on the hub, and neither ours nor a file or folder."""
+    """Returns True for a Hub name, which is neither a built-in dataset nor a file or folder."""
     path = Path(name).expanduser()
     return name not in _OWN and bool(_HUB_NAME.fullmatch(name)) and not _FILE.search(name) and not path.exists()
 
@@ -162,7 +162,7 @@ def _shown(name: str) -> str:
 
 
 def _index(model: _Model, pipeline: str) -> list[dict[str, Any]]:
-    """What the hub reads results from."""
+    """Returns the results in the format that the Hub reads."""
     evaluation, data = model.evaluation, _shown(model.data)
     if evaluation is None:
         return []
@@ -174,7 +174,7 @@ def _index(model: _Model, pipeline: str) -> list[dict[str, Any]]:
     ]
     result = {
         "task": {"type": pipeline},
-        "dataset": {"name": f"{data} (validation part)", "type": data},
+        "dataset": {"name": f"{data} (validation split)", "type": data},
         "metrics": metrics,
     }
     return [{"name": model.record.name, "results": [result]}]
@@ -201,7 +201,7 @@ def _facts(card: _Model) -> dict[str, str]:
 
 
 def _usage(model: _Model) -> tuple[str, str]:
-    """Code that loads it (none for our own layout), and a command of ours."""
+    """Returns code that loads the model, empty if only sansgpu can, and a sansgpu command."""
     if model.ours:
         return "", _COMMANDS[model.kind]
     end = {"qa": "QuestionAnswering", MASKED: "MaskedLM", GRAPH: "MaskedLM"}.get(model.kind, "CausalLM")
@@ -226,11 +226,11 @@ def _procedure(model: _Model) -> dict[str, str]:
     adapter = settings.get("adapter", "none")
     found = {
         "steps": f"{model.steps:,}",
-        "tokens learned from": f"{model.tokens:,}" if model.tokens else "",
-        "tokens of a step": f"{start['tokens_per_step']:,}" if start.get("tokens_per_step") else "",
+        "training tokens": f"{model.tokens:,}" if model.tokens else "",
+        "tokens per step": f"{start['tokens_per_step']:,}" if start.get("tokens_per_step") else "",
         "optimizer": f"{training.get('optimizer')}, weight decay {training.get('weight_decay')}",
-        "learning rate": f"{training.get('learning_rate')} at its peak, {training.get('lr_scheduler')}, "
-        f"{training.get('warmup_steps')} steps of warm-up",
+        "learning rate": f"{training.get('learning_rate')} peak, {training.get('lr_scheduler')} schedule, "
+        f"{training.get('warmup_steps')} warmup steps",
         "adapter": ""
         if adapter == "none"
         else f"{adapter}, rank {settings.get('lora_rank')}" + ("" if model.adapter else ", merged into the model"),
@@ -246,8 +246,8 @@ def _machine(record: Record) -> dict[str, str]:
         "ran on": ran_on(record),
         "instruction set": str(known.get("isa", "")),
         "memory": gigabytes(known["memory_bytes"]) if known.get("memory_bytes") else "",
-        "time of the whole run": duration(record.seconds),
-        "energy of the processors": energy_words(found) or "",
+        "total time": duration(record.seconds),
+        "processor energy": energy_words(found) or "",
     }
     return {key: words for key, words in rows.items() if words}
 

@@ -1,4 +1,4 @@
-"""What a notebook shows while training: one cell's output, drawn anew."""
+"""Shows a run in a notebook cell."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from sansgpu.watch.events import Event
 from sansgpu.watch.page import templates
 from sansgpu.watch.terminal import duration
 
-SECONDS = 1.0  # between two pictures
+REDRAW_SECONDS = 1.0
 
 
 class Notebook:
-    """A sink for Jupyter: a bar, the last figures and the last evaluations, in place of lines that pile up."""
+    """A sink for Jupyter: a progress bar, current figures and the last evaluations, updated in place."""
 
     def __init__(self) -> None:
         from IPython.display import HTML, display
 
         self._page, self._html = templates().get_template("notebook.html"), HTML
-        self._known: dict[str, Any] = {"evaluations": [], "warnings": [], "step": {}, "end": {}, "start": {}}
-        self._shown = 0.0
-        self._handle = display(HTML("sansgpu begins"), display_id=True)
+        self._events: dict[str, Any] = {"evaluations": [], "warnings": [], "step": {}, "end": {}, "start": {}}
+        self._redrawn = 0.0
+        self._handle = display(HTML("starting"), display_id=True)
 
     def emit(self, event: Event) -> None:
-        """Note one event; the picture follows, at most once a second but for the last."""
-        kind, known = event["event"], self._known
+        kind, known = event["event"], self._events
         if kind in ("start", "step", "end"):
             known[kind] = event
         elif kind in ("eval", "warning"):
             known["evaluations" if kind == "eval" else "warnings"].append(event)
-        if kind != "step" or time.monotonic() - self._shown >= SECONDS:
-            self._shown = time.monotonic()
+        if kind != "step" or time.monotonic() - self._redrawn >= REDRAW_SECONDS:
+            self._redrawn = time.monotonic()
             self._handle.update(self._html(self._page.render(**known, duration=duration)))
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass

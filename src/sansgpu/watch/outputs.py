@@ -1,8 +1,8 @@
-"""Where commands may write: one rule that keeps users' files safe.
+"""Writes outputs without overwriting users' files.
 
-A folder is written to only if it is new, empty, or marked as the same kind of output. Of its files only those that the
-mark lists are replaced or deleted, and only while they are as they were written. A single file is written only if it is
-new, empty, or begins as ours do. No link is followed. Anything else is refused.
+A folder is written to only if it is new, empty, or marked as the same kind of output. Of its files, only unchanged ones
+that the mark lists are replaced or deleted. A single file is written only if it is new, empty, or recognized as an
+output of sansgpu. Symlinks are not followed. Everything else is a ConfigError.
 """
 
 from __future__ import annotations
@@ -32,84 +32,86 @@ from sansgpu.watch.marks import (
 )
 from sansgpu.watch.unmarked import files_of_unmarked, is_unmarked
 
-Files = dict[str, list[str]]  # by path in a folder: the fingerprints that a file of ours may have
+Files = dict[str, list[str]]  # valid fingerprints of sansgpu's files, by relative path
 
-WHOLE = "model", "tokenizer"  # kinds of folders whose files belong together: older ones are deleted
-LOCK = ".lock"  # an empty one is left by a command that was refused
-README = "README.md"  # people complete a model card: a changed one stays
-# Words near the beginning of single files of ours. Of pages, version 0.1.0 wrote only the second.
+REPLACED_KINDS = "model", "tokenizer"  # kinds of folders whose files are replaced together: old ones are deleted
+LOCK = ".lock"  # commands that are rejected leave an empty one
+README = "README.md"  # an edited model card is kept
+# Text near the start of files that sansgpu wrote. Pages of version 0.1.0 have only the second.
 PAGE = (
     b'<meta name="generator" content="sansgpu">',
     b"style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'",
 )
 GGUF = (b", trained with sansgpu.",)
-_HEAD_BYTES = 1 << 16  # that are searched for these
+_HEAD_BYTES = 1 << 16  # searched for these
 
 
 def require_folder(folder: Path, kind: str, option: str = "--output-dir") -> None:
-    """Raises ConfigError unless `folder` is new, empty, or made by sansgpu as one of this kind."""
+    """Raises ConfigError unless `folder` is new, empty, or an output of this kind."""
     _require_no_link(folder, option)
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ConfigError(f"{folder} cannot be written: it is a file, not a folder; choose another {option}.")
+        raise ConfigError(f"{folder} is a file, not a folder; choose another {option}.")
     mark = read_mark(folder)
     if mark is not None and mark.kind != kind:
-        raise ConfigError(f"{folder} holds {KINDS[mark.kind]}, not {KINDS[kind]}; choose another {option}.")
+        raise ConfigError(f"{folder} contains {KINDS[mark.kind]}, not {KINDS[kind]}; choose another {option}.")
     if mark is None and (other := _first_entry(folder, option)) and not is_unmarked(folder, kind):
-        raise ConfigError(f"{folder} holds files that sansgpu did not write, such as {other}; choose another {option}.")
+        raise ConfigError(
+            f"{folder} contains files that sansgpu did not write, such as {other}; choose another {option}."
+        )
 
 
 def require_file(path: Path, ours: Sequence[bytes] = (), option: str = "--output") -> None:
-    """Raises ConfigError unless `path` is new, empty, or has some words of `ours` near its beginning."""
+    """Raises ConfigError unless `path` is new, empty, or contains a text of `ours` near its start."""
     _require_no_link(path, option)
     if not path.exists():
         return
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; give the name of a file as {option}.")
+        raise ConfigError(f"{path} is a folder; set {option} to a file.")
     if not path.is_file():
-        raise ConfigError(f"{path} is no regular file; choose another {option}.")
+        raise ConfigError(f"{path} is not a regular file; choose another {option}.")
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head and not any(words in head for words in ours):
-        problem = "exists and was not written by this command" if ours else "exists already"
+        problem = "exists and was not written by this command" if ours else "already exists"
         raise ConfigError(f"{path} {problem}; choose another {option}, or delete it.")
 
 
 def require_no_links(paths: Sequence[Path]) -> None:
-    """Raises ConfigError at the first path that is a link, as what it points to would be written."""
+    """Raises ConfigError if a path is a symlink, whose target would be overwritten."""
     for path in paths:
         if path.is_symlink():
-            raise ConfigError(f"{path} is a link, and links are not followed; put the file or folder in its place.")
+            raise ConfigError(f"{path} is a symlink, which is not followed; replace it with the file or folder.")
 
 
 @contextmanager
 def filled_folder(folder: Path, kind: str, option: str = "--output") -> Iterator[Path]:
-    """Yields a new hidden folder to fill, whose files then become those of `folder`.
+    """Yields a hidden temporary folder, whose files then replace those of `folder`.
 
-    Files of a model or a tokenizer that an earlier command wrote there and this one does not are deleted; files of
-    other people stay. `folder` is never missing in between, and changes at once if it is new or holds only files of
-    ours. The modes of files follow the umask. Raises ConfigError where this module's rule forbids it, and OSError.
+    Files of a model or a tokenizer that an earlier command wrote and this one does not are deleted. Files that sansgpu
+    did not write are kept. `folder` always exists in between, and is replaced atomically if it is new or contains only
+    files of sansgpu. File modes follow the umask. Raises ConfigError if `folder` may not be written, and OSError.
     """
     require_folder(folder, kind, option)
     folder = folder.resolve()
-    before = _files_of_ours(folder, kind)
+    before = _own_files(folder, kind)
     make_folder(folder.parent)
-    beside = _can_change_at_once(folder, kind, before)
-    with scratch(folder.parent if beside else folder, is_folder=True) as new:
+    replaceable = _can_replace(folder, kind, before)
+    with scratch(folder.parent if replaceable else folder, is_folder=True) as new:
         yield new
         files = _complete(new, kind)
         if not folder.exists():
             new.rename(folder)
-        elif _can_change_at_once(folder, kind, before) and _exchanged(new, folder):
-            _bring_back(new, folder, before)
+        elif _can_replace(folder, kind, before) and _exchange(new, folder):
+            _keep_late_files(new, folder, before)
         else:
             _move_in(new, folder, Mark(kind, files), before)
         sync_to_disk(folder.parent)
 
 
 def add_text(folder: Path, name: str, text: str) -> bool:
-    """Write a file of a marked folder; False if one of that name is not as sansgpu wrote it. Raises OSError."""
+    """Writes a file of a marked folder. Returns False if it exists and was changed by others. Raises OSError."""
     mark = read_mark(folder)
     assert mark is not None, f"{folder} has no mark"
     known = mark.files.get(name, [])
@@ -121,10 +123,10 @@ def add_text(folder: Path, name: str, text: str) -> bool:
 
 
 def remove_folder(folder: Path, kind: str) -> None:
-    """Delete the files that sansgpu wrote to a folder, and the folder if nothing else is in it. Raises OSError."""
+    """Deletes the files that sansgpu wrote to a folder, and the folder if it is then empty. Raises OSError."""
     if folder.is_symlink() or not folder.is_dir():
         return
-    for name, known in _files_of_ours(folder, kind).items():
+    for name, known in _own_files(folder, kind).items():
         _remove(folder, name, known)
     if [path.name for path in folder.iterdir()] in ([MARK], []):
         (folder / MARK).unlink(missing_ok=True)
@@ -134,11 +136,11 @@ def remove_folder(folder: Path, kind: str) -> None:
 def _require_no_link(path: Path, option: str) -> None:
     if path.is_symlink():
         target = os.readlink(path)
-        raise ConfigError(f"{path} is a link to {target}, and links are not followed; choose another {option}.")
+        raise ConfigError(f"{path} is a symlink to {target}, which is not followed; choose another {option}.")
 
 
 def _first_entry(folder: Path, option: str) -> str | None:
-    """The name of something in the folder; None if it is empty but for the lock of a refused command."""
+    """Returns the name of an entry of a folder, or None if it has none except an empty lock file."""
     try:
         found = sorted(folder.iterdir())
         others = (path for path in found if path.name != LOCK or path.is_symlink() or path.lstat().st_size)
@@ -147,7 +149,7 @@ def _first_entry(folder: Path, option: str) -> str | None:
         raise ConfigError(f"{folder} cannot be read: {error.strerror}; choose another {option}.") from None
 
 
-def _files_of_ours(folder: Path, kind: str) -> Files:
+def _own_files(folder: Path, kind: str) -> Files:
     if (mark := read_mark(folder)) is not None:
         return mark.files
     found = files_of_unmarked(folder, kind) if is_unmarked(folder, kind) else []
@@ -155,12 +157,12 @@ def _files_of_ours(folder: Path, kind: str) -> Files:
 
 
 def _is_taken(folder: Path, name: str, known: list[str]) -> bool:
-    """Whether there is something of that name that is not as sansgpu wrote it."""
+    """Returns True if the path exists and is not an unchanged file of sansgpu."""
     return is_behind_link(folder, name) or (os.path.lexists(folder / name) and not is_unchanged(folder, name, known))
 
 
 def _others(folder: Path, ours: Files) -> Iterator[str]:
-    """Paths in `folder` that sansgpu did not write, or that somebody changed."""
+    """Yields paths in `folder` that sansgpu did not write or that were changed."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if (
@@ -171,17 +173,17 @@ def _others(folder: Path, ours: Files) -> Iterator[str]:
             yield name
 
 
-def _can_change_at_once(folder: Path, kind: str, ours: Files) -> bool:
-    """Whether another folder can take its place: it is new, or holds only what is to go and is no mount point."""
+def _can_replace(folder: Path, kind: str, ours: Files) -> bool:
+    """Returns True if a folder can be replaced as a whole: it is new, or has only own files and is no mount point."""
     if not os.access(folder.parent, os.W_OK):
         return False
     if not folder.exists():
         return True
-    return kind in WHOLE and bool(ours) and not os.path.ismount(folder) and not any(_others(folder, ours))
+    return kind in REPLACED_KINDS and bool(ours) and not os.path.ismount(folder) and not any(_others(folder, ours))
 
 
 def _complete(folder: Path, kind: str) -> Files:
-    """Mark a new folder, give its files the modes that the umask asks for, and wait until all is on the disk."""
+    """Marks a new folder, sets file modes according to the umask, and syncs everything to disk."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: [fingerprint(folder / name)] for name in names}
     write_mark(folder, Mark(kind, files))
@@ -196,10 +198,12 @@ def _complete(folder: Path, kind: str) -> Files:
 
 
 def _move_in(new: Path, folder: Path, mark: Mark, before: Files) -> None:
-    """Move file by file; a kill meanwhile leaves a mark that knows the old and the new ones."""
+    """Moves files one by one. Meanwhile the mark lists the old and the new fingerprints, in case of a kill."""
     taken = {name for name in mark.files if _is_taken(folder, name, before.get(name, []))}
     if other := next(iter(sorted(taken - {README})), None):
-        raise ConfigError(f"{folder / other} is not as sansgpu wrote it; move it away, or choose another folder.")
+        raise ConfigError(
+            f"{folder / other} was not written by sansgpu or has changed; move it away, or choose another folder."
+        )
     files = {name: known for name, known in mark.files.items() if name not in taken}
     older = {name: known for name, known in before.items() if name not in mark.files}
     write_mark(
@@ -208,16 +212,16 @@ def _move_in(new: Path, folder: Path, mark: Mark, before: Files) -> None:
     for name in files:
         make_folder((folder / name).parent)
         _rename(new / name, folder / name)
-    for name, known in older.items() if mark.kind in WHOLE else ():
+    for name, known in older.items() if mark.kind in REPLACED_KINDS else ():
         _remove(folder, name, known)
-    write_mark(folder, Mark(mark.kind, files if mark.kind in WHOLE else {**older, **files}))
+    write_mark(folder, Mark(mark.kind, files if mark.kind in REPLACED_KINDS else {**older, **files}))
 
 
 def _rename(source: Path, target: Path) -> None:
     try:
         source.replace(target)
     except OSError as error:
-        if error.errno != errno.EXDEV:  # they are in different mounts
+        if error.errno != errno.EXDEV:  # on different mounts
             raise
         with scratch(target.parent, is_folder=False) as copied:
             shutil.copyfile(source, copied)
@@ -227,7 +231,7 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _remove(folder: Path, name: str, known: list[str]) -> None:
-    """Delete a file that is as it was written, and the folders that it leaves empty."""
+    """Deletes an unchanged file, and parent folders that become empty."""
     if is_unchanged(folder, name, known):
         (folder / name).unlink()
         with contextlib.suppress(OSError):  # not empty
@@ -235,8 +239,8 @@ def _remove(folder: Path, name: str, known: list[str]) -> None:
                 (folder / parent).rmdir()
 
 
-def _exchanged(one: Path, other: Path) -> bool:
-    """Let two folders swap their names in one operation; False where the system cannot."""
+def _exchange(one: Path, other: Path) -> bool:
+    """Atomically exchanges two folders. Returns False if the system does not support it."""
     at_working_folder, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE, see renameat2(2)
     try:
         rename = ctypes.CDLL(None).renameat2
@@ -245,8 +249,8 @@ def _exchanged(one: Path, other: Path) -> bool:
     return bool(rename(at_working_folder, os.fsencode(one), at_working_folder, os.fsencode(other), exchange) == 0)
 
 
-def _bring_back(old: Path, folder: Path, ours: Files) -> None:
-    """Move what somebody put into the old folder at the last moment to the new one."""
+def _keep_late_files(old: Path, folder: Path, ours: Files) -> None:
+    """Moves files that somebody added to the old folder in the meantime to the new one."""
     for name in list(_others(old, ours)):
         if not os.path.lexists(folder / name):
             make_folder((folder / name).parent)

@@ -1,4 +1,4 @@
-"""Pages that need no network: one style, and plots that plotly draws in the reader's browser."""
+"""Renders self-contained HTML pages with plotly figures."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from markupsafe import Markup, escape
 
 from sansgpu.watch.plots import PALETTE, Plot, Series
 
-FULL_HEIGHT, ROW_HEIGHT, AROUND = 300, 40, 60  # pixels
-HOVER_PIXELS = 40  # from a point, within which it is told of
+PLOT_HEIGHT, ROW_HEIGHT, ROWS_MARGIN = 300, 40, 60  # pixels
+HOVER_PIXELS = 40  # maximum distance from a point at which its label is shown
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A figure that another library has made for plotly."""
+class PlotlyFigure:
+    """A plotly figure that another library made."""
 
     name: str
     title: str
-    json: str  # with `data` and `layout`
+    json: str  # an object with `data` and `layout`
     note: str = ""
     wide: bool = True
 
 
 @cache
 def templates() -> Environment:
-    """Our templates; what is filled into a page is escaped."""
-    made = Environment(
+    """Returns the template environment, which escapes values in HTML."""
+    environment = Environment(
         loader=PackageLoader("sansgpu.watch"), autoescape=select_autoescape(["html"]), keep_trailing_newline=True
     )
-    made.globals.update(figure=as_json, palette=PALETTE)
-    return made
+    environment.globals.update(figure=as_json, palette=PALETTE)
+    return environment
 
 
-def page(template: str, plots: Sequence[Plot | Drawn], **values: Any) -> str:
-    """A whole page: `template`, which extends page.html, with plotly in it where there is something to draw."""
+def page(template: str, plots: Sequence[Plot | PlotlyFigure], **values: Any) -> str:
+    """Renders `template`, which extends page.html, and embeds plotly if there are plots."""
     library = Markup(_library()) if plots else ""
     return templates().get_template(template).render(plotly=library, plots=plots, **values)
 
 
-def as_json(plot: Plot | Drawn) -> Markup:
-    """A plot as plotly takes it, safe inside a script element; its colours of text and lines are the page's."""
-    if isinstance(plot, Drawn):
+def as_json(plot: Plot | PlotlyFigure) -> Markup:
+    """Returns a plot as JSON that is safe in a script element. The page adds the colors of text and lines."""
+    if isinstance(plot, PlotlyFigure):
         text = plot.json
     else:
         text = json.dumps(figure(plot), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -55,7 +55,7 @@ def as_json(plot: Plot | Drawn) -> Markup:
 
 
 def figure(plot: Plot) -> dict[str, Any]:
-    """`data` and `layout` of a plotly figure."""
+    """Returns the `data` and `layout` of a plotly figure."""
     axis = {"automargin": True, "zeroline": False, "title": {"standoff": 8}}
     x, y = ({**axis, "title": {"text": text, "standoff": 8}} for text in (plot.x, plot.y))
     if plot.log:
@@ -66,16 +66,16 @@ def figure(plot: Plot) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "xaxis": x,
         "yaxis": y,
-        "height": FULL_HEIGHT,
+        "height": PLOT_HEIGHT,
         "margin": {"l": 10, "r": 16, "t": 8, "b": 10},
         "hovermode": "closest" if plot.kind == "rows" else "x unified",
         "hoverdistance": HOVER_PIXELS,
-        "showlegend": len(names) > 1 and plot.kind != "rows",  # whose names stand above them
+        "showlegend": len(names) > 1 and plot.kind != "rows",  # plot.html shows their legend
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     }
     if plot.kind == "rows":
         y |= {"autorange": "reversed", "type": "category", "categoryorder": "array", "categoryarray": plot.rows}
-        layout |= {"barmode": "stack", "height": AROUND + ROW_HEIGHT * len(plot.rows)}
+        layout |= {"barmode": "stack", "height": ROWS_MARGIN + ROW_HEIGHT * len(plot.rows)}
     elif plot.kind == "bars":
         x["type"] = "category"
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Plots for print: the same data as on a page, drawn by matplotlib."""
+"""Draws plots for print with matplotlib."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sansgpu.config import ConfigError
 from sansgpu.watch.plots import PALETTE, Plot
 
 DASHES = ("-", "--", ":", "-.")
-WIDTH, HEIGHT, DPI = 3.5, 2.5, 300  # inches of a column of a paper, and dots per inch of a png
-ROW, NAMES = 0.3, 0.15  # inches of a row of bars, and of a line of names below a plot
-MOST_INSIDE = 3  # names, or they hide what is drawn
+WIDTH, HEIGHT, DPI = 3.5, 2.5, 300  # inches of one column in a paper; dots per inch of png files
+BAR_HEIGHT, LEGEND_HEIGHT = 0.3, 0.15  # inches per bar and per line of a legend below the plot
+MAX_LEGEND_INSIDE = 3  # entries; a longer legend would hide the curves
 _STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.labelsize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
@@ -21,7 +21,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def write_plots(plots: Sequence[Plot], folder: Path, form: str) -> list[Path]:
-    """Write NAME.png or NAME.svg of each into `folder`. Raises ConfigError without matplotlib, and OSError."""
+    """Writes each plot as NAME.png or NAME.svg. Raises ConfigError without matplotlib, and OSError."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -51,11 +51,11 @@ def _draw(plot: Plot, drawn: Any, axes: Any) -> None:
     handles, names = axes.get_legend_handles_labels()
     named = {name: handle for handle, name in zip(handles, names, strict=True) if name}
     if plot.kind == "rows":
-        drawn.set_figheight(0.9 + ROW * len(axes.get_yticks()))
-    if len(named) > MOST_INSIDE or (len(named) > 1 and plot.kind != "lines"):
+        drawn.set_figheight(0.9 + BAR_HEIGHT * len(axes.get_yticks()))
+    if len(named) > MAX_LEGEND_INSIDE or (len(named) > 1 and plot.kind != "lines"):
         columns = 3 if plot.kind == "rows" else 2
         drawn.legend(named.values(), named.keys(), frameon=False, loc="outside lower center", ncols=columns)
-        drawn.set_figheight(drawn.get_figheight() + NAMES * -(-len(named) // columns))
+        drawn.set_figheight(drawn.get_figheight() + LEGEND_HEIGHT * -(-len(named) // columns))
     elif len(named) > 1:
         axes.legend(named.values(), named.keys(), frameon=False)
 
@@ -79,7 +79,7 @@ def _bars(plot: Plot, axes: Any) -> None:
     for number, series in enumerate(plot.series):
         places = [names.index(str(name)) + width * (number - (len(plot.series) - 1) / 2) for name in series.x]
         axes.bar(places, series.y, width, label=series.full_name, color=PALETTE[series.colour % len(PALETTE)])
-    step = -(-len(names) // 16)  # so that many names do not run into each other
+    step = -(-len(names) // 16)  # at most 16 labels, which would otherwise overlap
     axes.set_xticks(range(0, len(names), step), names[::step])
 
 

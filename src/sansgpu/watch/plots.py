@@ -1,4 +1,4 @@
-"""Plots as data: defined once, drawn by a browser (page) or for print (paper_plots)."""
+"""Plot definitions, which `page` draws in a browser and `paper_plots` draws for print."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Okabe and Ito's colours without their yellow and black, a little lighter where a dark page needs it.
+# Okabe and Ito's colors without yellow and black, some of them lighter for dark pages.
 PALETTE = ("#2b8cce", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c7ae6", "#9a8866", "#7f8690")
-MOST_POINTS = 2000  # of a series: more than a screen is wide
+MOST_POINTS = 2000  # of a series; more than a screen is wide
 
 Value = float | int | str | None
 
@@ -17,45 +17,44 @@ Value = float | int | str | None
 class Series:
     """One line, or one set of bars."""
 
-    name: str  # of what it shows; may be empty where a plot shows one thing
+    name: str  # may be empty if a plot has one series
     x: Sequence[Value]
     y: Sequence[Value]
-    colour: int = 0  # of the palette
-    dash: int = 0  # solid, dashed, dotted, both
+    colour: int = 0  # index in the palette
+    dash: int = 0  # solid, dashed, dotted, dash-dotted
     marked: bool = False  # a dot at each point
-    run: int = 0  # the number of the run it is of
-    of: str = ""  # that run's name, where there are several
-    along: Mapping[str, Sequence[Value]] = field(default_factory=dict)  # x on the plot's other axes
+    run: int = 0  # index of the run
+    of: str = ""  # name of the run if there are several
+    along: Mapping[str, Sequence[Value]] = field(default_factory=dict)  # x values for other x axes
 
     @property
     def full_name(self) -> str:
-        """With the run's."""
         return ": ".join(part for part in (self.of, self.name) if part)
 
 
 @dataclass(frozen=True)
 class Plot:
-    """What is drawn. Of `rows`, bars from left to right on top of each other, y holds the names."""
+    """A plot. `rows` are horizontal stacked bars, whose y values are names."""
 
-    name: str  # of a file
+    name: str  # file name
     title: str
-    x: str  # what an axis shows, with its unit
+    x: str  # axis label with unit
     y: str
     series: Sequence[Series]
     kind: Literal["lines", "bars", "rows"] = "lines"
     note: str = ""
     from_zero: bool = False
     log: bool = False
-    wide: bool = False  # for its room on a page
+    wide: bool = False  # full page width
 
     @property
     def rows(self) -> list[str]:
-        """Of `rows`, the names from top to bottom, in the order of the runs."""
+        """The names of horizontal bars from top to bottom, in the order of the runs."""
         return list(dict.fromkeys(str(name) for s in sorted(self.series, key=lambda s: s.run) for name in s.y))
 
 
 def thinned(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
-    """The places of at most `most` values that are drawn: all, or the extremes of many buckets."""
+    """Returns the indices of at most `most` values: all, or the minimum and maximum of equal buckets."""
     if len(values) <= most:
         return list(range(len(values)))
     size = -(-len(values) * 2 // most)
@@ -64,13 +63,13 @@ def thinned(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int
 
 def _extremes(values: Sequence[float | None], size: int) -> Iterator[int]:
     for start in range(0, len(values), size):
-        told = [(value, place) for place, value in enumerate(values[start : start + size], start) if value is not None]
-        if told:
-            yield from sorted({min(told)[1], max(told)[1]})
+        valid = [(value, place) for place, value in enumerate(values[start : start + size], start) if value is not None]
+        if valid:
+            yield from sorted({min(valid)[1], max(valid)[1]})
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """`most` of the numbers below `count`, the first and the last among them; all where there are no more."""
+    """Returns at most `most` evenly spaced indices below `count`, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})

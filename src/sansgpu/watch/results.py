@@ -1,4 +1,4 @@
-"""What came of a run, as numbers and as words: for reports, lists and model cards alike."""
+"""The results of a run as numbers and as text, for reports, run lists and model cards."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from sansgpu.watch.terminal import duration
 
 Numbers = dict[str, Any]
 
-NOT_FINITE = "not finite"  # said of a number that an event holds as null
+NOT_FINITE = "not finite"  # shown for a number that is null in an event
 STATES = {"done": "done", "out_of_time": "out of time", "interrupted": "interrupted"}
-# Of an evaluation, what is no metric of its own.
+# Fields of an eval event that are not metrics of the task.
 EVALUATION_KEYS = ("event", "step", "loss", "seconds", "sample", "time")
-# Metrics by what people call them. Shares are shown in per cent, and those of qa are per cent.
+# Display names of metrics. Accuracies are shown in percent; those of qa are percentages already.
 _METRICS = {
     "bits_per_byte": "bits per byte", "perplexity": "perplexity", "exact_match": "exact match (%)", "f1": "F1 (%)",
-    "mlm_loss": "loss of masked tokens", "mnm_loss": "loss of masked leaves", "tail_loss": "loss of whole tails",
-    "mlm_acc": "masked tokens right (%)", "mnm_acc": "masked leaves right (%)", "tail_acc": "whole tails right (%)",
-    "sbo_loss": "loss of spans from their ends",
+    "mlm_loss": "masked token loss", "mnm_loss": "masked leaf loss", "tail_loss": "whole tail loss",
+    "mlm_acc": "masked token accuracy (%)", "mnm_acc": "masked leaf accuracy (%)",
+    "tail_acc": "whole tail accuracy (%)", "sbo_loss": "span boundary loss",
 }  # fmt: skip
 
 
 def metric_name(key: str) -> str:
-    """As people call it, with its unit."""
-    return _METRICS.get(key, key.replace("_acc", " right (%)").replace("_", " "))
+    """Returns the display name of a metric with its unit."""
+    return _METRICS.get(key, key.replace("_acc", " accuracy (%)").replace("_", " "))
 
 
 def metric(key: str, value: Any) -> float | None:
-    """In the unit of its name; None where it is no number."""
+    """Returns a value in the unit of `metric_name`, or None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return 100.0 * value if key.endswith("_acc") else float(value)
 
 
 def own_metrics(event: dict[str, Any]) -> list[str]:
-    """The keys of an evaluation that tell how good a model is, besides the loss."""
+    """Returns the keys of the task's metrics in an eval event, without the loss."""
     counts = ("_count", "_hits", "_interval", "_majority_acc")
     return [
         key
@@ -53,11 +53,11 @@ def own_metrics(event: dict[str, Any]) -> list[str]:
 
 
 def numbers(record: Record, held: bool = False) -> Numbers:
-    """All that is known; None for what is not. `held` says whether a process trains the run now."""
+    """Returns the results of a run, None if unknown. `held` is True if a process is training the run."""
     steps, best = record.steps, record.best
     last_evaluation = record.evaluations[-1] if record.evaluations else {}
-    watched = [event.get("system") or {} for event in steps]
-    peak = [e.get("rss_bytes") or 0 for e in (*steps, *watched)]
+    samples = [event.get("system") or {} for event in steps]
+    peak = [e.get("rss_bytes") or 0 for e in (*steps, *samples)]
     return {
         "name": record.name,
         "task": record.config.get("task"),
@@ -81,18 +81,18 @@ def numbers(record: Record, held: bool = False) -> Numbers:
 
 
 def told(found: Numbers) -> Iterator[tuple[str, str]]:
-    """The numbers of a run in words, those that it has: pairs of a name and what is to be said of it."""
-    for name, say in _WORDS.items():
-        if (words := say(found)) is not None:
-            yield name, words
+    """Yields (name, text) for every known result of `numbers`."""
+    for name, format_text in _FORMATS.items():
+        if (text := format_text(found)) is not None:
+            yield name, text
 
 
 def ran_on(record: Record) -> str:
-    """The machine and how it was used, in words."""
+    """Describes the machine and how it was used."""
     known = {**record.start, **record.environment}
     cores, processes, threads = known.get("cores"), known.get("world_size") or 1, known.get("threads")
     found = [
-        str(known.get("processor") or "a processor that is not recorded"),
+        str(known.get("processor") or "unknown processor"),
         f"{cores} cores" if cores else "",
         f"{processes} processes" if processes > 1 else "",
         f"{threads} threads" + (" each" if processes > 1 else "") if threads else "",
@@ -104,13 +104,13 @@ def ran_on(record: Record) -> str:
 
 
 def changed(record: Record) -> datetime | None:
-    """When the run last wrote something, in UTC."""
+    """Returns the time of the last change of the run's files in UTC."""
     files = [file for file in (record.paths.metrics, record.paths.config) if file.is_file()]
     return datetime.fromtimestamp(max(f.stat().st_mtime for f in files), timezone.utc) if files else None
 
 
 def size_bytes(path: Path) -> int:
-    """Of a file, or of all below a folder."""
+    """Returns the size of a file, or of all files below a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
 
@@ -133,20 +133,20 @@ def _best(found: Numbers) -> str | None:
 
 
 def parameter_words(found: Numbers) -> str | None:
-    """How many there are, and how many learned."""
+    """Formats the number of parameters, and of trainable ones if there are fewer."""
     whole, trained = found["parameters"], found["trained_parameters"]
     if whole is None:
         return None
-    return count(whole) + (f", {count(trained)} of them trained" if trained and trained < whole else "")
+    return count(whole) + (f", {count(trained)} trainable" if trained and trained < whole else "")
 
 
 def energy_words(found: Numbers) -> str | None:
-    """Of the processors, where the machine told."""
+    """Formats the energy of the processors, or returns None if it is unknown."""
     joules = found["joules"]
     return None if joules is None else f"{joules / 3.6e6:.3g} kWh" if joules > 3.6e5 else f"{joules / 3600:.3g} Wh"
 
 
-_WORDS: dict[str, Callable[[Numbers], str | None]] = {
+_FORMATS: dict[str, Callable[[Numbers], str | None]] = {
     "state": lambda found: str(found["state"]),
     "task": lambda found: str(found["task"]),
     "steps": _steps,
@@ -155,17 +155,17 @@ _WORDS: dict[str, Callable[[Numbers], str | None]] = {
     "training loss, last": _known("loss", "{:.4f}"),
     "bits per byte, best": _known("bits_per_byte", "{:.4f}"),
     "parameters": parameter_words,
-    "tokens learned from": lambda found: None if found["tokens"] is None else f"{found['tokens']:,}",
+    "training tokens": lambda found: None if found["tokens"] is None else f"{found['tokens']:,}",
     "tokens/s, median": _known("tokens_per_second", "{:,.0f}"),
     "MFU, median": _known("mfu", "{:.1f} %", 100),
     "time": lambda found: duration(found["seconds"]) if found["seconds"] else None,
     "memory, peak": lambda found: gigabytes(found["peak_memory_bytes"]) if found["peak_memory_bytes"] else None,
-    "energy of the processors": energy_words,
+    "processor energy": energy_words,
 }
 
 
 def evaluation_words(event: dict[str, Any]) -> list[tuple[str, str]]:
-    """An evaluation's loss and metrics in words."""
+    """Returns (name, text) for the loss and the metrics of an evaluation."""
     found = [("loss", NOT_FINITE if event["loss"] is None else f"{event['loss']:.4f}")]
     for key in own_metrics(event):
         value = metric(key, event[key])

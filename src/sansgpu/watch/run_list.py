@@ -1,4 +1,4 @@
-"""The list of runs, for people."""
+"""Prints the list of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _when(row: Row) -> str:
     return clock(datetime.fromisoformat(row["changed"]).astimezone().replace(tzinfo=None))
 
 
-# A column's name, the key that it needs, what it says, and in which order columns go where the screen is narrow.
+# Title, key, format, and priority: on narrow screens, columns with the highest number are dropped first.
 _COLUMNS: list[tuple[str, str, Callable[[Row], str], int]] = [
     ("name", "name", lambda row: row["name"], 0),
     ("task", "task", lambda row: row["task"], 6),
@@ -39,23 +39,23 @@ _COLUMNS: list[tuple[str, str, Callable[[Row], str], int]] = [
     ("size", "size_bytes", lambda row: gigabytes(row["size_bytes"]), 7),
     ("changed", "changed", _when, 1),
 ]  # fmt: skip
-_WORDS = ("name", "task", "state")
-LEAST_NAME = 16  # letters
+_TEXT_COLUMNS = ("name", "task", "state")
+MIN_NAME_WIDTH = 16  # characters
 
 
 def print_runs(console: Console, rows: Sequence[Row]) -> None:
-    """A table as wide as the screen allows; then what is wrong with the folders that cannot be read."""
-    cells = {title: [_cell(row, key, say) for row in rows] for title, key, say, _ in _COLUMNS}
+    """Prints a table that fits the screen, then the problems of folders that cannot be read."""
+    cells = {title: [_cell(row, key, format_cell) for row in rows] for title, key, format_cell, _ in _COLUMNS}
     widths = {title: max(map(len, (title, *column))) for title, column in cells.items()}
-    widths["name"] = min(widths["name"], max(LEAST_NAME, len("name")))
-    shown = [title for title, *_ in _COLUMNS if title in _WORDS or any(cells[title])]
-    for title in sorted(shown, key=lambda title: -_order(title)):
-        if sum(widths[name] + 2 for name in shown) <= console.width or not _order(title):
+    widths["name"] = min(widths["name"], max(MIN_NAME_WIDTH, len("name")))
+    shown = [title for title, *_ in _COLUMNS if title in _TEXT_COLUMNS or any(cells[title])]
+    for title in sorted(shown, key=lambda title: -_priority(title)):
+        if sum(widths[name] + 2 for name in shown) <= console.width or not _priority(title):
             break
         shown.remove(title)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for title in shown:
-        right = title not in (*_WORDS, "changed")
+        right = title not in (*_TEXT_COLUMNS, "changed")
         table.add_column(title, justify="right" if right else "left", no_wrap=title != "name", overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(*(Text(cells[t][number], style=_COLOURS.get(row["state"], "")) if t == "state"
@@ -66,9 +66,9 @@ def print_runs(console: Console, rows: Sequence[Row]) -> None:
             console.print(Text(f"{row['path']}: {row['problem']}", style="red"), soft_wrap=True)
 
 
-def _cell(row: Row, key: str, say: Callable[[Row], str]) -> str:
-    return "" if row[key] is None else say(row)
+def _cell(row: Row, key: str, format_cell: Callable[[Row], str]) -> str:
+    return "" if row[key] is None else format_cell(row)
 
 
-def _order(title: str) -> int:
+def _priority(title: str) -> int:
     return next(order for name, _, _, order in _COLUMNS if name == title)

@@ -1,4 +1,4 @@
-"""The plots of runs: what is drawn of their events. A run has a colour; of one run alone each series has its own."""
+"""Builds plots from the events of runs. Each run has a color; in the plots of a single run, each series has one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from sansgpu.watch.record import Record
 from sansgpu.watch.results import metric, metric_name, own_metrics
 
 STEP, TOKENS, MINUTES, HOURS = "step", "tokens", "elapsed time (minutes)", "elapsed time (hours)"
-LONG = 2 * 3600.0  # seconds from where on time is shown in hours
+LONG_RUN_SECONDS = 2 * 3600.0  # of longer runs, time is shown in hours
 
-Look = Callable[[Event], float | None]
+Getter = Callable[[Event], float | None]
 
 
 @dataclass(frozen=True)
-class Told:
-    """A run under the name that tells it apart from the others."""
+class NamedRun:
+    """A run with a name that is unique among the runs of a report."""
 
     label: str
     record: Record
 
 
 class Timeline:
-    """Where a run's steps lie on the axes that curves are drawn along."""
+    """Maps the steps of a run to tokens and elapsed time."""
 
     def __init__(self, record: Record, long: bool) -> None:
         self._steps: list[int] = [0, *(event["step"] for event in record.steps)]
@@ -39,7 +39,7 @@ class Timeline:
                 self._axes[axis] = [0.0, *found]
 
     def along(self, steps: Sequence[int]) -> dict[str, list[float]]:
-        """Of each step its place on every axis but that of steps; between two events as on a straight line."""
+        """Returns tokens and elapsed time at each step, linearly interpolated between events."""
         return {axis: [self._at(step, values) for step in steps] for axis, values in self._axes.items()}
 
     def _at(self, step: int, values: list[float]) -> float:
@@ -51,52 +51,50 @@ class Timeline:
 
 
 class Drawing:
-    """Makes plots of runs, which all lie on the same axes."""
+    """Builds the plots of runs on common axes."""
 
-    def __init__(self, runs: Sequence[Told]) -> None:
+    def __init__(self, runs: Sequence[NamedRun]) -> None:
         self.runs = runs
-        self.axes = [STEP, TOKENS, HOURS if (long := any(run.record.seconds > LONG for run in runs)) else MINUTES]
+        long = any(run.record.seconds > LONG_RUN_SECONDS for run in runs)
+        self.axes = [STEP, TOKENS, HOURS if long else MINUTES]
         self._times = [Timeline(run.record, long) for run in runs]
 
     def curves(self) -> list[Plot]:
-        """How well it learns."""
-        steps: Callable[[str], Look] = lambda key: lambda event: event.get(key)  # noqa: E731
+        steps: Callable[[str], Getter] = lambda key: lambda event: event.get(key)  # noqa: E731
         loss = [("training", "step", steps("loss")), ("validation", "eval", steps("loss"))]
         found = [
             self._plot("loss", "Loss", "loss (nats per token)", loss, wide=True),
             self._plot("learning_rate", "Learning rate", "learning rate", [("", "step", steps("lr"))], from_zero=True),
             self._plot("gradient_norm", "Gradient norm, before clipping", "norm", [("", "step", steps("grad_norm"))]),
         ]
-        return [*_drawn(found), *(plot for plot in _drawn(self._metrics()) if _changes(plot))]
+        return [*_non_empty(found), *(plot for plot in _non_empty(self._metrics()) if _is_informative(plot))]
 
     def _metrics(self) -> Iterator[Plot]:
-        """The objective's own, in training where it is told there, and of the validation part."""
+        """Yields plots of the task's metrics in training, if recorded, and validation."""
         keys = [k for run in self.runs for event in run.record.evaluations[:1] for k in own_metrics(event)]
-        for key in dict.fromkeys(key for key in keys if key != "perplexity"):  # which is the loss, said otherwise
-            look: Look = lambda event, key=key: metric(key, event.get(key))  # type: ignore[misc]  # noqa: E731
+        for key in dict.fromkeys(key for key in keys if key != "perplexity"):  # equivalent to the loss
+            get: Getter = lambda event, key=key: metric(key, event.get(key))  # type: ignore[misc]  # noqa: E731
             name = metric_name(key)
-            roles = [("training", "step", look), ("validation", "eval", look)]
+            roles = [("training", "step", get), ("validation", "eval", get)]
             yield self._plot(key, name[0].upper() + name[1:].removesuffix(" (%)"), _unit(name), roles)
 
     def speed(self) -> list[Plot]:
-        """How fast."""
-        rate: Look = lambda event: event.get("tokens_per_second")  # noqa: E731
-        mfu: Look = lambda event: 100 * event["mfu"] if event.get("mfu") is not None else None  # noqa: E731
-        note = "Of the rate that a large product of matrices reaches on this machine."
-        return _drawn(
+        rate: Getter = lambda event: event.get("tokens_per_second")  # noqa: E731
+        mfu: Getter = lambda event: 100 * event["mfu"] if event.get("mfu") is not None else None  # noqa: E731
+        note = "Relative to the FLOP/s of a large matrix product on this machine."
+        return _non_empty(
             [
                 self._plot("speed", "Speed", "tokens/s", [("", "step", rate)], from_zero=True),
-                self._plot("mfu", "MFU", "% of the machine's", [("", "step", mfu)], from_zero=True, note=note),
+                self._plot("mfu", "MFU", "% of peak", [("", "step", mfu)], from_zero=True, note=note),
             ]
         )
 
     def resources(self) -> list[Plot]:
-        """What it took of the machine."""
         found = [
-            self._plot(name, title, unit, [(role, "step", look) for role, look in looks.items()], from_zero=zero)
-            for name, title, unit, zero, looks in _RESOURCES
+            self._plot(name, title, unit, [(role, "step", get) for role, get in getters.items()], from_zero=zero)
+            for name, title, unit, zero, getters in _RESOURCES
         ]
-        return [*_drawn(found), *self._cores()]
+        return [*_non_empty(found), *self._cores()]
 
     def _cores(self) -> list[Plot]:
         series = []
@@ -107,14 +105,13 @@ class Drawing:
                 means: list[Value] = [sum(column) / len(same) for column in zip(*same, strict=True)]
                 names: list[Value] = [str(core) for core in range(len(means))]
                 series.append(Series("", names, means, colour=number, run=number, of=self._of(number)))
-        title = "Load of each core, mean over the run"
+        title = "Mean load of each core"
         return [Plot("cores", title, "core", "% of the time", series, "bars", from_zero=True)] if series else []
 
     def breakdown(self) -> list[Plot]:
-        """Where the time went."""
         parts = [time_parts(run.record) for run in self.runs]
         names = dict.fromkeys(name for found in sorted(parts, key=len, reverse=True) for name in found)
-        long = any(run.record.seconds > LONG for run in self.runs)
+        long = any(run.record.seconds > LONG_RUN_SECONDS for run in self.runs)
         unit, size = ("hours", 3600.0) if long else ("minutes", 60.0)
         series = [
             Series(name, [found[name] / size], [run.label], colour=place, run=number)
@@ -122,18 +119,18 @@ class Drawing:
             for number, (run, found) in enumerate(zip(self.runs, parts, strict=True))
             if found.get(name)
         ]
-        return [Plot("time", "Where the time went", unit, "", series, "rows", wide=True)] if series else []
+        return [Plot("time", "Time by activity", unit, "", series, "rows", wide=True)] if series else []
 
     def _plot(
-        self, name: str, title: str, y: str, roles: list[tuple[str, str, Look]], from_zero: bool = False,
+        self, name: str, title: str, y: str, roles: list[tuple[str, str, Getter]], from_zero: bool = False,
         note: str = "", wide: bool = False,
     ) -> Plot:  # fmt: skip
         series, cut = [], False
         roles_drawn: list[int] = []
         for number, run in enumerate(self.runs):
-            for role, (what, kind, look) in enumerate(roles):
+            for role, (what, kind, get) in enumerate(roles):
                 events = run.record.steps if kind == "step" else run.record.evaluations
-                values = [_finite(look(event)) for event in events]
+                values = [_finite(get(event)) for event in events]
                 if not any(value is not None for value in values) or (from_zero and role and not any(values)):
                     continue
                 kept = thinned(values)
@@ -155,7 +152,7 @@ class Drawing:
                     )
                 )
         if cut:
-            note = f"{note} Thinned out: of every few steps the lowest and the highest value are drawn.".strip()
+            note = f"{note} Downsampled: only the minimum and the maximum of neighboring steps are drawn.".strip()
         return Plot(name, title, STEP, y, series, note=note, from_zero=from_zero, wide=wide)
 
     def _of(self, number: int) -> str:
@@ -163,7 +160,7 @@ class Drawing:
 
 
 def time_parts(record: Record) -> dict[str, float]:
-    """Seconds of a run by what they went to; they add up to all that is known of."""
+    """Returns the seconds of a run by activity, which add up to its total time."""
     parts: dict[str, float] = {}
     before = 0
     for event in record.steps:
@@ -182,16 +179,16 @@ def time_parts(record: Record) -> dict[str, float]:
     return {key: seconds for key, seconds in {"start-up": start, **parts, "other": rest}.items() if seconds > 0}
 
 
-def _system(key: str, scale: float = 1.0) -> Look:
-    def look(event: Event) -> float | None:
+def _system(key: str, scale: float = 1.0) -> Getter:
+    def get(event: Event) -> float | None:
         value = (event.get("system") or {}).get(key)
         return None if value is None else scale * value
 
-    return look
+    return get
 
 
 def _own_memory(event: Event) -> float | None:
-    """The most that was seen since the last event."""
+    """Returns the peak in GB since the previous event."""
     found = [v for v in (event.get("rss_bytes"), _system("rss_bytes")(event)) if v is not None]
     return max(found) / 1e9 if found else None
 
@@ -201,39 +198,39 @@ def _used_memory(event: Event) -> float | None:
     return None if limit is None or left is None else max(0.0, limit - left) / 1e9
 
 
-# name, title, unit, whether it begins at zero (then further series that are always zero are left out), and series.
-_RESOURCES: list[tuple[str, str, str, bool, dict[str, Look]]] = [
-    ("processor", "Processor, 100 a core", "%", True,
+# Name, title, unit, True if the y axis starts at zero (then additional all-zero series are omitted), and series.
+_RESOURCES: list[tuple[str, str, str, bool, dict[str, Getter]]] = [
+    ("processor", "Processor, 100 % per core", "%", True,
      {"this run": lambda event: _system("cpu_percent")(event) or event.get("cpu_percent"),
-      "others": _system("other_percent"), "taken by the host": _system("stolen_percent"),
-      "withheld by the container's limit": _system("withheld_percent")}),
+      "others": _system("other_percent"), "stolen by the host": _system("stolen_percent"),
+      "throttled by the container's limit": _system("withheld_percent")}),
     ("memory", "Memory", "GB", True,
-     {"this run": _own_memory, "all in use": _used_memory, "limit": _system("memory_limit_bytes", 1e-9),
+     {"this run": _own_memory, "all programs": _used_memory, "limit": _system("memory_limit_bytes", 1e-9),
       "swap": _system("swap_bytes", 1e-9)}),
-    ("disk", "Disk, of this run", "MB/s", True,
+    ("disk", "Disk I/O of this run", "MB/s", True,
      {"written": _system("disk_write_bytes_per_second", 1e-6), "read": _system("disk_read_bytes_per_second", 1e-6)}),
-    ("disk_left", "Disk, free", "GB", True, {"": _system("disk_free_bytes", 1e-9)}),
+    ("disk_left", "Free disk space", "GB", True, {"": _system("disk_free_bytes", 1e-9)}),
     ("faults", "Page faults", "1/s", True,
-     {"minor": _system("minor_faults_per_second"), "major (from the disk)": _system("major_faults_per_second")}),
+     {"minor": _system("minor_faults_per_second"), "major (disk)": _system("major_faults_per_second")}),
     ("temperature", "Temperature of the processor", "°C", False, {"": _system("temperature_celsius")}),
     ("frequency", "Clock", "GHz", True, {"": _system("frequency_hz", 1e-9)}),
     ("power", "Power of the processors", "W", True, {"": _system("watts")}),
-    ("throttled", "Slowed down for heat", "times", True, {"": _system("throttled")}),
+    ("throttled", "Thermal throttling", "times", True, {"": _system("throttled")}),
 ]  # fmt: skip
 
 
-def _drawn(plots: Sequence[Plot] | Iterator[Plot]) -> list[Plot]:
-    """Those that show something; a count of zero all along is nothing to see."""
+def _non_empty(plots: Sequence[Plot] | Iterator[Plot]) -> list[Plot]:
+    """Drops plots without series, and plots of power or throttling that are always zero."""
     shown = []
     for plot in plots:
-        dull = plot.name in ("throttled", "power") and not any(any(series.y) for series in plot.series)
-        if plot.series and not dull:
+        all_zero = plot.name in ("throttled", "power") and not any(any(series.y) for series in plot.series)
+        if plot.series and not all_zero:
             shown.append(plot)
     return shown
 
 
-def _changes(plot: Plot) -> bool:
-    """Whether it says more than the table of evaluations does."""
+def _is_informative(plot: Plot) -> bool:
+    """Returns True if a series changes or has a single value."""
     return any(len(set(series.y)) > 1 or len(series.y) == 1 for series in plot.series)
 
 

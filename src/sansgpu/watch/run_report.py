@@ -1,4 +1,4 @@
-"""report.html of one run, or of several beside each other."""
+"""Renders report.html of one run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from sansgpu.watch.page import page
 from sansgpu.watch.plots import Plot, evenly
 from sansgpu.watch.record import Record
 from sansgpu.watch.results import evaluation_words, numbers, ran_on, size_bytes, told
-from sansgpu.watch.run_plots import Drawing, Told, time_parts
+from sansgpu.watch.run_plots import Drawing, NamedRun, time_parts
 from sansgpu.watch.tables import gigabytes
 from sansgpu.watch.terminal import duration
 
-MOST_ROWS, MOST_SAMPLES, MOST_WARNINGS = 200, 20, 100
+MAX_ROWS, MAX_SAMPLES, MAX_WARNINGS = 200, 20, 100
 
-Rows = list[tuple[str, list[str]]]  # a name, and one cell a run
+Rows = list[tuple[str, list[str]]]  # a name, and one cell per run
 
 
 @dataclass(frozen=True)
 class RunPart:
-    """What a page says of one run alone."""
+    """The part of a report about a single run."""
 
-    run: Told
+    run: NamedRun
     evaluations: list[tuple[str, list[str]]]
     columns: list[str]
     samples: list[Event]
     warnings: list[Event]
-    left_out: Mapping[str, int]  # of evaluations, samples and warnings
-    yaml: list[tuple[str, bool]]  # lines, and whether they are no defaults
+    left_out: Mapping[str, int]  # number of omitted evaluations, samples and warnings
+    yaml: list[tuple[str, bool]]  # lines, and True if a value is not the default
     changed: list[tuple[str, str, str]]
     environment: list[tuple[str, str]]
     commands: str
@@ -45,16 +45,18 @@ class RunPart:
 
 
 def run_plots(records: Sequence[Record]) -> list[tuple[str, list[Plot]]]:
-    """The plots of runs, by section."""
-    return _sections(Drawing(named_apart(records)))
+    """Returns the plots of runs by section."""
+    return _sections(Drawing(with_unique_names(records)))
 
 
 def run_report(records: Sequence[Record], held: Sequence[bool]) -> str:
-    """The page. `held` says of each run whether a process trains it now."""
-    runs = named_apart(records)
+    """Renders the page. `held` is True for each run that a process is training."""
+    runs = with_unique_names(records)
     found = [dict(told(numbers(record, now))) for record, now in zip(records, held, strict=True)]
     if len(runs) == 1:
-        found[0] |= {"ran on": ran_on(records[0])} | ({"begun": begun} if (begun := _begun(records[0])) else {})
+        found[0] |= {"ran on": ran_on(records[0])} | (
+            {"started": started} if (started := _start_time(records[0])) else {}
+        )
     sections = _sections(drawing := Drawing(runs))
     return page(
         "report.html",
@@ -63,7 +65,7 @@ def run_report(records: Sequence[Record], held: Sequence[bool]) -> str:
         runs=runs,
         axes=drawing.axes,
         tiles={name: found[0][name] for name in _TILES if name in found[0]} if len(runs) == 1 else {},
-        results=_beside(found),
+        results=_as_rows(found),
         differing={
             "Configuration": _differing(map(_flat_config, runs)),
             "Environment": _differing(map(_machine, runs)),
@@ -76,11 +78,11 @@ def run_report(records: Sequence[Record], held: Sequence[bool]) -> str:
 _TILES = ("state", "steps", "validation loss, best", "bits per byte, best", "tokens/s, median", "time", "memory, peak")
 
 
-def named_apart(records: Sequence[Record]) -> list[Told]:
-    """Each run under its folder's name, or where several have the same, as much of the path as tells them apart."""
+def with_unique_names(records: Sequence[Record]) -> list[NamedRun]:
+    """Names each run by its folder, and by as much of the path as needed to be unique."""
     paths = [record.paths.root.absolute().parts for record in records]
     return [
-        Told(_shortest(path, [p for p in paths if p != path]), record)
+        NamedRun(_shortest(path, [p for p in paths if p != path]), record)
         for path, record in zip(paths, records, strict=True)
     ]
 
@@ -102,26 +104,26 @@ def _sections(drawing: Drawing) -> list[tuple[str, list[Plot]]]:
     return [(name, plots) for name, plots in found.items() if plots]
 
 
-def _part(run: Told) -> RunPart:
+def _part(run: NamedRun) -> RunPart:
     record = run.record
     samples = [event for event in record.evaluations if event.get("sample")]
     warnings = record.of("warning")
     columns = list(dict.fromkeys(name for event in record.evaluations for name, _ in evaluation_words(event)))
     best = record.best["step"] if record.best else None
-    kept = _kept(record.evaluations, MOST_ROWS, best)
-    rows = [(f"{event['step']:,}", [dict(evaluation_words(event)).get(c, "") for c in columns]) for event in kept]
-    shown = _kept(samples, MOST_SAMPLES, None)
+    selected = _evenly_spaced(record.evaluations, MAX_ROWS, best)
+    rows = [(f"{event['step']:,}", [dict(evaluation_words(event)).get(c, "") for c in columns]) for event in selected]
+    shown = _evenly_spaced(samples, MAX_SAMPLES, None)
     seconds, all_seconds = time_parts(record), record.seconds or 1.0
     return RunPart(
         run=run,
         evaluations=rows,
         columns=columns,
         samples=shown,
-        warnings=warnings[:MOST_WARNINGS],
+        warnings=warnings[:MAX_WARNINGS],
         left_out={
-            "evaluations": len(record.evaluations) - len(kept),
+            "evaluations": len(record.evaluations) - len(selected),
             "samples": len(samples) - len(shown),
-            "warnings": max(0, len(warnings) - MOST_WARNINGS),
+            "warnings": max(0, len(warnings) - MAX_WARNINGS),
         },
         yaml=list(_yaml_lines(record)),
         changed=_changed(record),
@@ -135,7 +137,7 @@ def _part(run: Told) -> RunPart:
     )
 
 
-def _kept(events: list[Event], most: int, best: int | None) -> list[Event]:
+def _evenly_spaced(events: list[Event], most: int, best: int | None) -> list[Event]:
     places = set(evenly(len(events), most))
     return [event for place, event in enumerate(events) if place in places or event["step"] == best]
 
@@ -147,7 +149,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _flat_config(run: Told) -> dict[str, str]:
+def _flat_config(run: NamedRun) -> dict[str, str]:
     return {key: _plain(value) for key, value in _flat(run.record.config).items()}
 
 
@@ -156,34 +158,33 @@ def _plain(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _machine(run: Told) -> dict[str, str]:
-    """What a run ran on, in words."""
+def _machine(run: NamedRun) -> dict[str, str]:
     known = _flat(run.record.environment)
     if size := known.get("memory_bytes"):
         known["memory_bytes"] = gigabytes(size)
     rates = [event["gemm_flops_per_second"] for event in run.record.steps if event.get("gemm_flops_per_second")]
     if rate := max(rates, default=run.record.start.get("gemm_flops_per_second")):
-        known["best rate of products"] = f"{rate / 1e9:,.0f} GFLOP/s"
-    if begun := _begun(run.record):
-        known["begun"] = begun
+        known["best matrix product rate"] = f"{rate / 1e9:,.0f} GFLOP/s"
+    if started := _start_time(run.record):
+        known["started"] = started
     return {key.replace("packages.", "").replace("_bytes", "").replace("_", " "): str(v) for key, v in known.items()}
 
 
-def _begun(record: Record) -> str:
+def _start_time(record: Record) -> str:
     return str(record.start.get("time") or "").replace("T", " ").replace("+00:00", " UTC")
 
 
-def _beside(found: Sequence[Mapping[str, str]]) -> Rows:
+def _as_rows(found: Sequence[Mapping[str, str]]) -> Rows:
     names = dict.fromkeys(name for words in found for name in words)
     return [(name, [words.get(name, "") for words in found]) for name in names]
 
 
 def _differing(found: Iterator[dict[str, str]]) -> Rows:
-    return [(name, cells) for name, cells in _beside(list(found)) if len(set(cells)) > 1]
+    return [(name, cells) for name, cells in _as_rows(list(found)) if len(set(cells)) > 1]
 
 
 def _changed(record: Record) -> list[tuple[str, str, str]]:
-    """Key, value and default of what is no default."""
+    """Returns (key, value, default) of every key that is not the default."""
     defaults = default_values(record.config)
     values = _flat(record.config)
     return [(k, _plain(v), _plain(defaults[k])) for k, v in values.items() if k in defaults and defaults[k] != v]
@@ -229,7 +230,7 @@ def _megabytes(size: int) -> str:
 
 
 def default_file(records: Sequence[Record], form: str) -> Path:
-    """Where a report goes when nothing is asked for: of one run into its folder, else here."""
+    """Returns the default output path: in the run's folder for one run, otherwise the working directory."""
     if form == "html":
         return records[0].paths.report if len(records) == 1 else Path("report.html")
     return records[0].paths.root / "plots" if len(records) == 1 else Path("plots")

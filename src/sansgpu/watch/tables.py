@@ -1,4 +1,4 @@
-"""Results of a command as tables, for people."""
+"""Prints the results of commands as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = dict[str, Any]
 
 
 def count(number: float) -> str:
-    """As people say it: 25.1M."""
+    """Formats a count, e.g. 25.1M."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.1f}{unit}"
@@ -24,31 +24,28 @@ def count(number: float) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """Of 10^9 bytes."""
     return f"{size / 1e9:.2f} GB"
 
 
 def figure(number: float) -> str:
-    """With three digits, or all of a whole part that has more."""
+    """Formats a number with three significant digits, or without decimals from 100 on."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def pace(result: Result) -> str:
-    """Tokens a second, and the time that a million of them takes."""
     return (
         f"{result['tokens_per_second']:,.0f} tokens/s, {result['seconds_per_million_tokens']:,.0f} s per million tokens"
     )
 
 
 def grid() -> Table:
-    """Two columns without lines."""
+    """Returns an empty table of two columns without lines."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     return table
 
 
 def print_plan(console: Console, plan: Result) -> None:
-    """What `plan` found."""
     parts = ", ".join(f"{name.replace('_', ' ')} {count(n)}" for name, n in plan["parameters_by_part"].items())
     table = grid()
     table.add_row("parameters", f"{count(plan['parameters'])}: {parts}")
@@ -57,9 +54,9 @@ def print_plan(console: Console, plan: Result) -> None:
     needed, available = plan["memory_bytes"]["total"], plan["available_bytes"]
     verdict = "fits" if plan["fits"] else "does not fit"
     if plan["fits"] and needed > available:
-        verdict += ", without the copy of snapshots"
+        verdict += ", but snapshots will block training"
     have = f"{gigabytes(available)} available of {gigabytes(plan['machine_bytes'])}"
-    table.add_row("", f"{gigabytes(needed)} in all, {have}: {verdict}", style=None if plan["fits"] else "red")
+    table.add_row("", f"{gigabytes(needed)} total, {have}: {verdict}", style=None if plan["fits"] else "red")
     for change in plan.get("changes", []):
         settings = " ".join(f"--set {setting}" for setting in change["set"])
         table.add_row("  it fits with", f"{settings}: {gigabytes(change['memory'])}, {change['cost']}")
@@ -73,20 +70,20 @@ def print_plan(console: Console, plan: Result) -> None:
         share = plan["machine_share"]
         table.add_row(
             "speed",
-            f"{pace(plan)}, {plan['step_seconds']:.3g} s a step"
-            + (f": {share:.0%} of what this machine's products and memory allow" if share else ""),
+            f"{pace(plan)}, {plan['step_seconds']:.3g} s per step"
+            + (f": {share:.0%} of the limit by matrix products and memory bandwidth" if share else ""),
         )
     else:
-        table.add_row("speed", "not measured: three layers of it do not fit into memory")
+        table.add_row("speed", "not measured, because three layers do not fit into memory")
     if plan["total_steps"]:
         epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
         length = f"{plan['total_steps']:,} steps, {count(plan['total_tokens'])} tokens{epochs}"
         if plan["total_seconds"]:
             finish = clock(datetime.fromisoformat(plan["finish"]))
-            length += f": {duration(plan['total_seconds'])}, begun now done {finish}"
+            length += f": {duration(plan['total_seconds'])}, if started now done {finish}"
         table.add_row("time", length)
     elif plan["train_tokens"] is None:
-        table.add_row("time", "not known, as the data was not read and an epoch of it sets the length")
+        table.add_row("time", "unknown, because the length is given in epochs and the data was not read")
     console.print(table)
     if "candidates" in plan:
         _print_candidates(console, plan)
@@ -116,29 +113,29 @@ def _print_cluster(console: Console, cluster: Result) -> None:
     nodes, network, gloo = cluster["nodes"], cluster["network_bits_per_second"], cluster["gloo_bytes_per_second"]
     table.add_row(
         f"{nodes:,} node{'s' if nodes > 1 else ''}",
-        f"like this machine, {network / 1e9:g} Gbit/s and {cluster['latency_seconds'] * 1e6:g} us apart, for "
-        f"{cluster['gradient_bytes'] / 1e6:,.0f} MB of gradients; gloo adds up {gloo * 8e-9:.1f} Gbit/s here",
+        f"like this machine, connected with {network / 1e9:g} Gbit/s and {cluster['latency_seconds'] * 1e6:g} us "
+        f"latency, for {cluster['gradient_bytes'] / 1e6:,.0f} MB of gradients; gloo reduces {gloo * 8e-9:.1f} Gbit/s",
     )
     verdict = "fits" if cluster["fits"] else "does not fit"
-    table.add_row("memory", f"{gigabytes(cluster['memory_bytes']['total'])} on each: {verdict}")
+    table.add_row("memory", f"{gigabytes(cluster['memory_bytes']['total'])} per node: {verdict}")
     keys = ("step", "compute", "communication", "overlapped", "collectives")
     step, compute, sent, hidden, small = (round(cluster[f"{key}_seconds"], 4) for key in keys)
-    behind = f" ({figure(hidden)} s more are hidden behind backward)" if hidden else ""
+    overlap = f" ({figure(hidden)} s more overlap with the backward pass)" if hidden else ""
     table.add_row(
         "step",
-        f"{figure(step)} s: {figure(compute)} s computing, {figure(sent - hidden - small)} s waiting for what is sent"
-        f"{behind}, {figure(small)} s for small collectives",
+        f"{figure(step)} s: {figure(compute)} s computing, {figure(sent - hidden - small)} s waiting for gradients"
+        f"{overlap}, {figure(small)} s for small collectives",
     )
     table.add_row(
         "speed",
-        f"{cluster['tokens_per_second']:,.0f} tokens/s, {figure(cluster['speed_up'])} times one node's: efficiency "
+        f"{cluster['tokens_per_second']:,.0f} tokens/s, {figure(cluster['speed_up'])} times one node: efficiency "
         f"{cluster['efficiency']:.0%}",
     )
     finish = clock(datetime.fromisoformat(cluster["finish"]))
     cost = "" if cluster["cost"] is None else f", which cost {cluster['cost']:,.2f}"
     table.add_row(
         "time",
-        f"{cluster['total_steps']:,} steps: {duration(cluster['total_seconds'])}, begun now done {finish}; "
+        f"{cluster['total_steps']:,} steps: {duration(cluster['total_seconds'])}, if started now done {finish}; "
         f"{figure(cluster['node_hours'])} node-hours{cost}",
     )
     console.print(table)
@@ -147,7 +144,7 @@ def _print_cluster(console: Console, cluster: Result) -> None:
 
 def _print_curve(console: Console, cluster: Result) -> None:
     priced = cluster["cost"] is not None
-    table = Table(title="as nodes are added, the batch the same", title_justify="left")
+    table = Table(title="strong scaling (fixed batch size)", title_justify="left")
     for name in ("nodes", "step", "tokens/s", "speed-up", "efficiency", "hours", "cost" if priced else "node-hours"):
         table.add_column(name, justify="right")
     rows = [row for row in cluster["curve"] if row["step_seconds"]]
@@ -168,34 +165,34 @@ def _print_curve(console: Console, cluster: Result) -> None:
 
 
 def _about_nodes(cluster: Result, rows: list[Result]) -> Iterator[str]:
-    """What the curve says."""
     most, last = cluster["most_nodes"], cluster["curve"][-1]["nodes"]
     if len(rows) < len(cluster["curve"]):
-        yield f"beyond {most:,}: the batch has too few examples, as each node needs one"
+        yield f"beyond {most:,}: the batch has too few examples, because each node needs at least one"
     if not all(row["fits"] for row in rows):
-        fitting = next((f"from {row['nodes']:,} nodes on" for row in rows if row["fits"]), f"on none of up to {last:,}")
+        fitting = next(
+            (f"on {row['nodes']:,} nodes or more" for row in rows if row["fits"]), f"on none of up to {last:,}"
+        )
         yield f"it fits into memory {fitting}"
     faster, pays, fastest = f"{cluster['pays']:g} times as fast", cluster["pays_until"], cluster["fastest_nodes"]
     if pays > 1:
-        yield f"up to {pays:,} each doubling makes a step at least {faster}; the fastest count is {fastest:,}"
+        yield f"up to {pays:,} nodes, doubling them makes a step at least {faster}; the fastest count is {fastest:,}"
     elif most > 1:
-        yield f"adding nodes does not pay: two do not make a step {faster}; the fastest count is {fastest:,}"
+        yield f"adding nodes is inefficient: two do not make a step {faster}; the fastest count is {fastest:,}"
     if (nodes := cluster["nodes"]) > 1:
         grown = cluster["grown_batch"]
         yield (
-            f"with the batch {nodes:,} times as large, {count(grown['tokens_per_step'])} tokens, {nodes:,} nodes have "
+            f"with the batch {nodes:,} times as large, {count(grown['tokens_per_step'])} tokens, {nodes:,} nodes reach "
             f"{grown['tokens_per_second']:,.0f} tokens/s: efficiency {grown['efficiency']:.0%}"
         )
     if cluster["critical_batch_tokens"]:
         yield (
             f"larger batches save steps nearly in proportion up to about {count(cluster['critical_batch_tokens'])} "
-            f"tokens, an example each for {cluster['critical_batch_nodes']:,} nodes: a rule of thumb (Kaplan et al. "
-            f"2020) at a loss of {cluster['critical_batch_loss']:.2f} nats a token"
+            f"tokens, one example per node for {cluster['critical_batch_nodes']:,} nodes: a rule of thumb (Kaplan et "
+            f"al. 2020) at a loss of {cluster['critical_batch_loss']:.2f} nats per token"
         )
 
 
 def print_presets(console: Console, rows: list[Result]) -> None:
-    """Presets side by side, as a guide to memory and time."""
     table = Table()
     for name in (
         "preset",
@@ -205,7 +202,7 @@ def print_presets(console: Console, rows: list[Result]) -> None:
         "step",
         "tokens/s",
         "1,000 steps",
-        "20 tokens a parameter",
+        "20 tokens per parameter",
     ):
         table.add_column(name, justify="left" if name == "preset" else "right")
     for row in rows:
@@ -221,11 +218,11 @@ def print_presets(console: Console, rows: list[Result]) -> None:
             f"{count(row['optimal_tokens'])}: {duration(row['optimal_seconds'])}" if speed else "?",
         )
     console.print(table)
-    console.print("at least: micro-batch 1 and gradient checkpointing", style="dim")
+    console.print("at least: with micro-batch 1 and gradient checkpointing", style="dim")
 
 
 def print_bench(console: Console, result: Result) -> None:
-    """What `bench` found, in short; the report has all of it."""
+    """Prints a summary of `bench`; its report has the details."""
     table = grid()
     step, build = result["step_seconds"], result["build_seconds"]
     table.add_row(
@@ -239,24 +236,23 @@ def print_bench(console: Console, result: Result) -> None:
         f"{pace(result)}, {rate(result['flops_per_second'])}, MFU {result['mfu']:.0%} of "
         f"{rate(result['gemm_flops_per_second'])}",
     )
-    table.add_row("memory", f"{gigabytes(result['peak_rss_bytes'])} at the peak")
-    table.add_row("before", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build.items()))
+    table.add_row("peak memory", gigabytes(result["peak_rss_bytes"]))
+    table.add_row("setup", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build.items()))
     shares = result["breakdown"].items()
-    table.add_row("a step is", ", ".join(f"{part} {share:.0%}" for part, share in shares))
+    table.add_row("step time", ", ".join(f"{part} {share:.0%}" for part, share in shares))
     for row in result["what_if"][1:]:
         if "speedup" in row:
-            table.add_row("what if", f"{row['name']}: {row['speedup']:.2f}x, gives up {row['gives_up']}")
+            table.add_row("what if", f"{row['name']}: {row['speedup']:.2f}x, trade-off: {row['gives_up']}")
     for projection in result["projections"]:
         finish = clock(datetime.fromisoformat(projection["done"]))
         table.add_row(f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish}")
     for text in result["disturbances"]:
-        table.add_row("disturbed", text, style="yellow")
+        table.add_row("disturbance", text, style="yellow")
     table.add_row("written", ", ".join(result["files"]))
     console.print(table)
 
 
 def print_forward(console: Console, result: Result) -> None:
-    """Forward passes of the model alone."""
     table = Table(title=f"{count(result['parameters'])} parameters, forward only", title_justify="left")
     for name in ("batch", "seconds", "tokens/s", "GFLOP/s", "MFU", "memory"):
         table.add_column(name, justify="right")
@@ -273,83 +269,82 @@ def print_forward(console: Console, result: Result) -> None:
 
 
 def print_doctor(console: Console, facts: Result) -> None:
-    """What `doctor` found, and its advice, the most promising first."""
     table = grid()
     quota = f", of which the container may use {facts['cpu_quota']:.1f}" if facts["cpu_quota"] else ""
     nodes = f"{facts['numa_nodes']} NUMA node{'s' if facts['numa_nodes'] > 1 else ''}"
     table.add_row("processor", facts["processor"])
-    table.add_row("cores", f"{facts['cores']}{quota}, {nodes}; {facts['busy_cores']:.1f} busy with other things")
+    table.add_row("cores", f"{facts['cores']}{quota}, {nodes}; {facts['busy_cores']:.1f} used by other programs")
     table.add_row("instructions", " ".join(facts["isa"]))
     bf16 = facts["gemm_flops_per_second"]["bf16"]
-    products = f"fp32 {rate(facts['gemm_flops_per_second']['fp32'])}, "
-    products += f"bf16 {rate(bf16)}" if bf16 else "bf16 only emulated"
-    table.add_row("products", products)
+    rates = f"fp32 {rate(facts['gemm_flops_per_second']['fp32'])}, "
+    rates += f"bf16 {rate(bf16)}" if bf16 else "bf16 only emulated"
+    table.add_row("matrix products", rates)
     limit = facts["memory_limit_bytes"]
-    within = f", the container's limit {gigabytes(limit)}" if limit else ""
+    container_limit = f", container limit {gigabytes(limit)}" if limit else ""
     table.add_row(
         "memory",
-        f"{gigabytes(facts['available_bytes'])} available of {gigabytes(facts['memory_bytes'])}{within}, "
+        f"{gigabytes(facts['available_bytes'])} available of {gigabytes(facts['memory_bytes'])}{container_limit}, "
         f"{facts['memory_bandwidth_bytes_per_second'] / 1e9:.0f} GB/s; swap {gigabytes(facts['swap_bytes'])}; "
         f"huge pages {facts['transparent_huge_pages'] or 'unknown'}",
     )
-    table.add_row("GPU", facts["gpu"] or "none that torch sees")
+    table.add_row("GPU", facts["gpu"] or "none visible to torch")
     table.add_row("torch", f"{facts['torch']} with {facts['torch_blas']}, {', '.join(facts['openmp']) or 'no OpenMP'}")
     table.add_row("compiler", facts["compiler"] or "none")
     table.add_row(
-        "kernels", "ours, compiled" if facts["kernels"] == "native" else f"plain torch: {facts['kernels_problem']}"
+        "kernels", "compiled" if facts["kernels"] == "native" else f"PyTorch operators: {facts['kernels_problem']}"
     )
     table.add_row("allocator", facts["allocator"])
-    table.add_row("governor", facts["governor"] or "not readable here")
+    table.add_row("governor", facts["governor"] or "unknown")
     table.add_row("cache", f"{facts['cache']}, {gigabytes(facts['cache_free_bytes'])} free")
     console.print(table)
     for advice in facts["advice"]:
         gain = f"up to {1 + advice['gain']:.2g} times as fast: " if advice["gain"] else ""
         console.print(Text.assemble(("advice", "yellow"), f"  {gain}{advice['text']}"), soft_wrap=True)
     if not facts["advice"]:
-        console.print("nothing to change", style="dim")
+        console.print("no recommended changes", style="dim")
 
 
 def rate(flops_per_second: float) -> str:
-    """FLOP/s, in a thousand millions."""
     return f"{flops_per_second / 1e9:,.0f} GFLOP/s"
 
 
 def print_link_prediction(console: Console, result: Result) -> None:
-    """Ranks of held-out tails, beside what is reached without a model."""
+    """Prints ranking metrics of held-out triples, and baselines without a model."""
     for side in ("tail", "head"):
         if side not in result:
             continue
         found = result[side]
         console.print(
-            f"{side}s of {found['queries']:,} triples among {found['candidates']:,} entities, those known to be true "
-            f"left out; {found['covered']:.1%} could be asked",
+            f"{side}s of {found['queries']:,} triples among {found['candidates']:,} entities, filtered by known "
+            f"triples; {found['covered']:.1%} of the triples could be evaluated",
             highlight=False,
         )
         table = Table(box=None, pad_edge=False)
-        for title in ("", "triples", "MRR", "Hits@1", "Hits@3", "Hits@10", "MRR by frequency"):
+        for title in ("", "triples", "MRR", "Hits@1", "Hits@3", "Hits@10", "baseline MRR"):
             table.add_column(title, justify="left" if not title else "right")
         for name, row in {"all": found, **found["relations"]}.items():
             hits = (f"{row[key]:.3f}" if key in row else "" for key in ("hits_at_1", "hits_at_3", "hits_at_10"))
-            usual = f"{row['relation_frequency_mrr']:.4f}" if "relation_frequency_mrr" in row else "not known"
-            table.add_row(name, f"{row['queries']:,}", f"{row['mrr']:.4f}", *hits, usual)
+            baseline = f"{row['relation_frequency_mrr']:.4f}" if "relation_frequency_mrr" in row else "unknown"
+            table.add_row(name, f"{row['queries']:,}", f"{row['mrr']:.4f}", *hits, baseline)
         console.print(table)
-        console.print(f"by chance the MRR is {found['random_mrr']:.5f}", highlight=False)
+        console.print("baseline: entities ranked by their frequency with the relation in training", highlight=False)
+        console.print(f"MRR of random ranking: {found['random_mrr']:.5f}", highlight=False)
 
 
 def print_extraction(console: Console, result: Result) -> None:
-    """How many triples were read, and how well they agree with the texts' own."""
+    """Prints the number of extracted triples, and their precision and recall if the texts have triples."""
     console.print(f"{result['triples']:,} triples from {result['documents']:,} texts", highlight=False)
     if "gold" in result:
         given = result["given"]
         console.print(
-            f"of {result['gold']:,} triples that the texts have: precision {result['precision']:.3f}, "
+            f"compared to {result['gold']:,} gold triples: precision {result['precision']:.3f}, "
             f"recall {result['recall']:.3f}, F1 {result['f1']:.3f}",
             highlight=False,
         )
         if result.get("best_min_score") is not None:
             best, score = result["best_f1"], result["best_min_score"]
-            console.print(f"best F1 {best:.3f} with --min-score {score:.4f}, chosen on these texts", highlight=False)
+            console.print(f"best F1 {best:.3f} with --min-score {score:.4f}, selected on these texts", highlight=False)
         console.print(
-            f"where head and relation are told: {given['accuracy']:.1%} of {given['pairs']:,} tails right",
+            f"given head and relation: {given['accuracy']:.1%} of {given['pairs']:,} tails correct",
             highlight=False,
         )

@@ -1,4 +1,4 @@
-"""What a person sees while training."""
+"""Prints training events and progress to a terminal."""
 
 from __future__ import annotations
 
@@ -17,42 +17,40 @@ from sansgpu.watch.events import Event
 from sansgpu.watch.files import to_nowhere
 
 REDRAWS_PER_SECOND = 4
-LEAST_SHOWN = 50_000  # bytes
+MIN_SHOWN_BYTES = 50_000
 DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
 FIGURES = TextColumn("{task.fields[figures]}", markup=False)
-_RIGHT = {"mlm_acc": "tokens", "mnm_acc": "leaves"}  # of gaps, the share that is filled right
+_ACCURACIES = {"mlm_acc": "tokens", "mnm_acc": "leaves"}  # masked token and leaf accuracy
 
 
 class RunConsole(Console):
-    """A console that shows text as it is, whoever wrote it: no control characters, no markup, no emoji codes.
+    """A console that prints untrusted text safely: without control characters, markup or emoji codes.
 
-    Its reader may leave, as `head` does, without ending the run; rich's own ends the process.
+    If its reader exits, as `head` does, the run continues; rich's console would end the process.
     """
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything that is shown comes through here, the live view and progress bars included."""
+        """Escapes control characters. All output passes through here, including the live view and progress bars."""
         for segment in super().render(renderable, options):
             plain = segment.control or segment.text.isprintable()
             yield segment if plain else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """Show nothing more."""
         self.quiet = True
         to_nowhere(self.file)
 
 
 class Terminal:
-    """Plain lines."""
+    """A sink that prints events as plain lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._total = 0
 
     def emit(self, event: Event) -> None:
-        """Show one event."""
         handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start,
             "step": self._step,
@@ -64,7 +62,7 @@ class Terminal:
         handlers[event["event"]](event)
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)
@@ -73,7 +71,7 @@ class Terminal:
         self._total = event["total_steps"] or 0
         resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
         trained = event["trained_parameters"] / 1e6
-        adapted = f", {trained:.1f}M of them trained" if event["trained_parameters"] < event["parameters"] else ""
+        adapted = f", {trained:.1f}M trainable" if event["trained_parameters"] < event["parameters"] else ""
         processes = f"{event['world_size']} processes of " if event.get("world_size", 1) > 1 else ""
         self._print(
             f"{event['parameters'] / 1e6:.1f}M parameters{adapted}, {event['precision']}, "
@@ -83,7 +81,7 @@ class Terminal:
         self._print(
             f"{_length(event)} of {event['tokens_per_step']:,} tokens "
             f"({batch_shape(event['micro_batch'], event)}), "
-            f"{event['train_tokens']:,} tokens in the training part; writing to {event['output_dir']}"
+            f"{event['train_tokens']:,} training tokens; writing to {event['output_dir']}"
         )
 
     def _step(self, event: Event) -> None:
@@ -98,18 +96,18 @@ class Terminal:
             "answerable": "{:.0f} answerable", "unanswerable": "{:.0f} not",
         }  # fmt: skip
         parts = [_number(event, key, form) for key, form in known.items() if key in event]
-        gaps, said = _gaps(event)
+        masked, used = _masked_metrics(event)
         others = [
-            k for k in event if k not in known and k not in said and k not in ("event", "step", "sample", "seconds")
+            k for k in event if k not in known and k not in used and k not in ("event", "step", "sample", "seconds")
         ]
-        parts += gaps + [_number(event, key, key.replace("_", " ") + " {:.4f}") for key in others]
+        parts += masked + [_number(event, key, key.replace("_", " ") + " {:.4f}") for key in others]
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
             self._print(f"sample: {event['sample']}", style="dim")
 
     def _end(self, event: Event) -> None:
-        reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done, as its time is up,"}
+        reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done at its time limit"}
         self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
 
 
@@ -118,7 +116,7 @@ def _number(event: Event, key: str, form: str) -> str:
 
 
 def batch_shape(micro_batch: int, event: Event) -> str:
-    """Micro-batches of a step: how many, and of what."""
+    """Describes the micro-batches of a step."""
     count, window = event["gradient_accumulation_steps"], event["window"]
     processes = event.get("world_size", 1)
     full = micro_batch * count * processes * window == event["tokens_per_step"]
@@ -127,22 +125,21 @@ def batch_shape(micro_batch: int, event: Event) -> str:
 
 
 class Warnings:
-    """The warnings of a process that another one speaks for, and nothing else."""
+    """A sink for ranks other than 0 that prints only warnings."""
 
     def __init__(self, console: Console, rank: int) -> None:
         self._console, self._rank = console, rank
 
     def emit(self, event: Event) -> None:
-        """Show one event."""
         if event["event"] == "warning":
             self._console.print(Text(f"warning: rank {self._rank}: {event['message']}", style="yellow"), soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass
 
 
 class PreparationBar:
-    """Progress of reading and tokenizing, as `data.shards.Progress`: a bar for a person, a line a stage elsewhere."""
+    """Shows the progress of reading and tokenizing: a bar in a terminal, otherwise one line per stage."""
 
     def __init__(self, console: Console, silent: bool = False) -> None:
         self._console, self._silent = console, silent
@@ -151,11 +148,11 @@ class PreparationBar:
         self._task: TaskID | None = None
 
     def __call__(self, doing: str, done: int, total: int) -> None:
-        """`done` of `total` bytes of a stage."""
+        """Implements `data.shards.Progress`: reports `done` of `total` bytes of a stage."""
         if self._silent:
             return
         if doing != self._stage:
-            self._over()
+            self._finish()
             self._stage, self._started = doing, time.monotonic()
             if self._console.is_terminal:
                 columns = (
@@ -167,8 +164,8 @@ class PreparationBar:
                 self._task = self._bar.add_task(doing, total=total, figures="")
                 self._bar.start()
             else:
-                # Else how much there will be is not known, or it is counted and no size.
-                size = f" ({total / 1e6:.1f} MB)" if total > max(done, LEAST_SHOWN) else ""
+                # Otherwise the total is unknown, or a count instead of a size.
+                size = f" ({total / 1e6:.1f} MB)" if total > max(done, MIN_SHOWN_BYTES) else ""
                 self._console.print(doing + size, highlight=False)
         elif time.monotonic() - self._shown < 1 / REDRAWS_PER_SECOND:
             return
@@ -179,22 +176,22 @@ class PreparationBar:
             self._bar.update(self._task, completed=done, total=total, figures=figures)
 
     def say(self, doing: str) -> None:
-        """One line of what is done now."""
-        self._over()
+        """Prints a line about the current activity."""
+        self._finish()
         self._console.print(doing, highlight=False, style="dim")
 
     def emit(self, event: Event) -> None:
-        """As a sink: what follows the preparation ends it."""
-        self._over()
+        """Ends the bar at the first event, which follows the preparation."""
+        self._finish()
 
-    def _over(self) -> None:
-        """A stage that was not cut short is whole, whatever was last said of it."""
+    def _finish(self) -> None:
+        """Marks the current stage as complete."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, total=1, completed=1)
         self.close()
 
     def close(self) -> None:
-        """Stop the bar where it is."""
+        """Stops the bar at its current position."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -203,30 +200,30 @@ class PreparationBar:
 def _figures(event: Event) -> str:
     eta = event["eta_seconds"]
     finish = datetime.now() + timedelta(seconds=eta)
-    right = "".join(f"{what} {event[key]:.0%}  " for key, what in _RIGHT.items() if event.get(key) is not None)
+    right = "".join(f"{what} {event[key]:.0%}  " for key, what in _ACCURACIES.items() if event.get(key) is not None)
     return (
         f"loss {event['loss']:.4f}  {right}{event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
         f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
     )
 
 
-def _gaps(event: Event) -> tuple[list[str], set[str]]:
-    """How well gaps are filled, as a person says it, and the keys that this says."""
-    parts, said = [], set()
+def _masked_metrics(event: Event) -> tuple[list[str], set[str]]:
+    """Describes the accuracy on masked tokens, and returns the keys that the description covers."""
+    parts, used = [], set()
     for kind, what in (("mlm", "masked tokens"), ("mnm", "masked leaves"), ("tail", "whole tails")):
         count, share = event.get(f"{kind}_count"), event.get(f"{kind}_acc")
         if count is None or share is None:
             continue
-        text = f"{share:.1%} of {count:,.0f} {what} right"
-        beside = [_number(event, f"{kind}_loss", "loss {:.4f}")] if f"{kind}_loss" in event else []
+        text = f"{share:.1%} of {count:,.0f} {what} correct"
+        details = [_number(event, f"{kind}_loss", "loss {:.4f}")] if f"{kind}_loss" in event else []
         if f"{kind}_interval" in event:
             low, high = event[f"{kind}_interval"]
-            beside.append(f"95 % interval {low:.1%} to {high:.1%}")
+            details.append(f"95 % interval {low:.1%} to {high:.1%}")
         if f"{kind}_majority_acc" in event:
-            beside.append(f"the commonest: {event[f'{kind}_majority_acc']:.1%}")
-        parts.append(text + (f" ({', '.join(beside)})" if beside else ""))
-        said |= {f"{kind}_{key}" for key in ("count", "hits", "acc", "loss", "interval", "majority_acc")}
-    return parts, said
+            details.append(f"majority baseline: {event[f'{kind}_majority_acc']:.1%}")
+        parts.append(text + (f" ({', '.join(details)})" if details else ""))
+        used |= {f"{kind}_{key}" for key in ("count", "hits", "acc", "loss", "interval", "majority_acc")}
+    return parts, used
 
 
 def _length(event: Event) -> str:
@@ -236,7 +233,7 @@ def _length(event: Event) -> str:
 
 
 def clock(when: datetime) -> str:
-    """A time of day; with the date where it is not today's, with the year where it is far off."""
+    """Formats a time of day, with the date if it is not today, or only the date if it is far off."""
     now = datetime.now()
     if when.date() == now.date():
         return when.strftime("%H:%M")
@@ -244,7 +241,7 @@ def clock(when: datetime) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As a person says it."""
+    """Formats a duration, e.g. 2 h 05 min."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

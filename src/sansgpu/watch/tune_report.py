@@ -1,4 +1,4 @@
-"""report.html of a search: one page that opens anywhere."""
+"""Writes report.html of a hyperparameter search."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ from typing import Any
 
 from sansgpu.watch.bench_report import as_html
 from sansgpu.watch.files import write_text
-from sansgpu.watch.page import Drawn, page
+from sansgpu.watch.page import PlotlyFigure, page
 from sansgpu.watch.terminal import duration
 from sansgpu.watch.tune_terminal import NAMES, sentences, state, value
 
 Result = dict[str, Any]
 
 HEIGHT = 380  # pixels of a plot
-SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # both can be seen on light and on dark
+COLOR_SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # visible on light and dark backgrounds
 
 
 def write_tune_report(result: Result, study: Any, folder: Path) -> None:
-    """Write report.html of a search and its optuna.Study. Raises OSError."""
+    """Writes report.html of a search and its optuna.Study. Raises OSError."""
     page_of = page(
-        "bench.html", _figures(result, study), title=f"{result['name']}: a search", body=as_html(_text(result))
+        "bench.html",
+        _figures(result, study),
+        title=f"{result['name']}: hyperparameter search",
+        body=as_html(_text(result)),
     )
     write_text(folder / "report.html", page_of)
 
 
 def _text(result: Result) -> str:
-    """What stands above the plots, as Markdown."""
+    """Returns the text above the plots as Markdown."""
     counted = [row["state"] for row in result["trials"]]
     states = ", ".join(f"{counted.count(state)} {state}" for state in dict.fromkeys(counted))
     best = result["best"]["parameters"]
     lines = [
-        f"# {result['name']}: a search\n",
+        f"# {result['name']}: hyperparameter search\n",
         f"{len(counted)} trials ({states}) in {duration(result['seconds'])} of training, as of "
         f"{datetime.now():%Y-%m-%d %H:%M}.\n",
         *(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in sentences(result)),
         *(
-            ["Its values, also in best.yaml:\n", *(f"- `{key}`: {value(best[key])}" for key in best), ""]
+            ["The best values, also in best.yaml:\n", *(f"- `{key}`: {value(best[key])}" for key in best), ""]
             if best
             else []
         ),
@@ -53,29 +56,29 @@ def _text(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _figures(result: Result, study: Any) -> list[Drawn]:
-    """Optuna's plots. With one trial done there is nothing to compare."""
+def _figures(result: Result, study: Any) -> list[PlotlyFigure]:
+    """Draws Optuna's plots. Plots that compare trials need at least two finished ones."""
     from optuna import visualization
 
     name = NAMES[result["measure"]]
-    colours = {"colorscale": SCALE, "reversescale": False, "showscale": False}  # a telephone has no room for it
+    colours = {"colorscale": COLOR_SCALE, "reversescale": False, "showscale": False}  # too wide for phones
     history = visualization.plot_optimization_history(study, target_name=name)
-    way = visualization.plot_intermediate_values(study)
-    way.update_xaxes(title="per cent of the trial").update_yaxes(title=name)
+    intermediate = visualization.plot_intermediate_values(study)
+    intermediate.update_xaxes(title="% of the trial").update_yaxes(title=name)
     found = [
-        (f"The {name} of every trial that ran to its end, and the best so far", history),
-        (f"The {name} of every trial on its way", way),
+        (f"Final {name} of every finished trial, and the best so far", history),
+        (f"{name.capitalize()} of every trial during training", intermediate),
     ]
     if sum(row["state"] == "done" and bool(row["parameters"]) for row in result["trials"]) > 1:
         by_value = visualization.plot_slice(study, target_name=name).update_traces(marker=colours)
-        found.append((f"The {name} by each value alone", by_value.update_layout(width=None)))
+        found.append((f"{name.capitalize()} by each parameter", by_value.update_layout(width=None)))
     if result["importance"]:
-        caption = "How much of the difference between trials each explains"
+        caption = "Share of the differences between trials that each parameter explains"
         found.append((caption, visualization.plot_param_importances(study)))
     drawn = []
     for number, (caption, figure) in enumerate(found):
         figure.update_layout(title=None, template=None, height=HEIGHT, margin={"l": 10, "r": 16, "t": 8, "b": 10})
         figure.update_xaxes(automargin=True, zeroline=False).update_yaxes(automargin=True, zeroline=False)
         figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
-        drawn.append(Drawn(f"search-{number}", caption, figure.to_json()))
+        drawn.append(PlotlyFigure(f"search-{number}", caption, figure.to_json()))
     return drawn

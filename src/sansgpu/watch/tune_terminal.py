@@ -1,4 +1,4 @@
-"""A search, as people watch it: a line a trial with a bar below, and at the end a table."""
+"""Prints a hyperparameter search: one line per trial above a progress bar, and finally a table."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ NAMES = {"loss": "loss", "bits_per_byte": "bits per byte"}
 
 
 def value(chosen: object) -> str:
-    """A parameter's value, with as many digits as one tells others."""
+    """Formats a parameter's value with three significant digits."""
     return f"{chosen:.3g}" if isinstance(chosen, float) else "null" if chosen is None else str(chosen)
 
 
 def state(row: Result) -> str:
-    """How a trial ended, and where it was left."""
+    """Returns a trial's state, with the step if it was pruned."""
     if row["state"] == "pruned":
         return f"pruned at {row['step']}"
-    return "as it is" if row["trial"] == 0 and row["state"] == "done" else str(row["state"])
+    return "baseline" if row["trial"] == 0 and row["state"] == "done" else str(row["state"])
 
 
 def parameters(chosen: Result) -> str:
-    """What a trial has, by the last part of each key; none is the configuration as it is."""
-    return ", ".join(f"{key.rpartition('.')[2]} {value(v)}" for key, v in chosen.items()) or "as it is"
+    """Formats the parameters of a trial by the last part of their keys. No parameters are the given configuration."""
+    return ", ".join(f"{key.rpartition('.')[2]} {value(v)}" for key, v in chosen.items()) or "baseline"
 
 
 def print_estimate(console: Console, about: Result) -> None:
-    """What is searched, and how long that takes."""
+    """Prints the search space and the estimated time."""
     table = grid()
     for key, values in about["space"].items():
         table.add_row(key, values)
@@ -50,10 +50,10 @@ def _length(about: Result) -> str:
     if each is not None:
         text += f" of about {duration(each)}"
     if whole == 0:
-        return text + ", all of them done"
+        return text + ", all finished"
     if whole is None:
-        return text + "; the model is too large to be timed here"
-    return f"{text}, about {duration(whole)} in all (pruning saves some), done {_finish(about)}"
+        return text + "; no time estimate, because the model does not fit into memory here"
+    return f"{text}, about {duration(whole)} total (less with pruning), done {_finish(about)}"
 
 
 def _finish(about: Result) -> str:
@@ -61,16 +61,15 @@ def _finish(about: Result) -> str:
 
 
 class TuneTerminal:
-    """Shows the events of a search as they come."""
+    """Prints the events of a search."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._running: dict[int, str] = {}  # what each trial in work has come to
+        self._running: dict[int, str] = {}  # progress of each running trial
 
     def __call__(self, event: Result) -> None:
-        """Show one event."""
         {
             "tune": self._tune,
             "trial_begin": self._trial_begin,
@@ -79,7 +78,7 @@ class TuneTerminal:
         }[event["event"]](event)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stops the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -90,12 +89,12 @@ class TuneTerminal:
     def _tune(self, event: Result) -> None:
         print_estimate(self._console, event)
         if event["evaluations_changed"]:
-            self._say(f"each trial is evaluated {event['evaluations']} times, so that it can be pruned")
+            self._say(f"each trial is evaluated {event['evaluations']} times to allow pruning")
         if event["finished"]:
             of = f" of {event['trials']}" if event["trials"] else ""
-            self._say(f"{event['folder']} goes on: {event['finished']}{of} trials done")
+            self._say(f"continuing {event['folder']}: {event['finished']}{of} trials done")
         else:
-            self._say(f"writing to {event['folder']}; stop it as you like, the same command goes on")
+            self._say(f"writing to {event['folder']}; if you stop the search, the same command continues it")
         if self._console.is_terminal:
             columns = (
                 DESCRIPTION,
@@ -109,7 +108,7 @@ class TuneTerminal:
     def _trial_begin(self, event: Result) -> None:
         self._running[event["trial"]] = "starting"
         if event["resumed"]:
-            how = f"goes on from step {event['step']}" if event["step"] else "begins again"
+            how = f"resumes from step {event['step']}" if event["step"] else "restarts"
             self._say(f"trial {event['trial']} {how}: {parameters(event['parameters'])}")
         self._redraw()
 
@@ -140,13 +139,13 @@ class TuneTerminal:
 
 
 def print_tune(console: Console, result: Result) -> None:
-    """The trials, best first, what they gained and what mattered."""
+    """Prints the trials, best first, the gain, and the importance of the parameters."""
     bits = result["measure"] == "loss" and any(row["bits_per_byte"] is not None for row in result["trials"])
     keys = list(dict.fromkeys(key for row in result["trials"] for key in row["parameters"]))
     table = Table(box=None, pad_edge=False)
     for name in ("trial", "", NAMES[result["measure"]], *(["bits per byte"] if bits else [])):
         table.add_column(name, justify="left" if not name else "right", no_wrap=not name)
-    for name in (*(key.rpartition(".")[2].replace("_", " ") for key in keys), "minutes"):  # so that titles are wrapped
+    for name in (*(key.rpartition(".")[2].replace("_", " ") for key in keys), "minutes"):  # spaces let titles wrap
         table.add_column(name, justify="right")
     for row in result["trials"]:
         figures = [row["loss"], *([row["bits_per_byte"]] if bits else [])]
@@ -170,17 +169,19 @@ def print_tune(console: Console, result: Result) -> None:
 
 
 def sentences(result: Result) -> list[str]:
-    """What the search found, in words."""
+    """Describes the result of the search."""
     best, default, measure = result["best"], result["default"], NAMES[result["measure"]]
-    said = []
+    found = []
     if best["trial"] == 0:
-        said.append(f"the configuration as it is was the best: {measure} {best['loss']:.4f}")
+        found.append(f"the given configuration was the best: {measure} {best['loss']:.4f}")
     elif default is not None:
-        said.append(
+        found.append(
             f"trial {best['trial']} has {measure} {best['loss']:.4f}, {result['gain']:.2%} below the "
-            f"{default['loss']:.4f} of the configuration as it is"
+            f"{default['loss']:.4f} of the given configuration"
         )
     if result["importance"]:
         shares = [f"{key.rpartition('.')[2]} {share:.0%}" for key, share in result["importance"].items()]
-        said.append(f"a hint at what mattered, by the share of the differences that it explains: {', '.join(shares)}")
-    return said
+        found.append(
+            f"importance, as the share of differences between trials that a parameter explains: {', '.join(shares)}"
+        )
+    return found

@@ -1,8 +1,8 @@
 "use strict";
 const root = document.documentElement;
-const coarse = matchMedia("(pointer: coarse)").matches;  // a finger that moves over a plot scrolls the page
+const coarse = matchMedia("(pointer: coarse)").matches;  // touch gestures on a plot scroll the page
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const buttons = [["zoom2d", "pan2d", "resetScale2d"]];  // these alone: plotly's own set has one that uploads a chart
+const buttons = [["zoom2d", "pan2d", "resetScale2d"]];  // only these, because plotly's default set includes an upload button
 const options = { responsive: true, displaylogo: false, modeBarButtons: buttons, displayModeBar: coarse ? false : "hover" };
 const figures = [...document.querySelectorAll("figure")].map((figure) => ({
   box: figure.querySelector(".plot"),
@@ -10,7 +10,7 @@ const figures = [...document.querySelectorAll("figure")].map((figure) => ({
 }));
 const drawn = () => figures.filter(({ box }) => box.data);
 
-// A layout in the page's own colours, as they are now.
+// Returns a layout with the current colors of the page.
 function coloured(layout) {
   const probe = document.createElement("i");
   root.append(probe);
@@ -44,7 +44,7 @@ document.getElementById("scheme").addEventListener("click", () => {
   paint();
 });
 
-// A run's checkbox shows and hides it in every plot; a role's name stays in the legend while any run has it.
+// Shows or hides a run in every plot. A legend entry stays visible while any visible run has it.
 function showRuns({ box }) {
   const shown = new Set([...document.querySelectorAll("input[name=run]:checked")].map((input) => Number(input.value)));
   const visible = box.data.map((trace) => shown.has(trace.meta.run));
@@ -55,7 +55,7 @@ function showRuns({ box }) {
   Plotly.restyle(box, { visible, showlegend });
 }
 
-function layAlong({ box }) {
+function setAxis({ box }) {
   const axis = document.querySelector("input[name=axis]:checked").value;
   const places = box.data.flatMap((trace, place) => (trace.meta.along ? [place] : []));
   if (!places.length) return;
@@ -63,19 +63,19 @@ function layAlong({ box }) {
   Plotly.update(box, { x }, { "xaxis.title.text": axis, "xaxis.autorange": true }, places);
 }
 
-function heed(name, act) {
+function onChange(name, act) {
   const inputs = [...document.querySelectorAll(`input[name=${name}]`)];
   inputs.forEach((input) => input.addEventListener("change", () => drawn().forEach(act)));
   return (figure) => { if (inputs.some((input) => input.checked !== input.defaultChecked)) act(figure); };
 }
-const heeded = [heed("run", showRuns), heed("axis", layAlong)];
+const restore = [onChange("run", showRuns), onChange("axis", setAxis)];
 
-// One after the other, so that the page can be read meanwhile.
+// Draws one plot at a time, so that the page stays responsive.
 (async () => {
   for (const figure of figures) {
     const { box, plot } = figure;
     await Plotly.newPlot(box, plot.data, { ...coloured(plot.layout), dragmode: coarse ? false : "zoom" }, options);
-    heeded.forEach((heeding) => heeding(figure));
+    restore.forEach((apply) => apply(figure));
     await new Promise((resume) => setTimeout(resume));
   }
   root.dataset.drawn = "all";
