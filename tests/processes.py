@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from benchmarks.outcome import file_digests
 from benchmarks.outcome import json_lines as json_lines
 from benchmarks.outcome import record as record
@@ -71,6 +72,11 @@ def environment(cache: Path) -> dict[str, str]:
     if not (own := compiled_in(cache) / "kernels").exists():
         shutil.copytree(compiled_in(COMPILED) / "kernels", own, ignore=shutil.ignore_patterns("*.o", "*.lock"))
     return {**os.environ, "SANSGPU_CACHE": str(cache)}
+
+
+def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Gives this process and those it starts their own cache, with the kernels that are compiled already."""
+    patch.setenv("SANSGPU_CACHE", environment(cache)["SANSGPU_CACHE"])
 
 
 def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:

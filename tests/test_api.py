@@ -10,13 +10,13 @@ from IPython.utils.capture import capture_output
 import sansgpu
 from sansgpu.config import ConfigError
 from sansgpu.watch.controls import Controls
-from tests.processes import TINY, digests, finish, record, settings, write_corpus
+from tests.processes import TINY, digests, finish, record, settings, use_cache, write_corpus
 from tests.scale.steered import Steers
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path_factory.getbasetemp() / "api-cache"))
+    use_cache(monkeypatch, tmp_path_factory.getbasetemp() / "api-cache")
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import finish, settings, write_corpus
+from tests.processes import finish, settings, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
     write_corpus(tmp_path / "corpus.jsonl")
 
 

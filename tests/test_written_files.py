@@ -17,7 +17,7 @@ import pytest
 import sansgpu
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
-from tests.processes import settings, write_corpus
+from tests.processes import settings, use_cache, write_corpus
 from tests.test_cli import sentence
 
 CONFIG = Path(__file__).parents[1] / "configs/cpu_small.yaml"
@@ -43,7 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(folder / "corpus.jsonl")
     (folder / "space.yaml").write_text(SPACE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        use_cache(patch, folder / "cache")
         for name in ("one", "other"):
             assert cli(train(folder, folder / name)) == 0
     return folder
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def train(home: Path, output: Path | str, *more: str, steps: int = 4, **changes: object) -> list[str]:

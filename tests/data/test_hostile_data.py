@@ -14,12 +14,12 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import read_documents, read_rows
 from sansgpu.data.graph_sources import open_graphs
 from tests.bounded import assert_refused, outcome
-from tests.processes import settings, write_corpus
+from tests.processes import settings, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
 
 
 def written(path: Path, content: bytes) -> Path:

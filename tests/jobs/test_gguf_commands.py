@@ -10,7 +10,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
-from tests.processes import settings, write_corpus
+from tests.processes import settings, use_cache, write_corpus
 from tests.tasks.folders import chat_rows, model_folder
 
 Captured = pytest.CaptureFixture[str]
@@ -28,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(folder / "corpus.jsonl", documents=120)
     chat_rows(folder / "chat.jsonl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        use_cache(patch, folder / "cache")
         plain = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=8)
         relu = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=1, model__activation="relu")
         tuned = {**ADAPTED, "data.dataset_name": folder / "chat.jsonl"}
@@ -44,7 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def pairs(values: dict[str, object]) -> list[str]:

@@ -16,7 +16,7 @@ from sansgpu.machine.compilation import missing_for_compile
 from sansgpu.machine.compiled import NotPrivateError, compiled_in
 from tests import processes
 from tests.jobs.hostile import MODULE, bomb, copied, with_code, write_cache, write_module
-from tests.processes import environment, write_corpus
+from tests.processes import environment, use_cache, write_corpus
 from tests.tasks import graphs
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.test_graph_runs import TINY as GRAPH
@@ -69,7 +69,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", environment(home / "cache")["SANSGPU_CACHE"])
+    use_cache(monkeypatch, home / "cache")
 
 
 def made(home: Path, task: str) -> Path:

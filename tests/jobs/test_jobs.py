@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
-from tests.processes import json_lines, settings, write_corpus
+from tests.processes import json_lines, settings, use_cache, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jobs")
     write_corpus(folder / "corpus.jsonl", documents=120)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        use_cache(patch, folder / "cache")
         chosen = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=20)
         assert cli(["train", *chosen, "--output-dir", str(folder / "run")]) == 0
     return folder
@@ -27,7 +27,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, float]:

@@ -15,7 +15,7 @@ from sansgpu.config import SansGPUError, load_config
 from sansgpu.config.load import BUILT_IN
 from sansgpu.jobs.measure import Request, measure_apart
 from sansgpu.train.scaling_law import expected_bits_per_byte, worth_of_tokens
-from tests.processes import environment, json_lines, settings, write_corpus
+from tests.processes import environment, json_lines, settings, use_cache, write_corpus
 
 # What INTERFACE promises other programs.
 PLAN_KEYS = {
@@ -46,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def printed(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 0) -> dict[str, Any]:

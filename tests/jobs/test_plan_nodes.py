@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import settings, write_corpus
+from tests.processes import settings, use_cache, write_corpus
 
 CLUSTER_KEYS = {
     "nodes", "network_bits_per_second", "latency_seconds", "gloo_bytes_per_second", "gradient_bytes", "step_seconds",
@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def planned(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str, **more: object) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sansgpu.cli import run as cli
 from sansgpu.models.chat import continued
 from sansgpu.models.generate import Sampling
-from tests.processes import settings
+from tests.processes import settings, use_cache
 from tests.tasks.tokenizer_kinds import KINDS, TEXT, folder_of, tokenizer_of
 
 Captured = pytest.CaptureFixture[str]
@@ -24,7 +24,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
 
 
 @cache

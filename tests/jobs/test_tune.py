@@ -16,7 +16,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError, Parameter, load_config, load_space, measure_of, spread
 from sansgpu.jobs.folders import held_run
 from sansgpu.watch.jsonl import read_events
-from tests.processes import finish, kill_when, settings, start, write_corpus
+from tests.processes import finish, kill_when, settings, start, use_cache, write_corpus
 
 SPACE = {"learning_rate": {"log": ["1e-3", 1e-1]}, "gradient_accumulation_steps": [1, 2, 4]}
 
@@ -24,7 +24,7 @@ SPACE = {"learning_rate": {"log": ["1e-3", 1e-1]}, "gradient_accumulation_steps"
 @pytest.fixture(autouse=True)
 def _in_a_folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
     write_corpus(tmp_path / "corpus.jsonl")
     written(SPACE)
 

@@ -12,7 +12,7 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.machine.hub import reachable
 from tests import processes
-from tests.processes import environment
+from tests.processes import use_cache
 from tests.tasks.folders import model_folder
 from tests.tasks.test_graph_runs import TINY as GRAPH
 
@@ -36,7 +36,7 @@ def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")  # nobody listens there
-    monkeypatch.setenv("SANSGPU_CACHE", environment(tmp_path / "cache")["SANSGPU_CACHE"])
+    use_cache(monkeypatch, tmp_path / "cache")
 
 
 def arguments(kind: str, *more: str) -> list[str]:

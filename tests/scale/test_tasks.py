@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.processes import environment, write_corpus
+from tests.processes import use_cache, write_corpus
 from tests.scale.every_task import fit_all
 from tests.scale.launch import finish, torchrun
 from tests.scale.test_runs import losses
@@ -61,7 +61,7 @@ def runs(home: Path, ranks: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_every_task_learns_the_same_over_processes(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", environment(tmp_path / "cache")["SANSGPU_CACHE"])
+    use_cache(monkeypatch, tmp_path / "cache")
     fit_all(runs(tmp_path, 1))
     several = json.dumps(runs(tmp_path, ranks))
     code, out = finish(torchrun(ranks), [several], tmp_path / "cache", module="tests.scale.every_task")

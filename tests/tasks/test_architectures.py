@@ -20,7 +20,7 @@ from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.tasks import TASKS
 from sansgpu.watch.events import Event, Kept
-from tests.processes import digests, record
+from tests.processes import digests, record, use_cache
 from tests.tasks.folders import chat_rows, model_folder, squad
 
 # Value: several examples share a row.
@@ -47,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 

@@ -22,7 +22,7 @@ from sansgpu.tasks.filling import mask_rules
 from sansgpu.tasks.gaps import GapFiller, Question
 from sansgpu.tasks.graph import Graph
 from sansgpu.tasks.graph_corpus import GraphCorpus
-from tests.processes import digests, finish, kill_when, start
+from tests.processes import digests, finish, kill_when, start, use_cache
 from tests.test_written_files import as_of_0_1_0
 
 Captured = pytest.CaptureFixture[str]
@@ -45,7 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
@@ -94,7 +94,7 @@ def corpus_of(home: Path, **changes: object) -> tuple[Config, GraphCorpus]:
 @pytest.fixture(scope="module")
 def learned(home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+        use_cache(patch, home / "cache")
         torch.set_num_threads(1)
         steps = {"training__max_steps": 300, "training__eval_steps": 150, "training__save_steps": 300}
         return trained(home, "learned", model__d_model=64, model__d_ff=128, training__batch_size=32, **steps)

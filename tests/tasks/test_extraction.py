@@ -20,6 +20,7 @@ from sansgpu.jobs.extract import Triples, extract
 from sansgpu.tasks import gaps
 from sansgpu.tasks.extraction import Agreement, Extracted, Extraction, ExtractionRules, Found
 from sansgpu.tasks.gaps import BeamSearch, GapFiller, Question
+from tests.processes import use_cache
 from tests.tasks.test_link_prediction import CPU, LEAVES, quiet, run_of, untrained, words_tokenizer
 
 WORDS = ["red", "blue", "green", "old", "new", "fox", "owl", "bear"]
@@ -249,13 +250,13 @@ def rows(home: Path) -> Path:
 @pytest.fixture(scope="module")
 def run(home: Path, rows: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+        use_cache(patch, home / "cache")
         return run_of(home / "run", rows, 300, model__leaves=2, data__vocab_size=360)
 
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def extracted(run: Path, text: str | None = None, data: Path | None = None, **chosen: Any) -> Triples:

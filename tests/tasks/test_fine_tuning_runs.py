@@ -21,7 +21,7 @@ from sansgpu.jobs.fine_tuned import load_fine_tuned
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
 from tests import processes
-from tests.processes import digests, finish, json_lines, kill_when, record, start, write_corpus
+from tests.processes import digests, finish, json_lines, kill_when, record, start, use_cache, write_corpus
 from tests.tasks.folders import NAMES, chat_rows, model_folder, squad
 
 Captured = pytest.CaptureFixture[str]
@@ -47,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
@@ -231,7 +231,7 @@ def learned(home: Path) -> Path:
     ]
     (home / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     patch = pytest.MonkeyPatch()
-    patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(patch, home / "cache")
     try:
         return made(
             home, "learned", data__dataset_name=home / "short.jsonl", data__validation_name=home / "short.jsonl",

@@ -16,7 +16,7 @@ from sansgpu.config import Config
 from sansgpu.models.patches import use_our_kernels
 from sansgpu.models.pretrained import load_pretrained
 from sansgpu.models.unpadded import UnpaddedModel
-from tests.processes import digests, finish, json_lines, kill_when, record, start
+from tests.processes import digests, finish, json_lines, kill_when, record, start, use_cache
 from tests.tasks.folders import model_folder
 from tests.tasks.graphs import rows, write_rows
 
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def settings(home: Path, **changes: object) -> list[str]:

@@ -25,6 +25,7 @@ from sansgpu.tasks.gaps import GapFiller, Question
 from sansgpu.tasks.graph import GraphObjective
 from sansgpu.tasks.graph_corpus import leafy_rules
 from sansgpu.tasks.link_prediction import KnownFacts, LinkPrediction
+from tests.processes import use_cache
 
 CPU = torch.device("cpu")
 LEAVES = 3
@@ -266,7 +267,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
@@ -284,7 +285,7 @@ def knowledge(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def run(home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+        use_cache(patch, home / "cache")
         return run_of(home / "run", knowledge(home / "kg"), 250, data__inverse_relations=True, model__leaves=5)
 
 

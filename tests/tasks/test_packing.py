@@ -20,6 +20,7 @@ from transformers import (
 
 from sansgpu.cli import run as cli
 from sansgpu.models.unpadded import UnpaddedModel
+from tests.processes import use_cache
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.test_architectures import settings, task_of
 
@@ -42,7 +43,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
 
 
 def scaled_folder(folder: Path, architecture: str) -> Path:

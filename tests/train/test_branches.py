@@ -10,7 +10,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
-from tests.processes import digests, environment, json_lines, record, settings, start, write_corpus
+from tests.processes import digests, environment, json_lines, record, settings, start, use_cache, write_corpus
 
 # Evaluations at 3, 6, 9, 12, of which some are the best; regular snapshots at 4, 8, 12.
 SHAPE = {"training__max_steps": 12, "training__keep_last": 9, "training__save_steps": 4}
@@ -26,7 +26,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def arguments(home: Path, run: Path, *more: str, **changes: object) -> list[str]:
@@ -41,7 +41,7 @@ def train(home: Path, run: Path, *more: str, **changes: object) -> None:
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+        use_cache(patch, home / "cache")
         train(home, home / "trained")
     assert names(home / "trained") == ["step-000003", "step-000004", "step-000006", "step-000008", "step-000009",
                                        "step-000012"]  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import clear_leftovers, snapshots
-from tests.processes import environment, json_lines, settings, write_corpus
+from tests.processes import environment, json_lines, settings, use_cache, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def train(home: Path, run: Path, *more: str, **changes: object) -> int:
@@ -34,7 +34,7 @@ def train(home: Path, run: Path, *more: str, **changes: object) -> int:
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+        use_cache(patch, home / "cache")
         assert train(home, home / "trained") == 0
     return home / "trained"
 

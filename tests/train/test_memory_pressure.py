@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from sansgpu.cli import run as cli
 from sansgpu.train import loop
-from tests.processes import environment, json_lines, settings, write_corpus
+from tests.processes import environment, json_lines, settings, use_cache, write_corpus
 
 GROUPS = Path("/sys/fs/cgroup")
 MODEL = {
@@ -45,7 +45,7 @@ def events(run: Path) -> list[dict[str, Any]]:
 def test_a_micro_batch_is_cut_on_its_way_and_the_batch_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
     data = write_corpus(tmp_path / "corpus.jsonl", documents=200)
     chosen = settings(
         data__dataset_name=data, model__dropout=0, training__batch_size=8, training__max_steps=6,

@@ -12,7 +12,7 @@ import yaml
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.jobs.folders import open_run
-from tests.processes import settings, write_corpus
+from tests.processes import settings, use_cache, write_corpus
 from tests.test_cli import sentence
 
 
@@ -21,7 +21,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("configurations")
     write_corpus(folder / "corpus.jsonl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        use_cache(patch, folder / "cache")
         chosen = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=4, training__seed=7)
         assert cli(["train", *chosen, "--output-dir", str(folder / "run")]) == 0
     return folder
@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["with its mark", "copied without the mark"])
 def run(request: pytest.FixtureRequest, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     shutil.copytree(home / "run", tmp_path / "run")
     if request.param != "with its mark":
         (tmp_path / "run/.sansgpu.json").unlink()
@@ -125,7 +125,7 @@ def test_reports_and_lists_refuse_it_too(home: Path, tmp_path: Path, capsys: pyt
 def test_new_folders_and_the_configuration_are_on_the_disk_before_a_snapshot_is(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     synced, sync = [], os.fsync
 
     def recorded(descriptor: int) -> None:

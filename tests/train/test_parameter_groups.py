@@ -20,6 +20,7 @@ from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.kernels.newton_schulz import orthogonalise
 from sansgpu.train.optim import Optimizer
 from sansgpu.watch.events import Kept
+from tests.processes import use_cache
 from tests.tasks.folders import chat_rows
 
 MOE = {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -69,7 +70,7 @@ def test_decay_is_for_all_that_multiplies_and_muon_for_matrices(name: str, optim
 
 @pytest.mark.parametrize("name", MODELS)
 def test_muon_trains_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
     rows, folder, sink = chat_rows(tmp_path / "chat.jsonl"), folder_of(name), Kept()
     given = [f"model.name_or_path={folder}", f"data.dataset_name={rows}", "data.max_length=64"]
     train(TrainRequest(None, (*SETTINGS, *given, "training.optimizer=muon"), tmp_path / "run"), [sink], lambda *_: None)

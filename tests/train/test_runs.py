@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
 from sansgpu.watch.events import Event, Kept, Sinks
-from tests.processes import digests, environment, finish, json_lines, record, settings, start, write_corpus
+from tests.processes import digests, environment, finish, json_lines, record, settings, start, use_cache, write_corpus
 
 # What the documentation promises other programs.
 STEP_KEYS = {
@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def train(home: Path, run: Path, *more: str, **changes: object) -> list[dict[str, Any]]:

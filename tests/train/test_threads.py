@@ -17,7 +17,7 @@ from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import available_cores
 from sansgpu.watch.controls import Controls
 from sansgpu.watch.events import Event
-from tests.processes import record, settings, write_corpus
+from tests.processes import record, settings, use_cache, write_corpus
 
 ENOUGH_STEPS = 3000
 
@@ -55,7 +55,7 @@ def overrides(home: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core has no thread to give up")
 def test_a_run_gives_way_to_its_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbors: None) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(tmp_path / "cache"))
+    use_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     run, controls = tmp_path / "run", Controls()
     given = overrides(tmp_path, "training.adapt_threads=true")

@@ -16,7 +16,7 @@ from sansgpu.train import writer
 from sansgpu.train.checkpoint import snapshots
 from sansgpu.train.tensor_file import save_tensors
 from sansgpu.train.writer import SnapshotWriter, Tensors
-from tests.processes import digests, record, settings, write_corpus
+from tests.processes import digests, record, settings, use_cache, write_corpus
 
 
 def tensors(seed: int, rows: int = 700) -> Tensors:
@@ -92,7 +92,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def train(home: Path, run: str, *more: str) -> int:
@@ -103,7 +103,7 @@ def train(home: Path, run: str, *more: str) -> int:
 @pytest.fixture(scope="module")
 def straight(home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+        use_cache(patch, home / "cache")
         assert train(home, "straight") == 0
     return home / "straight"
 

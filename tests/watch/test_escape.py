@@ -16,7 +16,7 @@ from benchmarks.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from sansgpu.watch.escape import printable, printable_json, printable_line
-from tests.processes import environment, settings, write_corpus
+from tests.processes import environment, settings, use_cache, write_corpus
 
 Captured = pytest.CaptureFixture[str]
 EVIL = "a\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x7fz"
@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(home: Path) -> Path:
     """A run whose folder and data have such names."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", environment(home / "cache")["SANSGPU_CACHE"])
+        use_cache(patch, home / "cache")
         target = home / EVIL / "run"
         data = f"data.dataset_name={home / EVIL / (EVIL + '.jsonl')}"
         assert cli(["train", *settings(**SHORT), "--set", data, "--output-dir", str(target)]) == 0
@@ -55,7 +55,7 @@ def run(home: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def test_what_is_written_out_and_what_stays() -> None:

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sansgpu.cli import run as cli
 from sansgpu.watch.jsonl import read_events
-from tests.processes import environment, json_lines, record, settings, write_corpus
+from tests.processes import environment, json_lines, record, settings, use_cache, write_corpus
 
 # What str.splitlines ends lines at, besides "\n". JSON escapes those below U+0020.
 LINE_ENDS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -28,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
 
 
 def train(home: Path, run: Path, *more: str, **changes: object) -> int:
@@ -102,7 +102,7 @@ def broken(home: Path) -> tuple[Path, str]:
     """A run whose only evaluation is not finite, and what it printed with --headless."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SANSGPU_CACHE", str(home / "cache"))
+        use_cache(patch, home / "cache")
         patch.setattr("sys.stdout", printed)
         assert train(home, home / "broken", "--headless", training__report_to="tensorboard", **BROKEN) == 0
     return home / "broken", printed.getvalue()

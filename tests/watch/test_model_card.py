@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from sansgpu.cli import run as cli
 from sansgpu.watch.model_card import model_card
 from sansgpu.watch.record import Record
-from tests.processes import write_corpus
+from tests.processes import use_cache, write_corpus
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.graphs import rows, write_rows
 from tests.watch.runs import train
@@ -76,7 +76,7 @@ def test_every_task_leaves_a_card_that_is_true_and_parsed(
     kind: str, library: str, pipeline: str, words: str, load: Callable[..., object] | None, home: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     run, chosen = home / kind, settings(home, kind)
     arguments = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
     assert cli(["train", *arguments, "--output-dir", str(run)]) == 0
@@ -95,7 +95,7 @@ def test_every_task_leaves_a_card_that_is_true_and_parsed(
 
 
 def test_a_card_of_a_snapshot_tells_of_that_step(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     run, folder = train(home, "text", training__keep_last=9), home / "exported"
     assert cli(["export", str(run), "--snapshot", "3", "--output", str(folder)]) == 0
     card, record = ModelCard.load(folder / "README.md"), Record.open(run)
@@ -122,7 +122,7 @@ def test_a_card_of_a_snapshot_tells_of_that_step(home: Path, monkeypatch: pytest
 def test_a_card_names_data_of_the_hub_and_no_path(
     name: str, datasets: list[str] | None, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     run = home / "named"
     if not run.exists():
         train(home, "named", training__max_steps=2)

@@ -23,6 +23,7 @@ from sansgpu.watch.plots import MOST_POINTS, Plot, thinned
 from sansgpu.watch.record import Record
 from sansgpu.watch.run_plots import time_parts
 from sansgpu.watch.run_report import run_plots
+from tests.processes import use_cache
 from tests.watch.runs import Event, changed, events_of, train, written
 
 Captured = pytest.CaptureFixture[str]
@@ -32,7 +33,7 @@ Captured = pytest.CaptureFixture[str]
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("reports")
-        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        use_cache(patch, folder / "cache")
         train(folder, "a/tiny")
         train(folder, "b/tiny", training__learning_rate=0.001, training__max_steps=6)
     return folder
@@ -234,7 +235,7 @@ def test_the_parts_of_the_time_are_all_of_it(home: Path) -> None:
 def test_a_report_that_cannot_be_written_ends_no_run(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setenv("SANSGPU_CACHE", str(home / "cache"))
+    use_cache(monkeypatch, home / "cache")
     (tmp_path / "corpus.jsonl").symlink_to(home / "corpus.jsonl")
     run = train(tmp_path, "run", training__max_steps=2)
     (run / "report.html").unlink()

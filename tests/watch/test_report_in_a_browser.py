@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
+from tests.processes import use_cache
 from tests.watch.runs import events_of, train
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -26,7 +27,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two runs."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("browser")
-        patch.setenv("SANSGPU_CACHE", str(folder / "cache"))
+        use_cache(patch, folder / "cache")
         runs = [train(folder, "one"), train(folder, "two", training__learning_rate=0.001, training__max_steps=6)]
         assert cli(["report", *map(str, runs), "--output", str(folder / "report.html")]) == 0
     return folder / "report.html"
