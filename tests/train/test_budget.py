@@ -19,7 +19,7 @@ def test_a_time_of_day_is_the_next_one() -> None:
     assert finish_time("07:00", NOW) == datetime(2026, 3, 2, 7, 0)
     assert finish_time("22:30", NOW) == NOW + timedelta(days=1)
     assert finish_time("2026-03-04T05:06", NOW) == datetime(2026, 3, 4, 5, 6)
-    with pytest.raises(ConfigError, match="is over"):
+    with pytest.raises(ConfigError, match="is in the past"):
         finish_time("2026-03-01T22:29", NOW)
 
 
