@@ -66,7 +66,7 @@ def test_a_run_gives_way_to_its_neighbors(tmp_path: Path, monkeypatch: pytest.Mo
     assert threads[-1] == 1
     assert torch.get_num_threads() == 1
     said = [e for e in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if e.get("cause") == "threads"]
-    assert "the run continues with 1 threads instead of" in said[-1]["message"]
+    assert "training.threads is now 1 instead of" in said[-1]["message"]
     (snapshot,) = (run / "snapshots").glob("step-*")
     assert json.loads((snapshot / "state.json").read_text())["environment"]["threads"] == 1
 

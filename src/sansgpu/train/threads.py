@@ -31,6 +31,6 @@ class AdaptiveThreads:
         before, self._now = self._now, wanted
         torch.set_num_threads(wanted)
         return wanted, (
-            f"other programs use {others:.1f} cores: the run continues with {wanted} threads instead of {before}; its "
-            "results are no longer bit-identical to those of an undisturbed run."
+            f"other programs use {others:.1f} cores: training.threads is now {wanted} instead of {before}; results "
+            "are no longer bit-identical to those of an undisturbed run."
         )
