@@ -23,7 +23,7 @@ from sansgpu.watch.plots import MOST_POINTS, Plot, thinned
 from sansgpu.watch.record import Record
 from sansgpu.watch.run_plots import time_parts
 from sansgpu.watch.run_report import run_plots
-from tests.processes import use_cache
+from tests.processes import json_lines, use_cache
 from tests.watch.runs import Event, changed, events_of, train, written
 
 Captured = pytest.CaptureFixture[str]
@@ -245,6 +245,11 @@ def test_a_report_that_cannot_be_written_ends_no_run(
     assert "could not be written" in capsys.readouterr().out
     assert Record.open(run).ending == "done"
     assert (run / "final/config.json").is_file()
+    warnings = [event for event in json_lines(run / "metrics.jsonl") if event["event"] == "warning"]
+    assert warnings[-1]["cause"] == "report"
+    (run / "report.html").rmdir()
+    assert cli(["train", "--resume", "--output-dir", str(run)]) == 0
+    assert (run / "report.html").is_file()
 
 
 def listed(capsys: Captured, *arguments: str) -> dict[str, dict[str, Any]]:

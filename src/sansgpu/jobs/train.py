@@ -259,7 +259,7 @@ def _run(
         for event in early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()
-        leave_behind(paths, trainer.sinks.warn)
+        leave_behind(paths, partial(trainer.sinks.warn, cause="report"))
         return end
     finally:
         request.monitor.stop()

@@ -18,7 +18,7 @@ MEASURED_KEYS = (
     "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
 # Warnings with these causes depend on the machine's state, so only one of two identical runs may have them.
-MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat")
+MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat", "report")
 
 NEAR_LIMIT = 0.08  # warn if a smaller fraction of memory is available
 
@@ -98,8 +98,8 @@ class Sinks:
         for warning in failed:
             self.emit(warning)
 
-    def warn(self, message: str) -> None:
-        self.emit({"event": "warning", "message": message})
+    def warn(self, message: str, cause: str | None = None) -> None:
+        self.emit({"event": "warning", "message": message, **({"cause": cause} if cause else {})})
 
     def close(self) -> None:
         self.release()
