@@ -1,10 +1,11 @@
-"""What every test may count on."""
+"""Fixtures and settings of all tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from sansgpu.kernels import native
 from sansgpu.machine.compilation import missing_for_compile
@@ -14,6 +15,9 @@ from tests.processes import COMPILED
 reason = native.load(COMPILED)
 if reason is not None and missing_for_compile() is None:
     raise RuntimeError(f"there is a compiler, but the kernels cannot be loaded: {reason}")
+
+settings.register_profile("sansgpu", deadline=None)  # a busy machine must not fail an example by its time
+settings.load_profile("sansgpu")
 
 # Begun first, so that no worker is left with a long file at the end.
 LONGEST = (

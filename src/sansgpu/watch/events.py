@@ -94,7 +94,7 @@ class Sinks:
                 self._sinks.remove(sink)
                 name, why = getattr(sink, "name", type(sink).__name__), " ".join(str(error).split())
                 message = f"{name} failed and was disabled: {why}; training continues."
-                failed.append({"event": "warning", "message": message})
+                failed.append({"event": "warning", "cause": "report", "message": message})
         for warning in failed:
             self.emit(warning)
 
