@@ -18,7 +18,7 @@ MEASURED_KEYS = (
     "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
 # Warnings with these causes depend on the machine's state, so only one of two identical runs may have them.
-MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat", "report")
+MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat", "report", "callback")
 
 NEAR_LIMIT = 0.08  # warn if a smaller fraction of memory is available
 
@@ -94,7 +94,7 @@ class Sinks:
                 self._sinks.remove(sink)
                 name, why = getattr(sink, "name", type(sink).__name__), " ".join(str(error).split())
                 message = f"{name} failed and was disabled: {why}; training continues."
-                failed.append({"event": "warning", "cause": "report", "message": message})
+                failed.append({"event": "warning", "cause": "callback", "message": message})
         for warning in failed:
             self.emit(warning)
 
