@@ -1,5 +1,7 @@
 """What goes wrong is said in one sentence, before any work is done, and never shows a traceback."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,23 @@ def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert error == "sansgpu: missing.yaml does not exist.\n"
     assert finish(["--version"], tmp_path / "cache")[0] == 0
+
+
+@pytest.mark.parametrize("debug", [[], ["--debug"]])
+def test_an_error_in_a_librarys_thread_is_one_line_unless_debugging(debug: list[str]) -> None:
+    script = f"""
+import sys, threading
+from sansgpu.cli import main
+
+sys.argv = ["sansgpu", "--version", *{debug}]
+try:
+    main()
+except SystemExit:
+    thread = threading.Thread(target=lambda: open("/nowhere/at all"))
+    thread.start()
+    thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ("Traceback" in done.stderr) == bool(debug)
+    assert "FileNotFoundError" in done.stderr
+    assert debug or done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 from sansgpu.cli.signals import CODE, handle_interrupts, stop_handling_interrupts
 from sansgpu.machine.launch import settle_randomness, share_cores
@@ -16,12 +17,22 @@ def main() -> None:
         handle_interrupts()
         share_cores()
         settle_randomness()
+        if "--debug" not in sys.argv:
+            threading.excepthook = _warn_of_thread
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # before `run` handles it
         code = CODE
         sys.stderr.write("sansgpu: interrupted.\n")
     stop_handling_interrupts()
     sys.exit(code)
+
+
+def _warn_of_thread(failed: threading.ExceptHookArgs) -> None:
+    """Reports the exception of a library's thread, as TensorBoard's on a full disk, without a traceback."""
+    from sansgpu.cli.options import warn
+
+    if failed.exc_type is not SystemExit:
+        warn(f"a background thread failed: {failed.exc_type.__name__}: {failed.exc_value}.")
 
 
 def run(arguments: list[str]) -> int:
