@@ -192,10 +192,10 @@ def _row(name: str, samples: dict[tuple[str, str], list[Sample]], failure: str |
     return {
         "name": name,
         "status": "measured",
-        "failure": failure,  # of another variant or a later round
+        "failure": failure,  # why another variant or a later round failed
         "variant": variant,
         "median_step_seconds": _median_step(runs),
-        "first_step_seconds": runs[0].first_step_seconds,  # of the first round, when nothing is cached yet
+        "first_step_seconds": runs[0].first_step_seconds,  # in the first round nothing is cached yet
         "peak_rss_bytes": max(run.peak_rss_bytes for run in runs),
         "loss": runs[-1].loss,
         "runs": [

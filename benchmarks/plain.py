@@ -20,7 +20,7 @@ from sansgpu.machine.compilation import missing_for_compile
 from sansgpu.machine.probe import available_cores, has_native_bf16
 
 SEED = 0
-WARM_UP_STEPS = 200  # of the learning rate in `run_minutes`
+WARM_UP_STEPS = 200  # `run_minutes` warms the learning rate up over these steps
 EVALUATION_WINDOWS = 8  # batch size of evaluation
 
 

@@ -67,7 +67,7 @@ class Learned:
     first_step_seconds: float | None
     peak_rss_bytes: int
     wall_seconds: float
-    load_average: float  # of the machine at the start
+    load_average: float  # measured before the benchmark starts
 
     @property
     def best_f1(self) -> float:

@@ -225,7 +225,7 @@ def test_use_amp_means_a_precision() -> None:
     assert "use_amp" in refusal("training.use_amp=false", "training.precision=bf16")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.builds(ModelConfig, n_heads=st.sampled_from([1, 2, 4]), d_model=st.sampled_from([64, 128])),
     st.builds(

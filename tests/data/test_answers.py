@@ -94,7 +94,7 @@ def cases(draw: st.DrawFn) -> tuple[Question, list[QuestionWindow], Logits]:
     return question, windows, logits  # type: ignore[return-value]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cases(), st.integers(20, 40), st.integers(1, 12), st.sampled_from([-3.0, 0.0, 2.0]), st.booleans())
 def test_answers_are_those_of_utils_qa(
     case: tuple[Question, list[QuestionWindow], Logits], size: int, longest: int, threshold: float, may_be_null: bool
@@ -103,7 +103,7 @@ def test_answers_are_those_of_utils_qa(
     assert_as_plain(case, rules, may_be_null)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cases(), st.integers(1, 6), st.booleans())
 def test_a_short_list_of_the_best_is_that_of_utils_qa(
     case: tuple[Question, list[QuestionWindow], Logits], size: int, may_be_null: bool
@@ -225,7 +225,6 @@ TEXTS = st.lists(st.sampled_from(["The", "cat", "cat's", "cats", "a", "hat!", "T
 SOME_TEXT = TEXTS.filter(bool).map(" ".join)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(SOME_TEXT, max_size=3), TEXTS.map(" ".join)), min_size=1, max_size=8))
 def test_scores_are_those_of_the_plain_normalisation(cases: list[tuple[list[str], str]]) -> None:
     questions = [asked(number, *answers) for number, (answers, _) in enumerate(cases)]

@@ -130,7 +130,7 @@ def test_a_head_with_a_span_stands_there(tokenizer: MaskTokenizer) -> None:
     assert placed.place > 2
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 60), st.integers(4, 20), st.integers(0, 6))
 def test_windows_hold_every_token(tokenizer: MaskTokenizer, words: int, roots: int, stride: int) -> None:
     text = " ".join(["glucose", "type", "treats"][i % 3] for i in range(words))
@@ -154,7 +154,7 @@ def random_example(draws: np.random.Generator, roots: int, triples: int) -> Leaf
     return Leafy(draws.integers(10, 99, roots), starts, placed)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 999), st.integers(4, 80), st.integers(1, 6), st.sampled_from([0.0, 0.15, 0.5]), st.booleans())
 def test_masks_cover_words_and_whole_tails(seed: int, roots: int, longest: int, ratio: float, at_least: bool) -> None:
     draws = np.random.default_rng(seed)

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
@@ -256,7 +256,6 @@ def all_tokens(tokenizer: Any, text: str) -> list[tuple[int, int, int]]:
 
 
 @each_tokenizer
-@settings(deadline=None)
 @given(CONTEXTS, st.integers(0, 4), st.integers(1, 6))
 def test_windows_cover_the_context_and_overlap_by_the_stride(
     tokenizer: Any, words: list[str], doc_stride: int, more: int
@@ -309,7 +308,6 @@ def run_qa_label(window: QuestionWindow, begin: int, stop: int) -> tuple[int, in
 
 
 @pytest.mark.parametrize("name", ["word-piece", "left-padding"])
-@settings(deadline=None)
 @given(CONTEXTS, st.integers(0, 3), st.integers(1, 6), st.data())
 def test_labels_are_those_of_run_qa(
     name: str, words: list[str], doc_stride: int, more: int, data: st.DataObject
@@ -323,7 +321,6 @@ def test_labels_are_those_of_run_qa(
 
 
 @each_tokenizer
-@settings(deadline=None)
 @given(CONTEXTS, st.integers(1, 8), st.data())
 def test_a_labelled_window_holds_the_answer_and_any_other_says_none(
     tokenizer: Any, words: list[str], more: int, data: st.DataObject

@@ -20,7 +20,7 @@ def made(lengths: list[int], by_token: bool, seed: int) -> tuple[Sequences, list
     return Sequences.of(tokens, places, None, np.arange(len(lengths))), tokens, list(places)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=12),
     st.booleans(),
@@ -46,7 +46,7 @@ def test_micro_batches_of_all_ranks_are_the_batch(
     assert [int(n) for p in pieces for n in (p.numbers if p.numbers is not None else [])] == list(range(len(lengths)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.binary(min_size=1, max_size=2), min_size=2, max_size=40), st.floats(0.01, 0.9))
 def test_equal_examples_are_held_out_together(contents: list[bytes], share: float) -> None:
     sizes = np.array([len(content) for content in contents])

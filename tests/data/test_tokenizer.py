@@ -19,7 +19,6 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["bpe", "char"])
-@settings(deadline=None)
 @given(text=ANY_TEXT)
 @example(text="a\r\nb\n\n\nc\rd")
 @example(text="<|endoftext|> and <0x41> are text here")
@@ -51,7 +50,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, AutoTokenizer.from_pretrained(folder)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(text=ANY_TEXT.filter(lambda text: END_OF_TEXT not in text))
 @example(text="it 's , isn 't it ? a . b !  \n\r\n")  # clean_up_tokenization_spaces would change it
 def test_transformers_reads_and_writes_any_text_alike(saved: tuple[Tokenizer, object], text: str) -> None:

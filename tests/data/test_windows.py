@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.data.batch import IGNORE, Batch
@@ -45,7 +45,6 @@ def learned(windows: PackedWindows | PaddedWindows) -> list[tuple[int, int]]:
     return list(zip(batch.inputs[kept].tolist(), batch.targets[kept].tolist(), strict=True))
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.integers(2, 17))
 def test_packed_windows_predict_every_token_once_from_the_one_before(documents: list[list[int]], window: int) -> None:
     windows = make_windows(all_documents(store_of(documents)), window, END, pack=True)
@@ -70,7 +69,6 @@ def reference_windows(part: TokenRanges, window: int) -> Iterator[list[tuple[int
         yield places
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.integers(2, 17))
 def test_packed_windows_number_documents_and_count_positions_from_their_start(
     documents: list[list[int]], window: int
@@ -84,7 +82,6 @@ def test_packed_windows_number_documents_and_count_positions_from_their_start(
     assert ours.tolist() == [[list(place) for place in row] for row in reference_windows(part, window)]
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.integers(2, 17), st.booleans(), st.integers(0, 99))
 def test_a_window_depends_on_its_number_alone(documents: list[list[int]], window: int, pack: bool, seed: int) -> None:
     windows = make_windows(all_documents(store_of(documents)), window, END, pack)
@@ -94,7 +91,6 @@ def test_a_window_depends_on_its_number_alone(documents: list[list[int]], window
         assert_same(windows.batch(np.array([number])), together.rows(row, row + 1))
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.floats(0.05, 0.9), st.integers(2, 17), st.booleans())
 def test_the_document_before_a_cut_one_ends_like_any_other(
     documents: list[list[int]], share: float, window: int, pack: bool
@@ -106,7 +102,6 @@ def test_the_document_before_a_cut_one_ends_like_any_other(
     assert learned(make_windows(held, window, END, pack)) == expected
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.integers(2, 17))
 def test_padded_windows_hold_one_document_and_predict_its_every_token(documents: list[list[int]], window: int) -> None:
     windows = make_windows(all_documents(store_of(documents)), window, END, pack=False)
@@ -115,7 +110,6 @@ def test_padded_windows_hold_one_document_and_predict_its_every_token(documents:
     assert windows.batch(np.arange(len(windows))).document_ids is None
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.integers(2, 17))
 def test_padding_stands_behind_the_document_and_is_never_learned(documents: list[list[int]], window: int) -> None:
     windows = PaddedWindows(all_documents(store_of(documents)), window, END)
@@ -125,7 +119,6 @@ def test_padding_stands_behind_the_document_and_is_never_learned(documents: list
     assert (batch.targets != IGNORE).tolist() == [[place < len(row) for place in range(window)] for row in rows]
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.floats(0.01, 0.9))
 def test_the_parts_share_nothing_and_lose_nothing(documents: list[list[int]], share: float) -> None:
     train, held = split_documents(store_of(documents), share)
@@ -141,7 +134,6 @@ def test_the_parts_share_nothing_and_lose_nothing(documents: list[list[int]], sh
     assert len(places(held)) <= share * total + 1 + surplus
 
 
-@settings(deadline=None)
 @given(st.permutations(range(12)), st.floats(0.1, 0.9))
 def test_which_documents_are_held_out_depends_on_no_order(order: list[int], share: float) -> None:
     documents = [[n + 1] * (3 + n) for n in range(12)]
@@ -154,7 +146,6 @@ def test_which_documents_are_held_out_depends_on_no_order(order: list[int], shar
     assert held_tokens([documents[n] for n in order]) == held_tokens(documents)
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.floats(0.1, 0.9))
 def test_equal_documents_fall_on_one_side(documents: list[list[int]], share: float) -> None:
     doubled = documents + documents
@@ -176,7 +167,6 @@ def test_of_a_single_text_the_last_tenth_is_held_out(size: int, cut: int) -> Non
     assert (held.starts.tolist(), held.stops.tolist()) == ([cut], [size])
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5))
 def test_an_epoch_shows_every_example_once_and_nothing_leaks_into_the_next(count: int, size: int, seed: int) -> None:
     steps = steps_per_epoch(count, size)
@@ -192,7 +182,6 @@ def test_epochs_and_seeds_differ_in_order() -> None:
     assert batch_indices(1, 1, 50, 50).tolist() == batch_indices(1, 1, 50, 50).tolist()
 
 
-@settings(deadline=None)
 @given(st.integers(1, 13), st.integers(1, 5), st.integers(1, 4))
 def test_micro_batches_cover_each_row_once_whatever_the_cut(rows: int, size: int, world: int) -> None:
     batch = Batch(torch.arange(rows)[:, None].repeat(1, 3) + 1, torch.ones(rows, 3, dtype=torch.int64))
@@ -205,7 +194,6 @@ def test_micro_batches_cover_each_row_once_whatever_the_cut(rows: int, size: int
     assert sum(piece.target_count() for piece in pieces) == batch.target_count()
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.integers(2, 9), st.integers(1, 4))
 def test_micro_batches_keep_positions_and_documents_beside_their_tokens(
     documents: list[list[int]], window: int, size: int
@@ -219,7 +207,6 @@ def test_micro_batches_keep_positions_and_documents_beside_their_tokens(
     assert joined.rows(len(whole), len(joined)).target_count() == 0
 
 
-@settings(deadline=None)
 @given(DOCUMENTS, st.integers(2, 9), st.integers(1, 9), st.booleans())
 def test_pieces_end_where_a_document_or_their_length_does(
     documents: list[list[int]], window: int, length: int, pack: bool

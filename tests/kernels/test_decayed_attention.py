@@ -14,7 +14,7 @@ from sansgpu.kernels.distances import Decay, node_distances
 from tests.kernels.test_kernels import assert_near, with_gradients
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
-RANDOM = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RANDOM = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 APART = 1000  # roots between two graphs of one row: no table reaches so far
 
 
@@ -34,7 +34,6 @@ def steps_from(start: tuple[int, int], roots: int, leaves: int) -> dict[tuple[in
     return steps
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 5), st.data())
 def test_distances_are_the_edges_of_the_shortest_way(roots: int, leaves: int, data: st.DataObject) -> None:
     every = [(root, slot) for root in range(roots) for slot in range(leaves + 1)]
@@ -98,7 +97,7 @@ def by_hand(
     return torch.stack(rows).unflatten(0, ranges.shape[:2]).transpose(1, 2)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(1, 2), st.integers(1, 2), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_the_reference_is_the_definition(
     groups: int, graphs: int, roots: int, causal: bool, added: bool, seed: int

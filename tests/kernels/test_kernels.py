@@ -16,7 +16,7 @@ from sansgpu.kernels.update import adamw, add_product, global_norm
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
-RANDOM = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RANDOM = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def with_gradients(tensors: list[torch.Tensor], function: object, weight: torch.Tensor) -> list[torch.Tensor]:
@@ -269,7 +269,7 @@ def test_embedding_adds_up_gradients_in_fp32(
     torch.testing.assert_close(leaf.grad.to_dense().double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 24), st.integers(1, 24), st.integers(0, 99))
 def test_orthogonalise_brings_singular_values_near_one_and_keeps_directions(
     count: int, rows: int, columns: int, seed: int

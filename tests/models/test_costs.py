@@ -19,7 +19,6 @@ from tests.models.kept import kept_bytes_of
 ACTIVATIONS = ("swiglu", "relu2", "gelu")
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(ACTIVATIONS),
     st.integers(1, 3),
@@ -91,7 +90,7 @@ def test_a_block_keeps_what_is_said(activation: str, precision: str, compiled: s
         assert kept_bytes(config, 128, how) == pytest.approx(kept_by_a_block(config, how, 128), rel=0.03)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.sampled_from(ACTIVATIONS), st.sampled_from(["fp32", "bf16"]), st.sampled_from(["muon", "adamw"]))
 def test_what_takes_more_memory_is_said_to(activation: str, precision: str, optimizer: str) -> None:
     config = ModelConfig.model_validate({"vocab_size": 1000, "activation": activation})

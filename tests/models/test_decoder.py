@@ -25,7 +25,7 @@ def test_a_later_token_changes_no_earlier_logit(layout: str) -> None:
     assert not torch.allclose(before[0, 12:], after[0, 12:])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 10), st.integers(1, 10), st.integers(0, 99))
 def test_a_packed_document_sees_nothing_of_another(layout: str, first: int, second: int, seed: int) -> None:
     model = model_of(layout)
@@ -74,7 +74,7 @@ def test_dropout_acts_in_training_alone(layout: str, kind: str) -> None:
     assert not torch.equal(model(inputs), model(inputs))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 3), st.integers(1, 24), st.floats(0, 1), st.integers(0, 99))
 def test_the_loss_is_the_cross_entropy_of_the_logits_against_the_targets_as_given(
     layout: str, rows: int, length: int, ignored: float, seed: int

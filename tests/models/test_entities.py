@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sansgpu.models.entities import NameBags
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 99))
 def test_mean_name_embeddings_and_their_gradient_are_those_of_plain_loops(names: list[list[int]], seed: int) -> None:
     draws = torch.Generator().manual_seed(seed)

@@ -63,7 +63,7 @@ def test_a_model_comes_back_within_what_its_numbers_hold(layout: str, kind: GGUF
     assert apart <= {"f32": 0, "f16": 3e-3, "bf16": 3e-2, "q8_0": 0.1}[kind]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     activation=st.sampled_from(["swiglu", "relu2", "gelu"]),
     heads=st.integers(1, 3),
@@ -246,7 +246,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     content = whole.read_bytes()

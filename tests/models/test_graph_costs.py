@@ -21,7 +21,7 @@ def shape(**changes: object) -> ModelConfig:
     return ModelConfig.model_validate({**given, "attention_dropout": 0.1, **changes})
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 40), st.integers(0, 3),
     st.sampled_from(["none", "learned", "sinusoidal"]), st.sampled_from(["none", "additive_log"]),

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.config import ConfigError, TrainingConfig, load_config
@@ -38,7 +38,6 @@ def test_yaml_does_not_turn_a_time_into_a_number(given: str, read: str) -> None:
     assert config.training.until == read
 
 
-@settings(deadline=None)
 @given(
     step=st.floats(0.01, 10), noise=st.lists(st.floats(0.8, 1.3), min_size=50, max_size=50),
     steps=st.integers(30, 20_000),

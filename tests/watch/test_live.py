@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +48,6 @@ def shown(steps: int, cores: int = 2, news: int = 0, sample: str = "", keys: boo
     return known
 
 
-@hypothesis.settings(deadline=None)
 @given(
     width=st.integers(30, 240),
     height=st.integers(8, 80),

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 MOST_BYTES = 1 << 20  # the largest JSON file that is read
 MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each
-MAX_SHOWN_CHARACTERS = 200  # of a value, in messages
-MAX_REASON_CHARACTERS = 300  # of a library's error, which may repeat a file's whole content
+MAX_SHOWN_CHARACTERS = 200  # messages cut longer values
+MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content
 _MAX_INTEGER = 2**63 - 1
 _SCALARS = (str, bool, int, float, date, time, type(None))
 

@@ -42,7 +42,7 @@ THOUGHT_END = "</think>"
 # Some templates insert today's date, but a run resumed tomorrow must see the same tokens. This is the default date of
 # Llama 3's templates.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
-MAX_PREFIX_CHARACTERS = 1 << 22  # of all prefixes of a conversation that are rendered in one call
+MAX_PREFIX_CHARACTERS = 1 << 22  # limit on the prefixes that one call renders, in total
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class GraphBatch:
     # number of leaves, head entity, tail entity if it is the target of a query, else 0
     triple_counts: torch.Tensor  # (B,) int64
     facts: torch.Tensor  # (B, K, 3) int64: head, relation and tail of triples that are learned without text
-    weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)  # of roots, leaves, span boundaries, entity queries and
-    # facts in the summed loss
+    # Weights in the summed loss for roots, leaves, span boundaries, entity queries and facts.
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @classmethod
     def of(cls, examples: Sequence[Leafy], masked: Sequence[Masked], facts: np.ndarray | None = None) -> GraphBatch:

@@ -28,7 +28,7 @@ class Source:
 
     name: str
     fingerprint: str
-    size_bytes: int  # of the files on disk; 0 if unknown
+    size_bytes: int  # total size of the files on disk; 0 if unknown
     read: Callable[[], Iterator[Piece]]
     rows: Callable[[], Iterator[Row]]
     files: Mapping[str, Path] = field(default_factory=dict)  # by name relative to the folder; empty for a Hub dataset

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sansgpu.config import Config, SansGPUError
+from sansgpu.config.plain import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import Examples
 from sansgpu.jobs.prepare import Machine, set_up
 from sansgpu.machine.compilation import compile_into
@@ -29,9 +30,8 @@ from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
 from sansgpu.train.writer import SnapshotWriter
 
-MAX_TIMED_BATCHES = 40  # of an evaluation; its time is extrapolated to all batches
+MAX_TIMED_BATCHES = 40  # the time of an evaluation is extrapolated from these
 PROFILED_STEPS = 2
-MAX_ERROR_CHARACTERS = 300  # of a library's message
 WARMUP_STEPS = 1  # after the first step, which compiles
 
 DATA_SECONDS = ("tokenizer_seconds", "data_seconds", "evaluation_seconds", "export_seconds")
@@ -63,7 +63,7 @@ def measure_apart(request: Request) -> Result:
         except SansGPUError:
             raise
         except Exception as error:  # anything that torch or its compiler may raise
-            raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MAX_ERROR_CHARACTERS]}.") from error
+            raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}.") from error
 
 
 def measure(request: Request) -> Result:

@@ -38,7 +38,7 @@ from sansgpu.train.scaling_law import expected_bits_per_byte
 
 NODE_COUNTS = tuple(1 << doublings for doublings in range(11))  # 1 to 1,024
 DEFAULT_LOSS = 3.0  # nats per token, typical of a small language model, if no estimate is available
-SAMPLED_WINDOWS = 64  # of the validation split, to measure bytes per token
+SAMPLED_WINDOWS = 64  # validation windows used to measure bytes per token
 BITS_PER_SECOND = {"gbps": 9, "gbit": 9, "mbps": 6, "mbit": 6}  # powers of ten
 SECONDS = {"us": -6, "ms": -3}  # powers of ten
 

@@ -360,7 +360,7 @@ def _measured(
         return measure(task, config, plan, sizes, compiled, whole, tokens).to_json()
 
     answer = remembered(machine.cache, question, ask)
-    give_back_memory()  # what the trials allocated
+    give_back_memory()  # frees what the trials allocated
     return answer
 
 

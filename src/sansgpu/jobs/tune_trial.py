@@ -34,7 +34,7 @@ class Length:
     """Training length of every trial: the unchanged configuration's steps, or as many tokens at other batch sizes."""
 
     steps: int
-    tokens: int | None  # of those steps; None unless the configuration sets max_steps
+    tokens: int | None  # tokens in those steps; None unless the configuration sets max_steps
     evaluations: int  # per trial, evenly spaced
     seconds: float | None  # estimated duration of a trial
 

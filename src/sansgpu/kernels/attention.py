@@ -38,7 +38,7 @@ def causal_ranges(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 def bidirectional_ranges(document_ids: torch.Tensor) -> torch.Tensor:
-    """As `causal_ranges`, but a token sees its whole document. Padding must have a document id of its own."""
+    """Like `causal_ranges`, but a token attends to its whole document. Padding needs a document id of its own."""
     _, first, end = _document_bounds(document_ids)
     return torch.stack((first, end), dim=-1).int()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-_PROGRAM_CACHE_BYTES = 512 << 20  # of the active page cache: program code, which is slow to reload
+_PROGRAM_CACHE_BYTES = 512 << 20  # active page cache that holds program code, slow to reload
 _NO_LIMIT = 1 << 60  # without a limit, version 1 reports a number near 2^63
 
 

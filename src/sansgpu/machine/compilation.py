@@ -14,7 +14,7 @@ from sansgpu.machine.compiled import compiled_in, require_safe_path
 INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
 COMPILE_SECONDS = 30.0  # to compile training and evaluation graphs of a 12-layer model on two cores and time them
 MAX_GRAPHS = 64  # per block and process: micro-batch sizes vary in calibration and under memory pressure; default is 8
-SAVED_RATIO = 0.25  # of an eager step, measured for 10M-100M parameters
+SAVED_RATIO = 0.25  # share of an eager step that compiling saves; measured for 10M-100M parameters
 # FLOP/s of an eager step per core. Assumed rather than measured, so that the decision is reproducible.
 EAGER_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
 

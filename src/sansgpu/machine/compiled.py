@@ -20,7 +20,7 @@ from sansgpu.machine.probe import cache_dir, user_cache_dir
 ROOT_UID = 0
 PRIVATE_MODE = 0o700
 
-_temporary_folders: list[Path] = []  # of this process; their random names make them safe wherever they are
+_temporary_folders: list[Path] = []  # created by this process; random names make them safe anywhere
 
 
 class NotPrivateError(OSError):

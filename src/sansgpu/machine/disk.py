@@ -17,7 +17,7 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_MODE = 0o666  # of new files, before the umask
+_MODE = 0o666  # permissions of new files before the umask is applied
 _BLOCK_BYTES, _SECTOR_BYTES = 4 << 20, 4096  # size of a write; direct writes must be multiples of a sector
 
 

@@ -39,7 +39,7 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    logits: int  # of the output head, with their gradients and the gradient of the head's weight
+    logits: int  # logits, their gradients and the gradient of the output head's weight
     snapshot: int  # the copy that is written in the background
     overhead: int  # the process with its libraries, and heap fragmentation
 

@@ -14,7 +14,7 @@ MOMENTS = {"fp32": 8.0, "8bit": 2.0 + 8 / 256}  # bytes per weight: two values, 
 # Measured on Linux: the process with torch and its libraries, the memory that the compiler leaves behind, and the share
 # that the allocator adds by rounding up.
 _PROCESS_BYTES, _COMPILER_BYTES, _ALLOCATOR_OVERHEAD = 434 << 20, 96 << 20, 0.05
-_OVERLAP_SAVING = 0.25  # of the smaller of gradients and activations: one grows while the other is freed; measured
+_OVERLAP_SAVING = 0.25  # share of the smaller of gradients and activations; one grows as the other is freed
 
 Shapes = dict[tuple[int, int], int]  # (inputs, outputs) of the matrices of a block -> number of such matrices
 

@@ -20,11 +20,11 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.compilation import expect_shapes
-from sansgpu.models.entities import EntityTable
+from sansgpu.models.entities import NORM_EPS, EntityTable
 from sansgpu.models.modules import Table, without_values
 from sansgpu.models.relations import RelationFusion
 
-INIT_STD, NORM_EPS = 0.02, 1e-5
+INIT_STD = 0.02
 MAX_PERIOD = 10_000.0  # base of sinusoidal positions (arXiv 1706.03762)
 
 

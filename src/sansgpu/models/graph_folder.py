@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.machine.inputs import read_object
-from sansgpu.models.graph_encoder import INIT_STD, NORM_EPS, GraphEncoder
+from sansgpu.models.entities import NORM_EPS
+from sansgpu.models.graph_encoder import INIT_STD, GraphEncoder
 from sansgpu.models.model_folder import require_layers, require_sound_folder
 from sansgpu.models.weights_file import load_weights
 from sansgpu.models.whole_folder import written_whole
