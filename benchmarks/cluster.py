@@ -22,7 +22,7 @@ from benchmarks import ours
 from benchmarks.contest import WARM_UP, NoResultError, Row, add_ratios, print_table, row_of, say, spawn, write_json
 from benchmarks.hosts import Host, refused, shape, two_hosts
 from benchmarks.scaling import BASE, parameters
-from sansgpu.jobs.nodes import Share, Step, Work, link_of, step_of
+from sansgpu.jobs.nodes import NodeShare, NodeStep, NodeWork, link_of, step_of
 from sansgpu.machine.gloo_rate import Link, measure_gloo
 from sansgpu.train.reduce import BUCKET_BYTES
 
@@ -116,10 +116,10 @@ def over_cable(name: str, hosts: tuple[Host, Host], folder: Path, settings: Sett
     return step_seconds(run)
 
 
-def estimate(compute_seconds: float, numbers: int, embedding: int, bits_per_second: float, gloo: Link) -> Step:
+def estimate(compute_seconds: float, numbers: int, embedding: int, bits_per_second: float, gloo: Link) -> NodeStep:
     """Returns the estimate of `plan --nodes` for a step with `numbers` gradient elements."""
-    share = Share(NODES, MICRO_BATCH, PIECES // NODES)
-    work = Work(compute_seconds / share.pieces, 0.0, 0.0, numbers * GRADIENT_BYTES, embedding * GRADIENT_BYTES)
+    share = NodeShare(NODES, MICRO_BATCH, PIECES // NODES)
+    work = NodeWork(compute_seconds / share.pieces, 0.0, 0.0, numbers * GRADIENT_BYTES, embedding * GRADIENT_BYTES)
     return step_of(work, share, link_of(bits_per_second, 0.0, gloo))
 
 
@@ -135,7 +135,7 @@ def hosts_rows(folder: Path, size: str, steps: int, one: Row, half: Row) -> Iter
                 shape(hosts, name)
             step = estimate(half["step_seconds"], one["parameters"], embedding, rate or UNSHAPED, gloo)
 
-            def row(name: str = name, step: Step = step) -> Row:
+            def row(name: str = name, step: NodeStep = step) -> Row:
                 seconds = over_cable(name, hosts, folder, settings)
                 return {
                     "name": name,

@@ -24,15 +24,15 @@ from sansgpu.config import Config, load_config
 from sansgpu.data.answers import AnswerRules, best_answers, exact_match_f1
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, steps_per_epoch
-from sansgpu.data.sequences import Sequences
+from sansgpu.data.sequences import PackedSequences
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import task_of
-from sansgpu.tasks.qa import Asked, QuestionCorpus
+from sansgpu.tasks.qa import QuestionCorpus, TokenizedQuestions
 
 Row = dict[str, list[int]]
 
 
-def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any, list[Sequences]]:
+def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any, list[PackedSequences]]:
     """Returns the configuration, its tokenizer and the batches that a sansgpu run of it trains on."""
     config, _ = load_config(None, overrides)
     config, corpus = task_of(config).prepare(config, cache, lambda *_: None)
@@ -41,7 +41,7 @@ def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any,
     return config, corpus.tokenizer, [corpus.train.batch(chosen) for chosen in numbers]
 
 
-def rows_of(batch: Sequences) -> Iterator[Row]:
+def rows_of(batch: PackedSequences) -> Iterator[Row]:
     """Yields examples in transformers' format, with unshifted labels or the positions of the answer."""
     start = 0
     for number, length in enumerate(batch.lengths.tolist()):
@@ -134,7 +134,7 @@ def trainer_arguments(config: Config, folder: str, **more: Any) -> TrainingArgum
 
 
 def train(
-    config: Config, tokenizer: Any, given: list[Sequences], micro_batch: int, accumulation: int, model: Any = None
+    config: Config, tokenizer: Any, given: list[PackedSequences], micro_batch: int, accumulation: int, model: Any = None
 ) -> tuple[list[float], list[float]]:
     """Trains on the batches `given` and returns the seconds and the losses of the steps."""
     watch = Watch()
@@ -212,7 +212,9 @@ class Epochs(TrainerCallback):
         self.seconds += time.perf_counter() - self._start
 
 
-def answers_score(config: Config, asked: Asked, logits: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+def answers_score(
+    config: Config, asked: TokenizedQuestions, logits: list[tuple[np.ndarray, np.ndarray]]
+) -> dict[str, float]:
     """Returns exact match and F1 of the answers from each window's logits, selected like in transformers' run_qa.py."""
     data = config.data
     rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)

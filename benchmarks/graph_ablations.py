@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.contest import Row, print_table, say, write_json
 from sansgpu.config import Config, load_config
-from sansgpu.data.leafy import LeafyGraphs
+from sansgpu.data.leafy import LeafyDataset
 from sansgpu.jobs.kernels import load_kernels
 from sansgpu.kernels import native
 from sansgpu.machine.allocator import keep_freed_memory
@@ -74,7 +74,7 @@ def variants(config: Config) -> list[Variant]:
     return found
 
 
-def shuffled(graphs: LeafyGraphs, relations: int) -> LeafyGraphs:
+def shuffled(graphs: LeafyDataset, relations: int) -> LeafyDataset:
     """Returns the graphs with random relations."""
     draws = np.random.Generator(np.random.PCG64(0))
     examples = [
@@ -84,7 +84,7 @@ def shuffled(graphs: LeafyGraphs, relations: int) -> LeafyGraphs:
     return replace(graphs, examples=examples)
 
 
-def bare(graphs: LeafyGraphs) -> LeafyGraphs:
+def bare(graphs: LeafyDataset) -> LeafyDataset:
     """Returns the same windows in the same order, without triples."""
     return replace(graphs, examples=[(window, []) for window, _ in graphs.examples])
 
@@ -99,14 +99,14 @@ def measured(variant: Variant, config: Config, corpus: GraphCorpus, steps: int, 
         train = bare(train)
     training = config.training
     task = Graph(config, replace(corpus, train=train), effective_batch(training))
-    state = TrainState.begin(task.model, training, plan.device, plan.compute_dtype)
+    state = TrainState.create(task.model, training, plan.device, plan.compute_dtype)
     for step in range(steps):
         rate = learning_rate(training, step, steps)
         train_step(state, task, task.batch(step), plan, training, rate)
         state.progress.step += 1
     metrics = evaluate(task, plan)
     assert metrics is not None
-    state.optimizer.release()
+    state.optimizer.release_state()
     return {"name": variant.name, **metrics}
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from sansgpu.config import Config, ModelConfig, load_config
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.graph_batch import PLACEMENT, GraphBatch
+from sansgpu.data.graph_batch import POSITION_FIELDS, GraphBatch
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.tasks.filling import Masking, mask_rules
@@ -150,7 +150,9 @@ def padded(
     owners = torch.repeat_interleave(torch.arange(len(batch)), batch.triple_counts).tolist()
     triples = [
         [owner, relation, head, heads, roots + head * leaves, tails]
-        for owner, (relation, head, heads, _, tails) in zip(owners, batch.triples[:, :PLACEMENT].tolist(), strict=True)
+        for owner, (relation, head, heads, _, tails) in zip(
+            owners, batch.triples[:, :POSITION_FIELDS].tolist(), strict=True
+        )
     ]
     return tokens, targets, triples, filled
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from benchmarks.contest import describe_machine
 from sansgpu.config import load_config
 from sansgpu.jobs.train import TrainRequest, train
-from sansgpu.watch.callbacks import Callback, Callbacks
+from sansgpu.watch.callbacks import Callback, CallbackSink
 from sansgpu.watch.controls import Controls
 from sansgpu.watch.events import Event
 from sansgpu.watch.live import LiveView
@@ -77,7 +77,7 @@ def main() -> None:
         view = Counted(console, request.controls, request.monitor.latest)
         clock = Clock(view, args.pictures)
         quiet = PreparationBar(Console(stderr=True))
-        train(request, [quiet, view, Callbacks(clock, request.controls)], quiet)
+        train(request, [quiet, view, CallbackSink(clock, request.controls)], quiet)
         view.close()
     result = _result(clock.steps)
     print(f"a step takes {result['step_seconds']:.4f} s, with a drawing {result['extra_seconds'] * 1e3:.2f} ms more "

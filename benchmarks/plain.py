@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from benchmarks.corpus import Reader, bits_per_byte
 from benchmarks.sizes import LEARNING_RATE, WEIGHT_DECAY, Job, Size
-from sansgpu.machine.compilation import missing_for_compile
+from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.probe import available_cores, has_native_bf16
 
 SEED = 0
@@ -43,7 +43,7 @@ class PlainLoop:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.model = build_model(job.size)
-        compiled = job.size.compile and missing_for_compile() is None
+        compiled = job.size.compile and missing_compiler() is None
         self._loss = torch.compile(self._mean_loss, dynamic=False) if compiled else self._mean_loss
         self._reader = Reader(job.tokens, job.size.window)
         self._optimizer = torch.optim.AdamW(

@@ -63,12 +63,12 @@ def measure(weights: Tensors, moments: Tensors, folder: Path, room: int | None) 
     more: dict[str, Callable[[], int]] = {} if room is None else {"room": lambda: room}
     writer = SnapshotWriter(folder / "snapshots", 1, folder / "metrics.jsonl", lambda message: None, **more)
     way = "from a copy, behind training" if room is None else "before training goes on"
-    prepare = seconds_of(lambda: writer.prepare(weights, moments))
+    prepare = seconds_of(lambda: writer.reserve_copies(weights, moments))
     writer.wait()  # for the memory of the copy, which in a run is touched in the background before the first save
     alone = [seconds_of(matmuls) for _ in range(9)][1:]
     rows: list[Row] = []
     for save in range(1, SAVES + 1):
-        blocked = seconds_of(partial(writer.begin, save, weights, moments, {}, None))
+        blocked = seconds_of(partial(writer.submit, save, weights, moments, {}, None))
         start, concurrent = time.perf_counter(), []
         while writer.busy:
             concurrent.append(seconds_of(matmuls))

@@ -8,12 +8,12 @@ import torch
 from hypothesis import settings
 
 from sansgpu.kernels import native
-from sansgpu.machine.compilation import missing_for_compile
+from sansgpu.machine.compilation import missing_compiler
 from tests.processes import COMPILED
 
 # Tests of the kernels are skipped where nothing can be compiled, and for no other reason.
 reason = native.load(COMPILED)
-if reason is not None and missing_for_compile() is None:
+if reason is not None and missing_compiler() is None:
     raise RuntimeError(f"there is a compiler, but the kernels cannot be loaded: {reason}")
 
 settings.register_profile("sansgpu", deadline=None)  # a busy machine must not fail an example by its time

@@ -68,10 +68,10 @@ def test_a_callback_saves_evaluates_and_ends_a_run_that_goes_on_later(tmp_path: 
     run = sansgpu.fit(None, tmp_path / "run", overrides=chosen, callbacks=[Steers()], quiet=True)
     assert [event["step"] for event in run.events("eval")] == [2]
     assert [event["step"] for event in run.events("snapshot")] == [2, 6]
-    assert run.record.ending == "interrupted"
+    assert run.record.end_reason == "interrupted"
     sansgpu.fit(None, tmp_path / "run", overrides=chosen, resume="latest", quiet=True)
     straight = sansgpu.fit(None, tmp_path / "straight", overrides=chosen, quiet=True)
-    assert run.record.ending == "done"
+    assert run.record.end_reason == "done"
     assert digests(run.folder / "final") == digests(straight.folder / "final")
 
 
@@ -137,11 +137,11 @@ def test_an_objective_of_ones_own_learns_and_resumes(
 
 
 def test_a_notebook_shows_one_output_that_is_drawn_anew(tmp_path: Path, overrides: list[str]) -> None:
-    from sansgpu.watch.notebook import Notebook
+    from sansgpu.watch.notebook import NotebookView
 
     InteractiveShell.instance()
     with capture_output() as captured:
-        sink = Notebook()
+        sink = NotebookView()
         for event in sansgpu.fit(None, tmp_path / "run", overrides=overrides, quiet=True).record.events:
             sink.emit({**event, "sample": "<b>bold</b>"} if event["event"] == "eval" else event)
     assert [output.update for output in captured.outputs] == [False, *[True] * (len(captured.outputs) - 1)]

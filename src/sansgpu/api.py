@@ -9,17 +9,17 @@ from typing import Any
 
 from sansgpu.config import Config, ConfigError, as_config
 from sansgpu.jobs.generate import generate_text
-from sansgpu.jobs.runs import is_held
+from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.world import find_world
 from sansgpu.models.generate import Sampling
-from sansgpu.train.loop import End
-from sansgpu.watch.callbacks import Callback, Callbacks
+from sansgpu.train.loop import TrainingResult
+from sansgpu.watch.callbacks import Callback, CallbackSink
 from sansgpu.watch.events import Event, Sink
-from sansgpu.watch.notebook import Notebook
-from sansgpu.watch.record import Record
-from sansgpu.watch.results import numbers, told
+from sansgpu.watch.notebook import NotebookView
+from sansgpu.watch.record import RunRecord
+from sansgpu.watch.results import describe_results, numbers
 from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal, Warnings
 
 __all__ = ["Callback", "Config", "ConfigError", "Run", "fit"]
@@ -34,19 +34,19 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError if `folder` is not a run."""
         self.folder = Path(folder)
-        Record.open(self.folder)
+        RunRecord.open(self.folder)
 
     @property
-    def record(self) -> Record:
+    def record(self) -> RunRecord:
         """The run's recorded events, read from disk on every access."""
-        return Record.open(self.folder)
+        return RunRecord.open(self.folder)
 
     def events(self, kind: str) -> list[Event]:
         """Returns the events of one kind: start, step, eval, snapshot, warning or end.
 
         Example: `pandas.DataFrame(run.events("step"))`.
         """
-        return self.record.of(kind)
+        return self.record.events_of_kind(kind)
 
     def generate(
         self, prompt: str = "", max_new_tokens: int = 200, *, trust_remote_code: bool = False, **sampling: Any
@@ -72,7 +72,7 @@ class Run:
 
     def _facts(self) -> dict[str, str]:
         record = self.record
-        return dict(told(numbers(record, is_held(record.paths))))
+        return dict(describe_results(numbers(record, is_locked(record.paths))))
 
 
 def fit(
@@ -108,11 +108,11 @@ def fit(
     bar = PreparationBar(RunConsole(stderr=True), silent=quiet or console.is_jupyter or rank > 0)
     sinks: list[Sink] = [Warnings(RunConsole(stderr=True), rank)]
     if not rank:
-        sinks = [Callbacks(callback, request.controls) for callback in callbacks]
-        sinks += [] if quiet else [bar, Notebook() if console.is_jupyter else Terminal(console)]
+        sinks = [CallbackSink(callback, request.controls) for callback in callbacks]
+        sinks += [] if quiet else [bar, NotebookView() if console.is_jupyter else Terminal(console)]
     try:
         outcome = train_job(request, sinks, bar)
     finally:
         bar.close()
-    assert isinstance(outcome, End)
+    assert isinstance(outcome, TrainingResult)
     return Run(outcome.folder)

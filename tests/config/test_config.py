@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, fold_seed, load_config
+from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, derive_seed, load_config
 from sansgpu.config.load import save_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -263,7 +263,7 @@ def test_configuration_needs_no_torch() -> None:
 
 
 def test_seeds_are_folded_stably_and_apart() -> None:
-    assert fold_seed(42, "dropout", 1, 0, 0) == fold_seed(42, "dropout", 1, 0, 0)
-    seeds = [fold_seed(s, p, a, b) for s in (1, 2) for p in ("dropout", "model") for a in range(9) for b in range(9)]
+    assert derive_seed(42, "dropout", 1, 0, 0) == derive_seed(42, "dropout", 1, 0, 0)
+    seeds = [derive_seed(s, p, a, b) for s in (1, 2) for p in ("dropout", "model") for a in range(9) for b in range(9)]
     assert len(set(seeds)) == len(seeds)
-    assert fold_seed(42, "model") == 1959802467413677158  # or every seed would train another model than before
+    assert derive_seed(42, "model") == 1959802467413677158  # or every seed would train another model than before

@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 from sansgpu.config import ConfigError
 from sansgpu.data.chat import (
     BadRowError,
-    Masked,
-    build_examples,
-    fit,
+    MaskedConversation,
     mask_conversation,
     read_conversation,
+    shorten_to_window,
     show_masked,
+    tokenize_conversations,
 )
-from sansgpu.data.files import Row
+from sansgpu.data.files import SourceRow
 
 WHERE = "notes.jsonl, line 7"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header|>", "<|end_header|>", "<|eot|>"]
@@ -92,11 +92,11 @@ def conversation_of(*contents: str, system: str | None = None) -> list[dict[str,
     return [{"role": "system", "content": system}, *turns] if system is not None else turns
 
 
-def mask_of(tokenizer: Any, **row: Any) -> Masked:
-    return mask_conversation(read_conversation(Row(WHERE, row)), tokenizer)
+def mask_of(tokenizer: Any, **row: Any) -> MaskedConversation:
+    return mask_conversation(read_conversation(SourceRow(WHERE, row)), tokenizer)
 
 
-def learned_text(tokenizer: Any, masked: Masked) -> str:
+def learned_text(tokenizer: Any, masked: MaskedConversation) -> str:
     return str(tokenizer.decode([t for t, kept in zip(masked.ids, masked.learned, strict=True) if kept]))
 
 
@@ -257,7 +257,7 @@ def test_without_a_template_the_prompt_is_tokenized_as_when_the_model_is_asked()
     masked = mask_of(tokenizer, prompt="the ans", completion="wer is")
     prompt, answer = pieces(tokenizer, "the ans"), [*pieces(tokenizer, "wer is"), tokenizer.eos_token_id]
     assert pieces(tokenizer, "the answer is") != prompt + answer[:-1]  # the joined text has other tokens
-    assert masked == Masked(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+    assert masked == MaskedConversation(prompt + answer, [False] * len(prompt) + [True] * len(answer))
     masked = mask_of(tokenizer, instruction="Add.", input="1 2", output="3")
     assert show_masked(masked.ids, masked.learned, tokenizer) == (
         "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n⟦3</s>⟧"
@@ -308,15 +308,15 @@ def test_what_the_tokenizer_cannot_do_is_an_error_whatever_the_row() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=20), st.integers(2, 20))
 def test_too_long_a_row_keeps_its_end_or_is_dropped(pairs: list[tuple[int, bool]], limit: int) -> None:
-    masked = Masked([token for token, _ in pairs], [kept for _, kept in pairs])
-    end = Masked(masked.ids[-limit:], masked.learned[-limit:])
+    masked = MaskedConversation([token for token, _ in pairs], [kept for _, kept in pairs])
+    end = MaskedConversation(masked.ids[-limit:], masked.learned[-limit:])
     expected = end if any(end.learned[1:]) else None  # nothing precedes the first token
-    assert fit(masked, limit, "truncate") == expected
-    assert fit(masked, limit, "drop") == (expected if len(pairs) <= limit else None)
+    assert shorten_to_window(masked, limit, "truncate") == expected
+    assert shorten_to_window(masked, limit, "drop") == (expected if len(pairs) <= limit else None)
 
 
-def rows_of(*values: Any) -> list[Row]:
-    return [Row(f"a.jsonl, line {n}", value) for n, value in enumerate(values, 1)]
+def rows_of(*values: Any) -> list[SourceRow]:
+    return [SourceRow(f"a.jsonl, line {n}", value) for n, value in enumerate(values, 1)]
 
 
 def test_examples_lie_one_behind_the_other_and_what_is_left_out_is_counted() -> None:
@@ -325,7 +325,7 @@ def test_examples_lie_one_behind_the_other_and_what_is_left_out_is_counted() -> 
         {"prompt": "ab", "completion": "cd"}, {"text": ""}, {"prompt": "ab", "completion": "c" * 9}, [], {"text": "c"}
     )
     kept = [mask_of(tokenizer, **row.value) for row in (rows[0], rows[2], rows[4])]
-    examples = build_examples(rows, tokenizer, 6, "truncate", "skip", seen.append)
+    examples = tokenize_conversations(rows, tokenizer, 6, "truncate", "skip", seen.append)
     assert (len(examples), examples.truncated, examples.dropped, examples.skipped) == (3, 1, 0, 2)
     assert examples.first_skipped == "a.jsonl, line 2 has an empty text; fix or remove the row."
     assert seen == [1, 2, 3, 4, 5]
@@ -335,17 +335,17 @@ def test_examples_lie_one_behind_the_other_and_what_is_left_out_is_counted() -> 
         assert (ids.tolist(), learned.tolist()) == (masked.ids[-6:], masked.learned[-6:])
     assert examples.lengths().tolist() == [min(6, len(masked.ids)) for masked in kept]
 
-    dropping = build_examples(rows, tokenizer, 6, "drop", "skip", None)
+    dropping = tokenize_conversations(rows, tokenizer, 6, "drop", "skip", None)
     assert (len(dropping), dropping.truncated, dropping.dropped) == (2, 0, 1)
     with pytest.raises(BadRowError, match=r"^a.jsonl, line 2 .*or set data.on_bad_row to skip\.$"):
-        build_examples(rows, tokenizer, 6, "truncate", "fail", None)
-    nothing = build_examples([], tokenizer, 6, "truncate", "fail", None)
+        tokenize_conversations(rows, tokenizer, 6, "truncate", "fail", None)
+    nothing = tokenize_conversations([], tokenizer, 6, "truncate", "fail", None)
     assert (len(nothing), nothing.lengths().tolist(), nothing.first_skipped) == (0, [], None)
 
 
 def test_a_row_whose_answer_is_cut_away_is_dropped() -> None:
     rows = rows_of({"messages": conversation_of("a?", "b", "c" * 40)})
-    examples = build_examples(rows, TOKENIZERS["chatml"], 8, "truncate", "fail", None)
+    examples = tokenize_conversations(rows, TOKENIZERS["chatml"], 8, "truncate", "fail", None)
     assert (len(examples), examples.truncated, examples.dropped) == (0, 0, 1)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sansgpu.data.chat import BadRowError, Conversation, read_conversation
-from sansgpu.data.files import Row
+from sansgpu.data.files import SourceRow
 
 WHERE = "notes.jsonl, line 7"
 
@@ -16,7 +16,7 @@ def conversation_of(*contents: str) -> list[dict[str, Any]]:
 
 
 def read(**row: Any) -> Conversation:
-    return read_conversation(Row(WHERE, row))
+    return read_conversation(SourceRow(WHERE, row))
 
 
 def test_each_form_is_read_and_other_columns_are_ignored() -> None:
@@ -83,18 +83,18 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize(("problem", "value"), list(bad_rows()))
 def test_a_bad_row_is_named(problem: str, value: Any) -> None:
     with pytest.raises(BadRowError, match=rf"^{WHERE} .*{problem}.*; fix or remove the row\.$"):
-        read_conversation(Row(WHERE, value))
+        read_conversation(SourceRow(WHERE, value))
 
 
 def test_what_the_reader_found_is_passed_on() -> None:
     with pytest.raises(
         BadRowError, match=rf"^{WHERE} is not valid JSON: Extra data at character 3; fix or remove the row\.$"
     ):
-        read_conversation(Row(WHERE, None, f"{WHERE} is not valid JSON: Extra data at character 3."))
+        read_conversation(SourceRow(WHERE, None, f"{WHERE} is not valid JSON: Extra data at character 3."))
 
 
 def test_texts_in_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]
     in_parts = [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]
-    read = read_conversation(Row(WHERE, {"messages": in_parts}))
-    assert read == read_conversation(Row(WHERE, {"messages": conversation_of("a?", "b")}))
+    read = read_conversation(SourceRow(WHERE, {"messages": in_parts}))
+    assert read == read_conversation(SourceRow(WHERE, {"messages": conversation_of("a?", "b")}))

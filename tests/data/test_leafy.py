@@ -17,15 +17,15 @@ from sansgpu.data.leafy import (
     NO_HEAD,
     NO_RELATION,
     TAKEN,
-    Leafy,
-    LeafyGraphs,
+    LeafyDataset,
+    LeafyExample,
     LeafyRules,
-    Placed,
+    PlacedTriple,
     build_leafy,
     relations_of,
 )
 from sansgpu.data.mask_tokenizer import BERT, MaskTokenizer
-from sansgpu.data.masking import MaskRules, masked
+from sansgpu.data.masking import MaskRules, mask_example
 from sansgpu.data.tokenizer import BPETokenizer
 
 TEXT = "metformin treats type 2 diabetes and lowers glucose"
@@ -42,7 +42,7 @@ def tokenizer() -> MaskTokenizer:
 
 def build(
     tokenizer: MaskTokenizer, documents: Sequence[GraphDocument], rules: LeafyRules | None = None, **more: object
-) -> LeafyGraphs:
+) -> LeafyDataset:
     return build_leafy(documents, tokenizer, relations_of(documents), rules or LeafyRules(16, 3), **more)  # type: ignore[arg-type]
 
 
@@ -68,7 +68,7 @@ def test_the_batch_names_each_nodes_root_and_slot(tokenizer: MaskTokenizer) -> N
     graphs = build(tokenizer, [document(ISA, TREATS)])
     example = graphs.example(0)
     rules = MaskRules(0.0, 3, 1.0, 0, tokenizer.mask_id, tokenizer.ordinary_ids())
-    batch = GraphBatch.of([example, example], [masked(example, rules, 0, 0, 0)] * 2)
+    batch = GraphBatch.of([example, example], [mask_example(example, rules, 0, 0, 0)] * 2)
     roots, nodes = len(example.tokens), example.nodes
     assert batch.nodes[:roots].tolist() == [[i, 0] for i in range(roots)]
     assert batch.nodes[roots:nodes].tolist() == [[1, 1], [3, 1], [3, 2]]
@@ -145,13 +145,13 @@ def test_windows_hold_every_token(tokenizer: MaskTokenizer, words: int, roots: i
     assert [seen[place] for place in range(len(ids))] == ids
 
 
-def random_example(draws: np.random.Generator, roots: int, triples: int) -> Leafy:
+def random_example(draws: np.random.Generator, roots: int, triples: int) -> LeafyExample:
     starts = draws.random(roots) < 0.6
     starts[0] = starts[-1] = False
     starts[1] = True
     places = np.sort(draws.choice(np.arange(1, roots - 1), triples, replace=False))
-    placed = [Placed(int(p), 1, 1, draws.integers(10, 99, draws.integers(1, 4)), TREATS) for p in places]
-    return Leafy(draws.integers(10, 99, roots), starts, placed)
+    placed = [PlacedTriple(int(p), 1, 1, draws.integers(10, 99, draws.integers(1, 4)), TREATS) for p in places]
+    return LeafyExample(draws.integers(10, 99, roots), starts, placed)
 
 
 @settings(max_examples=60)
@@ -160,8 +160,8 @@ def test_masks_cover_words_and_whole_tails(seed: int, roots: int, longest: int, 
     draws = np.random.default_rng(seed)
     example = random_example(draws, roots, int(draws.integers(0, min(4, roots - 2) + 1)))
     rules = MaskRules(ratio, longest, 0.3, int(at_least), 5, np.arange(10, 99))
-    shown = masked(example, rules, seed, 1, 2)
-    again = masked(example, rules, seed, 1, 2)
+    shown = mask_example(example, rules, seed, 1, 2)
+    again = mask_example(example, rules, seed, 1, 2)
     assert np.array_equal(shown.tokens, again.tokens)
     original = np.concatenate([example.tokens, *(p.tail for p in example.placed)])
     chosen = shown.targets != IGNORE
@@ -192,13 +192,13 @@ def test_masks_cover_words_and_whole_tails(seed: int, roots: int, longest: int, 
 
 def test_four_of_five_masked_tokens_become_the_mask() -> None:
     draws = np.random.default_rng(0)
-    example = Leafy(draws.integers(10, 99, 4002), np.ones(4002, bool), [])
+    example = LeafyExample(draws.integers(10, 99, 4002), np.ones(4002, bool), [])
     rules = MaskRules(0.5, 1, 0.0, 0, 5, np.arange(10, 99))
-    shown = masked(example, rules, 0, 0, 0)
+    shown = mask_example(example, rules, 0, 0, 0)
     chosen = shown.targets != IGNORE
     fates = shown.tokens[chosen]
     assert abs((fates == 5).mean() - 0.8) < 0.03
     assert abs((fates == shown.targets[chosen]).mean() - 0.1) < 0.03
     assert fates[fates != 5].min() >= 10
-    other = masked(example, rules, 0, 1, 0)
+    other = mask_example(example, rules, 0, 1, 0)
     assert not np.array_equal(other.targets, shown.targets)  # another epoch has other masks

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.data.files import Row
+from sansgpu.data.files import SourceRow
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
 from sansgpu.data.sources import open_sources
 
@@ -130,7 +130,10 @@ def test_flat_columns(tmp_path: Path, suffix: str) -> None:
 
 
 def test_answers_may_be_a_list_of_objects_and_ids_numbers() -> None:
-    rows = [Row("x", flat(id=7, answers=[{"text": "cat", "answer_start": 4}])), Row("y", flat(answers=None))]
+    rows = [
+        SourceRow("x", flat(id=7, answers=[{"text": "cat", "answer_start": 4}])),
+        SourceRow("y", flat(answers=None)),
+    ]
     first, second = read_questions(rows, "fail", no_warning)
     assert (first.id, first.answers, first.impossible) == ("7", ((4, "cat"),), False)
     assert (second.answers, second.impossible) == ((), True)
@@ -160,7 +163,7 @@ def test_an_answer_is_found_where_white_space_at_its_ends_has_moved(
     text: str, start: int, found: tuple[int, str]
 ) -> None:
     answers = {"text": [text], "answer_start": [start]}
-    (question,) = read_questions([Row("x", flat(answers=answers))], "fail", no_warning)
+    (question,) = read_questions([SourceRow("x", flat(answers=answers))], "fail", no_warning)
     assert question.answers == (found,)
 
 
@@ -214,7 +217,7 @@ BAD = [
 
 @pytest.mark.parametrize(("value", "problem"), BAD, ids=range(len(BAD)))
 def test_every_bad_row_is_named_and_can_be_skipped(value: Any, problem: str) -> None:
-    rows = [Row("w", flat(id="before")), Row("x", value), Row("y", flat(id="after"))]
+    rows = [SourceRow("w", flat(id="before")), SourceRow("x", value), SourceRow("y", flat(id="after"))]
     with pytest.raises(ConfigError, match=f"^{problem}") as refused:
         read_questions(rows, "fail", no_warning)
     str(refused.value).encode()
@@ -241,7 +244,7 @@ def test_one_warning_counts_all_bad_rows_and_names_the_first(tmp_path: Path) -> 
 def test_an_id_given_twice_is_bad_though_it_comes_from_another_article() -> None:
     asked = {"id": "a", "question": "Who?", "answers": []}
     with pytest.raises(ConfigError, match="y, question a: the id a is used by an earlier question"):
-        read_questions([Row("x", flat()), Row("y", nested(asked))], "fail", no_warning)
+        read_questions([SourceRow("x", flat()), SourceRow("y", nested(asked))], "fail", no_warning)
 
 
 def context_tokens(window: QuestionWindow) -> list[tuple[int, int, int]]:

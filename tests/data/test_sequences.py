@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.sequences import Sequences
+from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.split import split_examples
 
 
-def made(lengths: list[int], by_token: bool, seed: int) -> tuple[Sequences, list[np.ndarray], list[np.ndarray]]:
+def made(lengths: list[int], by_token: bool, seed: int) -> tuple[PackedSequences, list[np.ndarray], list[np.ndarray]]:
     draws = np.random.default_rng(seed)
     tokens = [draws.integers(0, 99, length) for length in lengths]
     if by_token:
         targets = [np.where(draws.random(length) < 0.5, draws.integers(0, 99, length), IGNORE) for length in lengths]
-        return Sequences.of(tokens, targets, tokens, np.arange(len(lengths))), tokens, targets
+        return PackedSequences.of(tokens, targets, tokens, np.arange(len(lengths))), tokens, targets
     places = draws.integers(0, 5, (len(lengths), 2))
-    return Sequences.of(tokens, places, None, np.arange(len(lengths))), tokens, list(places)
+    return PackedSequences.of(tokens, places, None, np.arange(len(lengths))), tokens, list(places)
 
 
 @settings(max_examples=60)

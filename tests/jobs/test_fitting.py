@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.jobs.fitting import changes_that_fit, fits, fitting_micro_batches, memory_of
+from sansgpu.jobs.fitting import changes_that_fit, estimate_memory, fits, fitting_micro_batches
 from sansgpu.machine.memory import Execution, effective_batch
 from sansgpu.tasks import TASKS
 
@@ -20,7 +20,7 @@ def config_of(**training: object) -> Config:
 
 
 def needs(config: Config, size: int) -> int:
-    memory = memory_of(TASK, config, replace(HOW, micro_batch=size))
+    memory = estimate_memory(TASK, config, replace(HOW, micro_batch=size))
     return int(memory.least * 1.06)
 
 
@@ -41,7 +41,7 @@ def test_processes_share_a_step_and_with_sharding_its_memory() -> None:
     fixed = config_of(batch_size=8, gradient_accumulation_steps=1)
     assert fitting_micro_batches(TASK, fixed, replace(HOW, world_size=4), PLENTY, "refuse", print) == [2]
     whole, *spread = (
-        memory_of(TASK, config_of(optimizer="adamw", sharding=sharding), replace(HOW, world_size=4))
+        estimate_memory(TASK, config_of(optimizer="adamw", sharding=sharding), replace(HOW, world_size=4))
         for sharding in ("none", "optimizer", "full")
     )
     assert [memory.optimizer * 4 for memory in spread] == [whole.optimizer] * 2
@@ -54,7 +54,7 @@ def test_processes_short_of_memory_are_told_to_share_it() -> None:
     config = config_of(optimizer="adamw", gradient_accumulation_steps=4)
     wide = {"vocab_size": 1000, "n_layers": 16, "d_model": 1024, "n_heads": 16, "d_ff": 4096}
     config = config.model_copy(update={"model": type(config.model).model_validate(wide)})
-    available = int(memory_of(TASK, config, how).least * 0.9)
+    available = int(estimate_memory(TASK, config, how).least * 0.9)
     changes = changes_that_fit(TASK, config, how, available)
     assert "training.sharding=optimizer" in changes[0].settings
     assert not any("sharding" in str(c) for c in changes_that_fit(TASK, config, HOW, available))
@@ -86,7 +86,7 @@ def test_every_change_that_is_named_fits_and_costs_something(share: float) -> No
         precision = "bf16" if "training.precision=bf16" in change.settings else "fp32"
         optimizer = "muon" if "training.optimizer=muon" in change.settings else "adamw"
         how = replace(HOW, micro_batch=size, precision=precision, optimizer=optimizer)
-        assert memory_of(TASK, changed, how).total == change.memory.total
+        assert estimate_memory(TASK, changed, how).total == change.memory.total
 
 
 def test_where_no_change_alone_helps_several_do() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.machine.compilation import missing_for_compile
+from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.compiled import NotPrivateError, compiled_in
 from tests import processes
 from tests.jobs.hostile import MODULE, bomb, copied, with_code, write_cache, write_module
@@ -29,7 +29,7 @@ FEW = {
     "training.compile": "off", "training.report_to": "none", "training.threads": 1, "device": "cpu",
 }  # fmt: skip
 QUESTION = ("--question", "Who?", "--context", "The red fox.")
-NEEDS_COMPILER = pytest.mark.skipif(missing_for_compile() is not None, reason="nothing can be compiled here")
+NEEDS_COMPILER = pytest.mark.skipif(missing_compiler() is not None, reason="nothing can be compiled here")
 
 # Runs each command as if no kernels were loaded yet, and notes its exit code and whether the canary is there after it.
 SCRIPT = """

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from sansgpu.config import TrainingConfig
 from sansgpu.jobs.nodes import (
     BACKWARD_SHARE,
-    PAYS,
-    Share,
-    Spread,
-    Work,
+    MIN_SCALING,
+    NodeShare,
+    NodeWork,
+    ShardingLayout,
     buckets,
     critical_batch_tokens,
     exposed_seconds,
@@ -28,7 +28,7 @@ from sansgpu.machine.memory import effective_batch
 from sansgpu.train.reduce import BUCKET_BYTES
 
 GLOO = Link(1e9, 50e-6)
-WORK = Work(0.02, 0.03, 0.1, gradients=300_000_000, last=40_000_000)
+WORK = NodeWork(0.02, 0.03, 0.1, gradients=300_000_000, last=40_000_000)
 
 links = st.builds(Link, st.floats(1e6, 1e10), st.floats(0, 1e-3))
 nodes = st.integers(1, 40)
@@ -79,15 +79,15 @@ def test_buckets_hold_all_gradients_and_the_embeddings_leave_last(others: int, l
 @given(links, seconds, seconds, seconds, st.integers(1, 16))
 def test_one_node_has_nothing_to_send(link: Link, fixed: float, each: float, update: float, pieces: int) -> None:
     work = replace(WORK, pass_seconds=fixed, example_seconds=each, update_seconds=update)
-    for spread in (None, Spread(10**8, 10**8, 10**8, 12)):
-        step = step_of(replace(work, spread=spread), Share(1, 4, pieces), link)
+    for spread in (None, ShardingLayout(10**8, 10**8, 10**8, 12)):
+        step = step_of(replace(work, spread=spread), NodeShare(1, 4, pieces), link)
         assert step.communication == step.hidden == 0
         assert step.seconds == step.compute == pytest.approx(pieces * (fixed + 4 * each) + update)
 
 
 @given(links, st.floats(1, 8), st.integers(2, 40))
 def test_a_slower_network_and_more_bytes_never_make_a_step_shorter(link: Link, factor: float, count: int) -> None:
-    share, spread = Share(count, 2, 3), Spread(10**8, 10**8, 10**8, 12)
+    share, spread = NodeShare(count, 2, 3), ShardingLayout(10**8, 10**8, 10**8, 12)
     slower = Link(link.bytes_per_second / factor, link.hop_seconds * factor)
     more = replace(WORK, gradients=round(WORK.gradients * factor))
     for work in (WORK, replace(WORK, spread=spread)):
@@ -100,7 +100,7 @@ def test_a_slower_network_and_more_bytes_never_make_a_step_shorter(link: Link, f
 
 
 def test_a_spread_update_is_shorter_and_costs_a_broadcast() -> None:
-    share, spread = Share(4, 2, 1), Spread(weights=100_000_000)
+    share, spread = NodeShare(4, 2, 1), ShardingLayout(weights=100_000_000)
     whole, part = (step_of(replace(WORK, spread=s), share, GLOO) for s in (None, spread))
     assert whole.compute - part.compute == pytest.approx(0.1 * 3 / 4)
     assert part.weights == pytest.approx(2 * (0.1 + 50e-6))  # two levels of a tree of four
@@ -130,7 +130,7 @@ def test_adding_nodes_pays_until_a_doubling_no_longer_does() -> None:
     assert pays_until({1: 8.0}) == 1
     assert pays_until({1: 8.0, 2: 4.0, 4: 2.0}) == 4
     assert pays_until({1: 8.0, 2: 4.0, 4: 3.9, 8: 1.0}) == 2
-    assert pays_until({1: PAYS, 2: 1.0, 4: 0.99}) == 2
+    assert pays_until({1: MIN_SCALING, 2: 1.0, 4: 0.99}) == 2
 
 
 def test_the_critical_batch_is_as_published() -> None:

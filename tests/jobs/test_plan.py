@@ -13,8 +13,8 @@ import yaml
 from sansgpu.cli import run as cli
 from sansgpu.config import SansGPUError, load_config
 from sansgpu.config.load import BUILT_IN
-from sansgpu.jobs.measure import Request, measure_apart
-from sansgpu.train.scaling_law import expected_bits_per_byte, worth_of_tokens
+from sansgpu.jobs.measure import MeasureRequest, measure_in_subprocess
+from sansgpu.train.scaling_law import effective_tokens, expected_bits_per_byte
 from tests.processes import environment, json_lines, settings, use_cache, write_corpus
 
 # What INTERFACE promises other programs.
@@ -188,7 +188,7 @@ def test_a_measurement_that_fails_is_one_sentence_and_no_traceback() -> None:
     chosen = settings(training__optimizer="adamw", model__vocab_size=1000, **beyond_any_machine)
     config, _ = load_config(None, [setting for setting in chosen if setting != "--set"])
     with pytest.raises(SansGPUError, match=r"^measuring failed: .*\.$"):
-        measure_apart(Request(config, 1))
+        measure_in_subprocess(MeasureRequest(config, 1))
 
 
 def test_bench_of_the_model_alone_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,9 +251,9 @@ def test_doctor_finds_what_slows_a_run_down(home: Path) -> None:
 
 
 def test_repeated_text_is_worth_less_and_a_larger_model_wants_more_of_it() -> None:
-    assert worth_of_tokens(5e6, 10e6) == 5e6
-    assert 10e6 < worth_of_tokens(20e6, 10e6) < 20e6
-    assert worth_of_tokens(1e12, 10e6) < 17 * 10e6
+    assert effective_tokens(5e6, 10e6) == 5e6
+    assert 10e6 < effective_tokens(20e6, 10e6) < 20e6
+    assert effective_tokens(1e12, 10e6) < 17 * 10e6
     assert expected_bits_per_byte(2e6, 20e6, 1e9) < expected_bits_per_byte(2e6, 10e6, 1e9)
     assert expected_bits_per_byte(4e6, 10e6, 1e9) < expected_bits_per_byte(2e6, 10e6, 1e9)
 

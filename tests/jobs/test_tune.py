@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.cli import run as cli
-from sansgpu.config import ConfigError, Parameter, load_config, load_space, measure_of, spread
-from sansgpu.jobs.folders import held_run
+from sansgpu.config import ConfigError, SearchParameter, load_config, load_space, measure_of, spaced_values
+from sansgpu.jobs.folders import lock_run
 from sansgpu.watch.jsonl import read_events
 from tests.processes import finish, kill_when, settings, start, use_cache, write_corpus
 
@@ -108,7 +108,7 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys
 
 def still_trained(folder: Path) -> bool:
     try:
-        with held_run(folder):
+        with lock_run(folder):
             return False
     except ConfigError:
         return True
@@ -191,8 +191,8 @@ def test_a_space_is_read_as_it_is_meant() -> None:
         "data.vocab_size": {"int": [300, 3000], "log": True},
     }
     space = load_space(written(asked), config)
-    assert space["training.learning_rate"] == Parameter("training.learning_rate", (), 5e-4, 2e-3, log=True)
-    assert space["model.d_ff"] == Parameter("model.d_ff", (), 64, 256, whole=True, step=64)
+    assert space["training.learning_rate"] == SearchParameter("training.learning_rate", (), 5e-4, 2e-3, log=True)
+    assert space["model.d_ff"] == SearchParameter("model.d_ff", (), 64, 256, whole=True, step=64)
     assert space["training.compile"].choices == ("on", "off")
     assert measure_of(space) == "bits_per_byte"
     assert space["model.d_ff"].contains(128)
@@ -214,12 +214,12 @@ def test_every_kind_of_task_has_a_usual_space_with_the_configuration_in_it(task:
 @given(st.integers(0, 1000))
 def test_points_that_fill_a_space_lie_in_it(number: int) -> None:
     space = {
-        "a": Parameter("a", (), 1e-5, 3.0, log=True),
-        "b": Parameter("b", (), 1, 9, whole=True, step=4),
-        "c": Parameter("c", ("x", None, True)),
-        "d": Parameter("d", (), 0.1, 0.7, step=0.2),
+        "a": SearchParameter("a", (), 1e-5, 3.0, log=True),
+        "b": SearchParameter("b", (), 1, 9, whole=True, step=4),
+        "c": SearchParameter("c", ("x", None, True)),
+        "d": SearchParameter("d", (), 0.1, 0.7, step=0.2),
     }
-    for key, value in spread(space, number).items():
+    for key, value in spaced_values(space, number).items():
         assert space[key].contains(value), (key, value)
 
 

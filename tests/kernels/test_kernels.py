@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from sansgpu.kernels import attention as attention_module
 from sansgpu.kernels import cross_entropy, linear, native
 from sansgpu.kernels.attention import attention, bidirectional_ranges, causal_ranges, reference_attention
-from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy, reference_cross_entropy
+from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, reference_cross_entropy
 from sansgpu.kernels.embedding import embed
-from sansgpu.kernels.newton_schulz import orthogonalise, reference_orthogonalise
+from sansgpu.kernels.newton_schulz import newton_schulz, reference_newton_schulz
 from sansgpu.kernels.update import adamw, add_product, global_norm
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -124,7 +124,7 @@ def test_attention_drops_the_same_weights_forward_and_backward(kernels: str, dty
 
 
 SHAPES = st.builds(
-    LossShape,
+    LossOptions,
     label_smoothing=st.sampled_from([0.0, 0.1]),
     z_loss=st.sampled_from([0.0, 0.01]),
     softcap=st.sampled_from([0.0, 5.0]),
@@ -134,7 +134,7 @@ SHAPES = st.builds(
 @RANDOM
 @given(st.integers(0, 40), st.integers(1, 12), st.integers(2, 90), st.floats(0, 1), SHAPES, DTYPES, st.integers(0, 99))
 def test_linear_cross_entropy(
-    kernels: str, tokens: int, width: int, vocabulary: int, ignored: float, shape: LossShape, dtype: torch.dtype,
+    kernels: str, tokens: int, width: int, vocabulary: int, ignored: float, shape: LossOptions, dtype: torch.dtype,
     seed: int,
 ) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
@@ -276,12 +276,12 @@ def test_orthogonalise_brings_singular_values_near_one_and_keeps_directions(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     matrices = torch.randn(count, rows, columns, generator=generator, dtype=torch.float64)
-    together = orthogonalise(matrices, torch.float64)
+    together = newton_schulz(matrices, torch.float64)
     for matrix, result in zip(matrices, together, strict=True):
-        torch.testing.assert_close(orthogonalise(matrix[None], torch.float64)[0], result)
+        torch.testing.assert_close(newton_schulz(matrix[None], torch.float64)[0], result)
         u, before, vh = torch.linalg.svd(matrix, full_matrices=False)
         core = u.T @ result @ vh.T
         settled = before > 0.03 * before.norm()  # five steps do not lift what is almost nothing
         assert torch.all((core.diagonal()[settled] > 0.3) & (core.diagonal()[settled] < 1.3))
         assert (core - core.diagonal().diag()).abs().max() < 1e-6
-    assert reference_orthogonalise(matrices[0]).shape == (rows, columns)
+    assert reference_newton_schulz(matrices[0]).shape == (rows, columns)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels.quantised import BLOCK, MAPS, adamw8, dequantise, quantise, quantised_zeros
+from sansgpu.kernels.quantised import BLOCK, MAPS, adamw8, dequantize, quantize, quantized_zeros
 from sansgpu.kernels.update import adamw
 
 RANDOM = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -82,14 +82,14 @@ def test_what_is_representable_stays_and_what_is_not_finite_too(kernels: str) ->
         weight = torch.full((500,), bad, dtype=torch.bfloat16)
         adamw(weight, torch.zeros(500), torch.zeros(500), torch.zeros(500), None, step=1, **SETTINGS)
         assert not weight.isfinite().any()
-        weight, codes = normal((500,), 0, torch.bfloat16), quantised_zeros(torch.zeros(500))
+        weight, codes = normal((500,), 0, torch.bfloat16), quantized_zeros(torch.zeros(500))
         gradient = torch.zeros(500)
         gradient[3] = bad
-        again = quantised_zeros(weight)
+        again = quantized_zeros(weight)
         adamw8(weight, *codes, *again, gradient, None, step=1, **SETTINGS)
         assert weight.isfinite().sum() == 499
         for signed, moment in ((True, codes), (False, again)):
-            values = dequantise(*moment, signed)
+            values = dequantize(*moment, signed)
             assert not values[:BLOCK].isfinite().any()  # the next step must see it
             assert torch.equal(values[BLOCK:], torch.zeros(500 - BLOCK))
 
@@ -110,7 +110,7 @@ def of_a_step_in_fp32(width: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 def of_a_quantised_step(width: torch.dtype, seed: int) -> list[torch.Tensor]:
     weight, gradient = normal((LARGE,), 0, torch.bfloat16), normal((LARGE,), 1, width)
-    moments = [*quantise(normal((LARGE,), 2), True), *quantise(normal((LARGE,), 3).square(), False)]
+    moments = [*quantize(normal((LARGE,), 2), True), *quantize(normal((LARGE,), 3).square(), False)]
     adamw8(weight, *moments, gradient, None, step=2, seed=seed, **SETTINGS)
     return [weight, *moments]
 
@@ -151,9 +151,9 @@ def test_the_map_is_the_papers(signed: bool) -> None:
 @given(SHAPES, st.booleans(), st.integers(0, 99))
 def test_quantised_values_are_the_nearest(shape: tuple[int, ...], signed: bool, seed: int) -> None:
     values = spread(shape, seed) if signed else spread(shape, seed).square()
-    codes, scales = quantise(values, signed)
+    codes, scales = quantize(values, signed)
     assert (codes.dtype, codes.shape, scales.shape) == (torch.uint8, shape, (math.ceil(values.numel() / BLOCK),))
-    again = dequantise(codes, scales, signed)
+    again = dequantize(codes, scales, signed)
     each = scales.repeat_interleave(BLOCK)[: values.numel()].view(shape)
     error = (again - values).abs()
     assert torch.all(error <= (0.9 / 64 if signed else 0.9 / 128) / 2 * 1.001 * each)
@@ -163,7 +163,7 @@ def test_quantised_values_are_the_nearest(shape: tuple[int, ...], signed: bool, 
     assert torch.equal(again == 0, values == 0) or signed
     for block, scale in zip(values.flatten().split(BLOCK), scales, strict=True):
         assert scale == block.abs().max()
-    assert torch.equal(dequantise(*quantise(again, signed), signed).sign(), again.sign())
+    assert torch.equal(dequantize(*quantize(again, signed), signed).sign(), again.sign())
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -171,23 +171,23 @@ def test_blocks_of_zeros_are_exact(signed: bool) -> None:
     values = torch.zeros(3, BLOCK)
     values[1] = normal((BLOCK,), 0).abs()
     values[2] = 1e-42  # its inverse is infinite
-    codes, scales = quantise(values, signed)
+    codes, scales = quantize(values, signed)
     assert scales[[0, 2]].tolist() == [0, 0]
-    assert torch.equal(dequantise(codes, scales, signed)[[0, 2]], torch.zeros(2, BLOCK))
-    zeros = quantised_zeros(values)
-    assert all(torch.equal(a, b) for a, b in zip(zeros, quantise(torch.zeros(3, BLOCK), signed), strict=True))
-    assert not dequantise(*zeros, signed).signbit().any()
+    assert torch.equal(dequantize(codes, scales, signed)[[0, 2]], torch.zeros(2, BLOCK))
+    zeros = quantized_zeros(values)
+    assert all(torch.equal(a, b) for a, b in zip(zeros, quantize(torch.zeros(3, BLOCK), signed), strict=True))
+    assert not dequantize(*zeros, signed).signbit().any()
 
 
 def assert_quantised(ours: tuple[torch.Tensor, torch.Tensor], exact: torch.Tensor, signed: bool) -> None:
     """Checks codes against those of `exact`; neighbors are allowed if `exact` is between the two."""
-    codes, scales = quantise(exact, signed)
+    codes, scales = quantize(exact, signed)
     torch.testing.assert_close(ours[1], scales, rtol=1e-5, atol=0)
     apart = (ours[0].int() - codes.int() + 128 & 255) - 128
     assert apart.abs().max() <= 1
     assert int(apart.count_nonzero()) <= 2 + exact.numel() // 200
     each = scales.repeat_interleave(BLOCK)[: exact.numel()].view(exact.shape)
-    error, least = ((dequantise(c, s, signed) - exact).abs() for c, s in (ours, (codes, scales)))
+    error, least = ((dequantize(c, s, signed) - exact).abs() for c, s in (ours, (codes, scales)))
     assert torch.all(error <= least * 1.001 + 1e-5 * exact.abs() + 2e-7 * each)
 
 
@@ -201,10 +201,10 @@ def test_adamw8_is_adamw_of_what_its_codes_say(
     weight, gradient = normal(shape, seed, wide), spread(shape, seed + 1).to(narrow)
     if across and len(shape) == 2:
         gradient = gradient.t().contiguous().t()  # as products may leave it
-    first = quantise(spread(shape, seed + 2), True)
-    second = quantise(spread(shape, seed + 3).square(), False)
+    first = quantize(spread(shape, seed + 2), True)
+    second = quantize(spread(shape, seed + 3).square(), False)
     exact, exact_first, exact_second = exact_step(
-        weight, dequantise(*first, True), dequantise(*second, False), gradient, step
+        weight, dequantize(*first, True), dequantize(*second, False), gradient, step
     )
     working = torch.zeros(shape, dtype=torch.bfloat16) if wide == torch.float32 else None
     before = weight.clone()
@@ -224,13 +224,13 @@ def test_compiled_code_finds_the_same_codes(kernels: str, signed: bool) -> None:
     middles = ((MAPS[signed][1:] + MAPS[signed][:-1]) / 2).double()
     values = torch.cat([torch.ones(1).double(), MAPS[signed].double(), *(middles * (1 + e) for e in (-1e-4, 1e-4))])
     values = torch.cat([torch.cat([values[:1], part]) for part in values.split(BLOCK - 1)])  # each block has its 1
-    first, second = quantised_zeros(values), quantised_zeros(values)
+    first, second = quantized_zeros(values), quantized_zeros(values)
     gradient = (values if signed else values.sqrt()).float()
     adamw8(
         torch.zeros(values.shape), *first, *second, gradient, None,
         lr=0.0, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0, step=1, scale=1.0,
     )  # fmt: skip
-    ours, (codes, _) = (first if signed else second)[0], quantise(values.float(), signed)
+    ours, (codes, _) = (first if signed else second)[0], quantize(values.float(), signed)
     assert torch.equal(ours, codes)
 
 
@@ -243,7 +243,7 @@ def test_steps_stay_bounded_whatever_shares_a_block(kernels: str, betas: tuple[f
     assert bound < 10
     size = 3 * BLOCK + 5
     magnitudes = torch.exp(5 * normal((size,), 0))
-    weight, first, second = torch.zeros(size), quantised_zeros(torch.zeros(size)), quantised_zeros(torch.zeros(size))
+    weight, first, second = torch.zeros(size), quantized_zeros(torch.zeros(size)), quantized_zeros(torch.zeros(size))
     worst = 0.0
     for step in range(1, 201):
         gradient = normal((size,), 3 * step) * magnitudes * (normal((size,), 3 * step + 1) > 1.5)  # most are zero
@@ -273,7 +273,7 @@ def test_learns_as_fp32_does(kernels: str, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)  # many small steps
     common = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.01, "scale": 2.0}
     moments = [torch.zeros(60, 9), torch.zeros(60, 9)]
-    small = [*quantised_zeros(moments[0]), *quantised_zeros(moments[0])]
+    small = [*quantized_zeros(moments[0]), *quantized_zeros(moments[0])]
     wide = regression_loss(lambda w, g, n: adamw(w, *moments, g, None, step=n, **common), torch.float32)
     quantised = regression_loss(lambda w, g, n: adamw8(w, *small, g, None, step=n, seed=n, **common), dtype)
     moments = [torch.zeros(60, 9), torch.zeros(60, 9)]

@@ -11,7 +11,7 @@ from sansgpu.kernels.attention import Decay, attention
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
-from sansgpu.kernels.quantised import adamw8, quantised_zeros
+from sansgpu.kernels.quantised import adamw8, quantized_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,4 +91,4 @@ def test_updates(kernels: str, dtype: torch.dtype) -> None:
     assert global_norm([none, none]) == 0
     assert add_product(torch.empty(0, 5), none).shape == (0, 5)
     adamw(torch.empty(0, 5), torch.empty(0, 5), torch.empty(0, 5), none, torch.empty(0, 5).bfloat16(), **ADAMW)
-    adamw8(torch.empty(0, 5), *quantised_zeros(none), *quantised_zeros(none), none, None, **ADAMW)
+    adamw8(torch.empty(0, 5), *quantized_zeros(none), *quantized_zeros(none), none, None, **ADAMW)

@@ -29,7 +29,7 @@ def test_version_2_counts_the_tightest_group_above_and_leaves_files_out(tmp_path
             "pod/cpu.max": "max 100000", "pod/box/cpu.max": "150000 100000",
         },
     )  # fmt: skip
-    assert cgroup.memory_left(tmp_path, process) == 8000 - (3000 - 500)
+    assert cgroup.available_memory(tmp_path, process) == 8000 - (3000 - 500)
     assert cgroup.memory_limit(tmp_path, process) == 8000
     assert cgroup.cpu_quota(tmp_path, process) == 1.5
 
@@ -47,14 +47,14 @@ def test_version_1_beside_version_2(tmp_path: Path, process: Path) -> None:
             "cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000",
         },
     )
-    assert cgroup.memory_left(tmp_path, process) == 5000 - (4000 - 600)
+    assert cgroup.available_memory(tmp_path, process) == 5000 - (4000 - 600)
     assert cgroup.cpu_quota(tmp_path, process) == 0.5
 
 
 def test_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path, process: Path) -> None:
     process.write_text("0::/kubepods/pod7/box\n")
     write(tmp_path, {"memory.max": "700", "memory.current": "900", "memory.stat": ""})
-    assert cgroup.memory_left(tmp_path, process) == 0
+    assert cgroup.available_memory(tmp_path, process) == 0
 
 
 def test_files_in_use_are_no_hindrance_beyond_programs(tmp_path: Path, process: Path) -> None:
@@ -62,13 +62,13 @@ def test_files_in_use_are_no_hindrance_beyond_programs(tmp_path: Path, process: 
     gigabyte = 1 << 30
     files = f"inactive_file {gigabyte}\nactive_file {3 * gigabyte}"
     write(tmp_path, {"memory.max": str(8 * gigabyte), "memory.current": str(7 * gigabyte), "memory.stat": files})
-    assert cgroup.memory_left(tmp_path, process) == int(4.5 * gigabyte)
+    assert cgroup.available_memory(tmp_path, process) == int(4.5 * gigabyte)
 
 
 def test_no_limit_is_none(tmp_path: Path, process: Path) -> None:
-    assert cgroup.memory_left(tmp_path, process) is None
+    assert cgroup.available_memory(tmp_path, process) is None
     process.write_text("0::/\n")
     write(tmp_path, {"memory.max": "max", "cpu.max": "max 100000"})
-    assert cgroup.memory_left(tmp_path, process) is None
+    assert cgroup.available_memory(tmp_path, process) is None
     assert cgroup.memory_limit(tmp_path, process) is None
     assert cgroup.cpu_quota(tmp_path, process) is None

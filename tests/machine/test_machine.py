@@ -13,10 +13,10 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
-from sansgpu.machine.compilation import is_long, missing_for_compile, resolve_compile
-from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, share_cores
+from sansgpu.machine.compilation import compile_pays_off, missing_compiler, resolve_compile
+from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, set_openmp_spin
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
-from sansgpu.machine.remembered import remembered
+from sansgpu.machine.remembered import cached_measurement
 
 
 @pytest.mark.parametrize("effective", [1, 6, 7, 16, 48])
@@ -30,9 +30,9 @@ def test_an_automatic_micro_batch_divides_the_effective_batch(effective: int) ->
 
 
 def test_compiling_is_for_long_runs() -> None:
-    assert missing_for_compile() is None, "the tests want a C++ compiler"
-    assert not is_long(1e10, "fp32", 2)
-    assert is_long(1e18, "fp32", 2)
+    assert missing_compiler() is None, "the tests want a C++ compiler"
+    assert not compile_pays_off(1e10, "fp32", 2)
+    assert compile_pays_off(1e18, "fp32", 2)
     assert resolve_compile(TrainingConfig(), False, "cpu") == "off"
     assert resolve_compile(TrainingConfig(), True, "cpu") == "measure"
     assert resolve_compile(TrainingConfig(compile="on"), False, "cpu") == "on"
@@ -41,7 +41,7 @@ def test_compiling_is_for_long_runs() -> None:
 
 def test_a_measurement_is_made_once_a_question(tmp_path: Path) -> None:
     answers = iter([{"size": 1}, {"size": 2}, {"size": 3}])
-    ask = partial(remembered, tmp_path, measure=lambda: next(answers))
+    ask = partial(cached_measurement, tmp_path, measure=lambda: next(answers))
     assert ask({"threads": 2}) == ask({"threads": 2}) == {"size": 1}
     assert ask({"threads": 4}) == {"size": 2}
     for file in (tmp_path / "measured").iterdir():
@@ -57,7 +57,7 @@ def test_a_measurement_disturbed_by_another_program_is_not_kept(tmp_path: Path) 
     burn = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!"
     stranger = int(subprocess.run(["sh", "-c", burn], capture_output=True, text=True, check=True).stdout)
     try:
-        assert remembered(tmp_path, {"a": 1}, slow) == {"b": 2}
+        assert cached_measurement(tmp_path, {"a": 1}, slow) == {"b": 2}
     finally:
         os.kill(stranger, signal.SIGKILL)
     assert list(tmp_path.rglob("*.json")) == []
@@ -98,7 +98,7 @@ def test_threads_spin_briefly_unless_the_user_says_otherwise(
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    share_cores()
+    set_openmp_spin()
     assert os.environ.get("GOMP_SPINCOUNT") == expected
     monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is taken away again
 

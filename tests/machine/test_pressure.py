@@ -2,7 +2,7 @@
 
 import pytest
 
-from sansgpu.machine.pressure import COMPILER_BYTES, LEAST_FREE_BYTES, MemoryGuard, MemoryShortError
+from sansgpu.machine.pressure import COMPILER_BYTES, MIN_FREE_BYTES, MemoryGuard, MemoryShortError
 
 MEGABYTE = 1 << 20
 
@@ -44,7 +44,7 @@ def test_with_memory_left_nothing_changes() -> None:
 def test_short_memory_cuts_the_micro_batch_then_sheds_then_says_so_once() -> None:
     machine = Machine()
     guard = machine.guard(3, shed="copies are gone")
-    machine.free = LEAST_FREE_BYTES - 1
+    machine.free = MIN_FREE_BYTES - 1
     assert [guard.allowed(3) for _ in range(5)] == [1, 1, 1, 1, 1]
     assert ["cut from 3 to 1" in machine.said[0], "copies are gone" in machine.said[1]] == [True, True]
     assert "nothing left to free" in machine.said[2]
@@ -78,6 +78,6 @@ def test_a_forward_pass_is_ended_on_its_way_and_tried_again_smaller() -> None:
 
 def test_a_compiled_run_keeps_room_for_the_compiler() -> None:
     machine = Machine()
-    machine.free = LEAST_FREE_BYTES + COMPILER_BYTES // 2
+    machine.free = MIN_FREE_BYTES + COMPILER_BYTES // 2
     assert machine.guard(4).allowed(4) == 4
     assert machine.guard(4, compiled=True).allowed(4) < 4

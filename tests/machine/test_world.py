@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sansgpu.config import ConfigError
 from sansgpu.machine import cores
 from sansgpu.machine.cores import Cpu
-from sansgpu.machine.network import interface_for, interfaces, is_loopback, way_to
+from sansgpu.machine.network import interface_for, interfaces, is_loopback, route_to
 from sansgpu.machine.world import find_world, usual_threads
 
 TORCHRUN = {
@@ -124,7 +124,7 @@ def test_cores_are_read_with_their_memory(tmp_path: Path, monkeypatch: pytest.Mo
     found = cores.cpus(machine(tmp_path, nodes=2, cores_each=4, threads=2))
     assert [cpu.node for cpu in found] == [0] * 8 + [1] * 8
     assert len(cores.physical(found)) == 8
-    halves = [cores.share(found, index, 2) for index in range(2)]
+    halves = [cores.partition(found, index, 2) for index in range(2)]
     assert [{cpu.node for cpu in half} for half in halves] == [{0}, {1}]
     assert {cpu.number for cpu in halves[0]} == {0, 1, 2, 3, 8, 9, 10, 11}
 
@@ -133,7 +133,7 @@ def test_cores_are_read_with_their_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_shares_are_whole_cores_and_all_of_them(nodes: int, each: int, threads: int, parts: int) -> None:
     found = [Cpu(n, n, c, t * nodes * each + n * each + c)
              for n in range(nodes) for c in range(each) for t in range(threads)]  # fmt: skip
-    shares = [cores.share(found, index, parts) for index in range(parts)]
+    shares = [cores.partition(found, index, parts) for index in range(parts)]
     assert all(len(share) % threads == 0 and share for share in shares)
     if parts <= nodes * each:
         assert sorted(cpu for share in shares for cpu in share) == sorted(found)
@@ -164,7 +164,7 @@ def test_a_process_keeps_to_its_cores() -> None:
 
 
 def test_the_way_to_rank_0_names_the_interface() -> None:
-    assert way_to("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+    assert route_to("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
     name, address = interface_for("127.0.0.1", None)
     assert address in interfaces()[name]
     assert is_loopback(address)
@@ -172,4 +172,4 @@ def test_the_way_to_rank_0_names_the_interface() -> None:
     with pytest.raises(ConfigError, match=r"training.network_interface is eth77, but .* has "):
         interface_for("127.0.0.1", "eth77")
     with pytest.raises(ConfigError, match="has no route to no-such-host"):
-        way_to("no-such-host.invalid")
+        route_to("no-such-host.invalid")

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from sansgpu.config import ModelConfig
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.gguf_file import About, GGUFType, write_gguf
+from sansgpu.models.gguf_file import GGUFType, ModelDescription, write_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.pretrained import load_pretrained, load_tokenizer_of, tokenizer_parts
 from tests.models.small import TOKENIZER
 
-ABOUT = About("small", "Made by a test.", "words", "base")
+ABOUT = ModelDescription("small", "Made by a test.", "words", "base")
 _ROPE = {"rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3: dict[str, Any] = {
     "rope_parameters": {"rope_type": "llama3", **_ROPE, "original_max_position_embeddings": 64},

@@ -32,5 +32,5 @@ def kept_bytes_of(
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         out = run()
-    optimizer.release()
+    optimizer.release_state()
     return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in others) + out.nbytes

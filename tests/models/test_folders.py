@@ -13,7 +13,7 @@ from transformers import ApertusConfig, AutoModelForCausalLM, AutoTokenizer, GPT
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.models import TransformerLM
 from sansgpu.models.huggingface import HuggingFaceLM, export_model, load_decoder
-from sansgpu.models.whole_folder import written_whole
+from sansgpu.models.whole_folder import write_folder_atomically
 from tests.models.small import LAYOUTS, TOKENIZER, model_of, tokens
 
 QWEN3 = {
@@ -88,10 +88,10 @@ def test_files_of_the_model_before_are_deleted_and_others_stay(others: bool, tmp
             (folder / name).write_text(f"a part: {name}")
 
     folder = tmp_path / "final"
-    written_whole(folder, shards)
+    write_folder_atomically(folder, shards)
     if others:
         (folder / "notes.md").write_text("mine")
-    written_whole(folder, lambda new: (new / "model.safetensors").touch())
+    write_folder_atomically(folder, lambda new: (new / "model.safetensors").touch())
     mark, notes = ".sansgpu.json", ["notes.md"] if others else []
     assert sorted(path.name for path in folder.iterdir()) == [mark, "model.safetensors", *notes]
 

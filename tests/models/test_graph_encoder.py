@@ -12,9 +12,9 @@ from sansgpu.config import ModelConfig
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
 from sansgpu.data.graph_batch import GraphBatch
-from sansgpu.data.leafy import Leafy, Placed
+from sansgpu.data.leafy import LeafyExample, PlacedTriple
 from sansgpu.data.mask_tokenizer import BERT, GraphCodec, MaskTokenizer
-from sansgpu.data.masking import Masked
+from sansgpu.data.masking import MaskedExample
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.kernels.attention import Decay, attention
 from sansgpu.models.graph_encoder import GraphEncoder
@@ -52,13 +52,15 @@ def random_batch(seed: int, graphs: int) -> GraphBatch:
         for place in np.sort(draws.choice(roots - 1, int(draws.integers(0, 3)), replace=False)):
             tail = draws.integers(5, VOCABULARY, int(draws.integers(1, LEAVES + 1)))
             heads = int(draws.integers(1, roots - place + 1))
-            placed.append(Placed(int(place), heads, int(draws.integers(1, RELATIONS + 1)), tail, Triple("", "", "")))
-        example = Leafy(draws.integers(5, VOCABULARY, roots), np.ones(roots, bool), placed)
+            placed.append(
+                PlacedTriple(int(place), heads, int(draws.integers(1, RELATIONS + 1)), tail, Triple("", "", ""))
+            )
+        example = LeafyExample(draws.integers(5, VOCABULARY, roots), np.ones(roots, bool), placed)
         tokens = np.concatenate([example.tokens, *(p.tail for p in placed)])
         targets = np.where(draws.random(len(tokens)) < 0.4, tokens, IGNORE)
         bounds = np.zeros((len(tokens), 2), np.int64)
         examples.append(example)
-        shown.append(Masked(tokens, targets, bounds))
+        shown.append(MaskedExample(tokens, targets, bounds))
     return GraphBatch.of(examples, shown)
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from sansgpu.data.tokenizer import load_tokenizer
-from sansgpu.machine.contained import Contained, ContainedError
+from sansgpu.machine.contained import Sandbox, SandboxError
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes, render_spans
 from sansgpu.models.huggingface import export_model
 from tests.bounded import assert_refused, outcome
@@ -269,11 +269,11 @@ def test_a_contained_function_answers_again_after_idling_and_after_failing(monke
         b"raise": lambda: b"" + 1,  # type: ignore[operator]
         b"answer": lambda: str(os.getpid()).encode(),
     }
-    child = Contained(lambda request: work[request](), 5)
+    child = Sandbox(lambda request: work[request](), 5)
     for request, reason in ((b"abort", "signal 6"), (b"fill", "more than 1 GB of memory"), (b"raise", "fails")):
-        assert child.ask(b"answer") != str(os.getpid()).encode()
-        with pytest.raises(ContainedError, match=reason):
-            child.ask(request)
+        assert child.call(b"answer") != str(os.getpid()).encode()
+        with pytest.raises(SandboxError, match=reason):
+            child.call(request)
     child.close()
 
 

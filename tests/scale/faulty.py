@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import sansgpu.train.checkpoint as checkpoint
 from sansgpu.cli import main
-from sansgpu.train.optim import Weight
+from sansgpu.train.optim import TrainedWeight
 
 
 def _counted(then: Callable[..., Any], left: list[int], after: bool = False) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def install() -> None:
     left = [int(os.environ["FAULT_COUNT"])]
     match os.environ["FAULT"]:
         case "backward":
-            Weight.gather = _counted(Weight.gather, left)  # type: ignore[method-assign]
+            TrainedWeight.gather = _counted(TrainedWeight.gather, left)  # type: ignore[method-assign]
         case "all-reduce":
             dist.all_reduce = _counted(dist.all_reduce, left, after=True)
         case "snapshot":

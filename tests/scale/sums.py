@@ -13,8 +13,8 @@ from sansgpu.config import TrainingConfig
 from sansgpu.machine.group import Group
 from sansgpu.machine.joining import join
 from sansgpu.machine.world import find_world
-from sansgpu.train.optim import Optimizer, Weight
-from sansgpu.train.sharding import Owned, Rows
+from sansgpu.train.optim import Optimizer, TrainedWeight
+from sansgpu.train.sharding import OwnedByRank, RowSharded
 
 
 class Block(nn.Module):
@@ -62,28 +62,28 @@ def check_gradients(group: Group, case: dict[str, Any]) -> None:
     model = Model(case["shapes"])
     optimizer = Optimizer(model, training, torch.float32, group)
     for _ in range(2):  # the second step shows that nothing of the first is left
-        optimizer.expect_sum(case["pieces"] > 1)
+        optimizer.set_accumulation(case["pieces"] > 1)
         for piece in range(case["pieces"]):
             if piece == case["pieces"] - 1:
-                optimizer.expect_whole()
+                optimizer.mark_last_backward()
             model.loss(gradients_of(case, group.rank, piece)).backward()
         optimizer.reduce()
         for weight in optimizer.weights:
             check_gradient(group, case, weight)
-        optimizer.drop_gradients()
+        optimizer.zero_grad()
 
 
-def check_gradient(group: Group, case: dict[str, Any], weight: Weight) -> None:
+def check_gradient(group: Group, case: dict[str, Any], weight: TrainedWeight) -> None:
     number = int(weight.name.split(".")[1])
     given = [gradients_of(case, rank, piece)[number] for rank in range(group.size) for piece in range(case["pieces"])]
     parts = [gradient.double() for gradient in given if gradient is not None]
-    elsewhere = isinstance(weight.place, Owned) and weight.place.owner != group.rank
+    elsewhere = isinstance(weight.place, OwnedByRank) and weight.place.owner != group.rank
     if elsewhere or not parts:
         assert weight.gradient is None, (case, number)
         return
     assert weight.gradient is not None, (case, number)
     expected = torch.stack(parts).sum(dim=0)
-    mine = weight.place.mine(expected) if isinstance(weight.place, Rows) else expected
+    mine = weight.place.shard(expected) if isinstance(weight.place, RowSharded) else expected
     tolerance = 1e-5 if case["wire"] == "fp32" else 0.03
     assert (weight.gradient.double() - mine).norm() <= tolerance * (1 + sum(p.norm() for p in parts)), (case, number)
 
@@ -91,17 +91,17 @@ def check_gradient(group: Group, case: dict[str, Any], weight: Weight) -> None:
 def check_places(group: Group, shapes: list[list[int]]) -> None:
     for shape in shapes:
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-        for place in (Rows(group), Owned(group, group.size - 1)):
-            mine = place.mine(whole)
-            gathered = place.gather(mine, whole.shape)
-            assert not group.first or torch.equal(gathered, whole), (shape, place)
-            if isinstance(place, Rows):
-                assert torch.equal(place.everywhere(mine, whole.shape), whole), shape
+        for place in (RowSharded(group), OwnedByRank(group, group.size - 1)):
+            mine = place.shard(whole)
+            gathered = place.gather_to_main(mine, whole.shape)
+            assert not group.is_main or torch.equal(gathered, whole), (shape, place)
+            if isinstance(place, RowSharded):
+                assert torch.equal(place.all_gather(mine, whole.shape), whole), shape
 
 
 def check_agreement(group: Group) -> None:
-    assert group.gather(f"r{group.rank}") == [f"r{rank}" for rank in range(group.size)]
-    assert group.decide(lambda: {"rank": group.rank}) == {"rank": 0}
+    assert group.all_gather_object(f"r{group.rank}") == [f"r{rank}" for rank in range(group.size)]
+    assert group.broadcast_object(lambda: {"rank": group.rank}) == {"rank": 0}
     assert group.all_reduce_max(float(group.rank)) == group.size - 1
     sums = group.all_reduce_sums({"all": 0.1, f"only {group.rank}": 2.5})
     expected = sum(0.1 for _ in range(group.size))
@@ -114,4 +114,4 @@ if __name__ == "__main__":
         check_gradients(together, one)
         check_places(together, one["shapes"])
     check_agreement(together)
-    together.leave()
+    together.shutdown()

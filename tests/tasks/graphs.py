@@ -10,7 +10,7 @@ import torch
 
 from sansgpu.config import Config, load_config
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks.filling import Filling, Masking, majority_of, mask_rules
+from sansgpu.tasks.filling import MaskedEvaluation, Masking, majority_of, mask_rules
 from sansgpu.tasks.graph import Graph
 from sansgpu.tasks.graph_corpus import GraphCorpus
 from sansgpu.train.evaluate import evaluate
@@ -77,7 +77,7 @@ def trained(config: Config, corpus: GraphCorpus, steps: int) -> Graph:
     """Training steps of the task itself."""
     task = Graph(config, corpus, effective_batch(config.training))
     plan = StepPlan(8, torch.device("cpu"), "fp32")
-    state = TrainState.begin(task.model, config.training, plan.device, plan.compute_dtype)
+    state = TrainState.create(task.model, config.training, plan.device, plan.compute_dtype)
     for step in range(steps):
         rate = config.training.learning_rate * min(1.0, (step + 1) / config.training.warmup_steps)
         train_step(state, task, task.batch(step), plan, config.training, rate)
@@ -91,6 +91,6 @@ def filled(task: Graph, config: Config, corpus: GraphCorpus, leaf_ratio: float =
     train = corpus.train
     repeated = replace(train, examples=train.examples * 5)  # each epoch has other masks
     masking = Masking(repeated, mask_rules(changed, corpus.codec.tokenizer), seed=99)
-    metrics = evaluate(Filling(task, masking, majority_of(train)), StepPlan(8, torch.device("cpu"), "fp32"))
+    metrics = evaluate(MaskedEvaluation(task, masking, majority_of(train)), StepPlan(8, torch.device("cpu"), "fp32"))
     assert metrics is not None
     return metrics

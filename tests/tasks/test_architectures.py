@@ -19,7 +19,7 @@ from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.tasks import TASKS
-from sansgpu.watch.events import Event, Kept
+from sansgpu.watch.events import Event, EventBuffer
 from tests.processes import digests, record, use_cache
 from tests.tasks.folders import chat_rows, model_folder, squad
 
@@ -71,7 +71,7 @@ def settings(home: Path, architecture: str, model: Path, **changes: object) -> t
 
 
 def run_job(folder: Path, overrides: tuple[str, ...], resume: str | None = None) -> list[Event]:
-    sink = Kept()
+    sink = EventBuffer()
     train(TrainRequest(None, overrides, folder, resume), [sink], lambda *_: None)
     return sink.events
 

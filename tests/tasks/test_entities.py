@@ -16,10 +16,10 @@ from sansgpu.cli import run as cli
 from sansgpu.config import Config, load_config
 from sansgpu.data.graph import Entity
 from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL
-from sansgpu.data.masking import with_queries
+from sansgpu.data.masking import add_entity_queries
 from sansgpu.tasks.candidates import EntityCandidates, EntityTableIndex
 from sansgpu.tasks.filling import mask_rules
-from sansgpu.tasks.gaps import GapFiller, Question
+from sansgpu.tasks.gaps import TailPredictor, TailQuery
 from sansgpu.tasks.graph import Graph
 from sansgpu.tasks.graph_corpus import GraphCorpus
 from tests.processes import digests, finish, kill_when, start, use_cache
@@ -223,14 +223,18 @@ def test_a_killed_run_of_a_graph_goes_on_without_one_bit_of_difference(home: Pat
 def test_a_query_shows_one_masked_leaf_whatever_the_tail(home: Path) -> None:
     config, corpus = corpus_of(home, data__entity_query_ratio=1)
     rules = mask_rules(config, corpus.codec.tokenizer)
-    shown = [with_queries(corpus.train.example(number), rules, 0, 0, number) for number in range(len(corpus.train))]
+    shown = [
+        add_entity_queries(corpus.train.example(number), rules, 0, 0, number) for number in range(len(corpus.train))
+    ]
     placed = [p for example in shown for p in example.placed]
     assert {tuple(p.tail) for p in placed} == {(rules.mask_id,)}
     assert len({len(p.tail) for example in corpus.train.examples for p in example[1]}) > 1
     names = [corpus.codec.entities[p.entities[1] - 1].name for p in placed]
     assert names == [p.triple.tail for p in placed]
     some = mask_rules(*_ratio(config, 0.5), corpus.codec.tokenizer)
-    asked = [p.asked for n in range(len(shown)) for p in with_queries(corpus.train.example(n), some, 0, 1, n).placed]
+    asked = [
+        p.asked for n in range(len(shown)) for p in add_entity_queries(corpus.train.example(n), some, 0, 1, n).placed
+    ]
     assert 0.4 < np.mean(asked) < 0.6
 
 
@@ -329,14 +333,14 @@ def test_unknown_entities_are_known_by_their_names_and_equal_ones_share_a_score(
     config, corpus = corpus_of(home, **STILL)
     task, codec = Graph(config, corpus, 8), corpus.codec
     task.model.eval()
-    filler = GapFiller(task, codec.tokenizer.mask_id, torch.device("cpu"))
+    filler = TailPredictor(task, codec.tokenizer.mask_id, torch.device("cpu"))
     index = EntityTableIndex(codec.entities)
     known = codec.entities[3]
     asked = [known, Entity("x1", "unheard thing"), Entity("x2", "unheard thing"), Entity("x3", known.name)]
     candidates = EntityCandidates(filler, codec.tokenizer, index, asked)
     example = corpus.train.example(0)
     placed = example.placed[0]
-    question = Question(example.tokens, placed.place, placed.head_length, placed.relation, placed.entities[0])
+    question = TailQuery(example.tokens, placed.place, placed.head_length, placed.relation, placed.entities[0])
     scores = candidates.scores(filler, [question])[0][candidates.column].numpy()
     assert candidates.column.tolist() == [0, 1, 1, 0]  # an unknown id is found by its name if that is unique
     assert np.exp(scores[:2]).sum() == pytest.approx(1, abs=1e-5)

@@ -18,8 +18,8 @@ from sansgpu.data.leafy import LeafyRules
 from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.jobs.extract import Triples, extract
 from sansgpu.tasks import gaps
-from sansgpu.tasks.extraction import Agreement, Extracted, Extraction, ExtractionRules, Found
-from sansgpu.tasks.gaps import BeamSearch, GapFiller, Question
+from sansgpu.tasks.extraction import Agreement, DocumentTriples, ExtractedTriple, ExtractionRules, TripleExtractor
+from sansgpu.tasks.gaps import BeamSearch, TailPredictor, TailQuery
 from tests.processes import use_cache
 from tests.tasks.test_link_prediction import CPU, LEAVES, quiet, run_of, untrained, words_tokenizer
 
@@ -36,16 +36,16 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def filler() -> GapFiller:
-    return GapFiller(untrained(TOKENIZER, len(RELATIONS)), TOKENIZER.mask_id, CPU)
+def filler() -> TailPredictor:
+    return TailPredictor(untrained(TOKENIZER, len(RELATIONS)), TOKENIZER.mask_id, CPU)
 
 
 def ids(text: str) -> list[int]:
     return [i for name in text.split() for i in TOKENIZER.encode_names([name])[0]]
 
 
-def question(text: str, place: int, relation: int, length: int = 1) -> Question:
-    return Question(np.array([TOKENIZER.begin_id, *ids(text), TOKENIZER.end_id]), place, length, relation)
+def question(text: str, place: int, relation: int, length: int = 1) -> TailQuery:
+    return TailQuery(np.array([TOKENIZER.begin_id, *ids(text), TOKENIZER.end_id]), place, length, relation)
 
 
 QUESTIONS = [
@@ -54,13 +54,13 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
-def step(filler: GapFiller, asked: Question, before: Sequence[int], length: int) -> np.ndarray:
+def step(filler: TailPredictor, asked: TailQuery, before: Sequence[int], length: int) -> np.ndarray:
     """Log-probabilities of the next leaf's token, given the previous ones."""
     leaves = np.array([[*before, *[TOKENIZER.mask_id] * (length - len(before))]])
     return filler.log_probabilities([asked], leaves)[0, len(before)].double().numpy()
 
 
-def searched(filler: GapFiller, asked: Question, width: int, count: int) -> list[tuple[str, float]]:
+def searched(filler: TailPredictor, asked: TailQuery, width: int, count: int) -> list[tuple[str, float]]:
     """A beam search in plain loops that drops no beam early."""
     found: dict[str, float] = {}
     for length in range(1, LEAVES + 1):
@@ -78,16 +78,16 @@ def searched(filler: GapFiller, asked: Question, width: int, count: int) -> list
 
 
 @pytest.mark.parametrize(("width", "count"), [(3, 1), (3, 4), (10, 2)])
-def test_a_search_finds_what_plain_loops_find(filler: GapFiller, width: int, count: int) -> None:
+def test_a_search_finds_what_plain_loops_find(filler: TailPredictor, width: int, count: int) -> None:
     search = BeamSearch(filler, TOKENIZER, LEAVES, width, count)
-    found = search.tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
+    found = search.predict_tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
     for asked, tails in zip(QUESTIONS, found, strict=True):
         expected = searched(filler, asked, width, count)
         assert [tail.text for tail in tails] == [text for text, _ in expected]
         assert [tail.score for tail in tails] == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
-def test_a_wide_search_finds_the_best_of_all_tails(filler: GapFiller) -> None:
+def test_a_wide_search_finds_the_best_of_all_tails(filler: TailPredictor) -> None:
     ordinary = TOKENIZER.ordinary_ids().tolist()
     search = BeamSearch(filler, TOKENIZER, 2, filler.vocabulary, 1)
     for asked in QUESTIONS:
@@ -97,47 +97,47 @@ def test_a_wide_search_finds_the_best_of_all_tails(filler: GapFiller) -> None:
         scores |= {
             TOKENIZER.decode([i, j]): (empty[i] + then[i][j]) / 2 for i, j in itertools.product(ordinary, repeat=2)
         }
-        [[tail]] = search.tails([asked], np.array([EVERY]))
+        [[tail]] = search.predict_tails([asked], np.array([EVERY]))
         assert tail.text == max(scores, key=lambda text: scores[text])
         assert tail.score == pytest.approx(scores[tail.text], abs=1e-4)
 
 
 def test_questions_asked_together_find_what_each_finds_alone(
-    filler: GapFiller, monkeypatch: pytest.MonkeyPatch
+    filler: TailPredictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search = BeamSearch(filler, TOKENIZER, LEAVES, 5, 3)
-    together = search.tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
-    alone = [search.tails([asked], np.array([EVERY]))[0] for asked in QUESTIONS]
+    together = search.predict_tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
+    alone = [search.predict_tails([asked], np.array([EVERY]))[0] for asked in QUESTIONS]
     monkeypatch.setattr(gaps, "NODES", 25)
-    in_pieces = search.tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
+    in_pieces = search.predict_tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
     for others in (alone, in_pieces):
         assert [[t.text for t in tails] for tails in others] == [[t.text for t in tails] for tails in together]
         scores = [[t.score for tails in answers for t in tails] for answers in (others, together)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
-def test_a_floor_leaves_out_what_is_below_it_and_nothing_else(filler: GapFiller) -> None:
+def test_a_floor_leaves_out_what_is_below_it_and_nothing_else(filler: TailPredictor) -> None:
     search = BeamSearch(filler, TOKENIZER, LEAVES, 5, 3)
-    every = search.tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
+    every = search.predict_tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
     floors = np.array([tails[number % 3].score for number, tails in enumerate(every)])
-    for floor, some, tails in zip(floors, search.tails(QUESTIONS, floors - 1e-6), every, strict=True):
+    for floor, some, tails in zip(floors, search.predict_tails(QUESTIONS, floors - 1e-6), every, strict=True):
         assert [tail.text for tail in some] == [tail.text for tail in tails if tail.score >= floor]
 
 
-def read(filler: GapFiller, *documents: GraphDocument, **rules: Any) -> list[Extracted]:
+def read(filler: TailPredictor, *documents: GraphDocument, **rules: Any) -> list[DocumentTriples]:
     chosen = ExtractionRules(**{"windows": RULES, "relations": RELATIONS, "beams": 4, **rules})
-    return list(Extraction(filler, GraphCodec(TOKENIZER, chosen.relations), chosen).read(documents, quiet))
+    return list(TripleExtractor(filler, GraphCodec(TOKENIZER, chosen.relations), chosen).read(documents, quiet))
 
 
 def text_of(text: str, *triples: Triple, entities: Sequence[str] = ()) -> GraphDocument:
     return GraphDocument("d", "d", text, triples, tuple(entities))
 
 
-def heads_of(found: Extracted) -> list[str]:
+def heads_of(found: DocumentTriples) -> list[str]:
     return list(dict.fromkeys(triple.head for triple in found.triples))
 
 
-def test_heads_are_those_given_else_entities_else_those_of_triples_else_words(filler: GapFiller) -> None:
+def test_heads_are_those_given_else_entities_else_those_of_triples_else_words(filler: TailPredictor) -> None:
     text = "the old fox saw the bear ."
     triples = Triple("fox", "eats", "owl"), Triple("bear", "eats", "owl"), Triple("fox", "sees", "owl")
     known = text_of(text, *triples, entities=["old fox", "owl"])
@@ -148,18 +148,18 @@ def test_heads_are_those_given_else_entities_else_those_of_triples_else_words(fi
     assert read(filler, text_of(""))[0].triples == []
 
 
-def test_every_head_is_asked_for_every_relation_but_inverse_ones(filler: GapFiller) -> None:
+def test_every_head_is_asked_for_every_relation_but_inverse_ones(filler: TailPredictor) -> None:
     [found] = read(filler, text_of("the fox"), heads=("fox",))
     assert [triple.relation for triple in found.triples] == ["eats", "sees"]
     [found] = read(filler, text_of("the fox"), heads=("fox",), only=("inverse of eats",), per_query=3)
     assert [triple.relation for triple in found.triples] == ["inverse of eats"] * 3
     search = BeamSearch(filler, TOKENIZER, LEAVES, 4, 3)
-    [tails] = search.tails([question("the fox", 2, 3)], np.array([EVERY]))
+    [tails] = search.predict_tails([question("the fox", 2, 3)], np.array([EVERY]))
     assert [triple.tail for triple in found.triples] == [tail.text for tail in tails]
     assert [triple.score for triple in found.triples] == pytest.approx([tail.score for tail in tails], abs=1e-4)
 
 
-def test_a_least_score_leaves_out_the_rest(filler: GapFiller) -> None:
+def test_a_least_score_leaves_out_the_rest(filler: TailPredictor) -> None:
     document = text_of("the old fox saw the bear .", Triple("fox", "eats", "owl"))
     heads = "fox", "bear", "old", "saw"
     [every] = read(filler, document, heads=heads)
@@ -172,7 +172,7 @@ def test_a_least_score_leaves_out_the_rest(filler: GapFiller) -> None:
     assert none.given == every.given  # the best tail for the document's own triples, regardless of its score
 
 
-def test_each_window_of_a_long_text_is_read_and_what_is_found_twice_is_given_once(filler: GapFiller) -> None:
+def test_each_window_of_a_long_text_is_read_and_what_is_found_twice_is_given_once(filler: TailPredictor) -> None:
     windows = ["the fox saw the old owl , red", "the fox saw the new owl , red"]  # of eight words
     [whole] = read(filler, text_of(" ".join(windows)), heads=("fox",), per_query=4)
     apart = [read(filler, text_of(window), heads=("fox",), per_query=4)[0].triples for window in windows]
@@ -184,7 +184,7 @@ def test_each_window_of_a_long_text_is_read_and_what_is_found_twice_is_given_onc
     assert {(t.head, t.relation, t.tail): pytest.approx(t.score, abs=2e-4) for t in whole.triples} == best
 
 
-def test_closed_tails_are_ranked_names_without_the_head(filler: GapFiller) -> None:
+def test_closed_tails_are_ranked_names_without_the_head(filler: TailPredictor) -> None:
     names = ["fox", "Fox", "old fox", "bear", "red", "the red old bear"]
     document = text_of("the old fox saw the bear .", entities=names)
     [found] = read(filler, document, heads=("fox",), only=("eats",), closed=True, per_query=9)
@@ -203,24 +203,24 @@ def test_closed_tails_are_ranked_names_without_the_head(filler: GapFiller) -> No
 def test_agreement_by_hand() -> None:
     gold = [Triple("Fox", "eats", "old owl"), Triple("fox", "sees", "bear"), Triple("owl", "sees", "red")]
     found = [
-        Found("fox", "eats", "old  owl", -0.1), Found("FOX", "sees", "red", -0.2), Found("owl", "sees", "red", -0.3),
-        Found("owl", "eats", "red", -0.4), Found("bear", "eats", "owl", -0.5),
+        ExtractedTriple("fox", "eats", "old  owl", -0.1), ExtractedTriple("FOX", "sees", "red", -0.2), ExtractedTriple("owl", "sees", "red", -0.3),
+        ExtractedTriple("owl", "eats", "red", -0.4), ExtractedTriple("bear", "eats", "owl", -0.5),
     ]  # fmt: skip
     given = {("Fox", "eats"): "old owl", ("fox", "sees"): "red", ("owl", "sees"): None}
     agreement = Agreement(TOKENIZER, ExtractionRules(RULES, RELATIONS))
-    agreement.add(Extracted(text_of("fox", *gold), found, given))
-    agreement.add(Extracted(text_of("fox", *gold[:1]), [], {("Fox", "eats"): None}))
+    agreement.add(DocumentTriples(text_of("fox", *gold), found, given))
+    agreement.add(DocumentTriples(text_of("fox", *gold[:1]), [], {("Fox", "eats"): None}))
     summary = agreement.summary()
     assert (summary["documents"], summary["triples"], summary["gold"]) == (2, 5, 4)
     assert (summary["precision"], summary["recall"], summary["f1"]) == (2 / 5, 2 / 4, 4 / 9)
     assert summary["given"] == {"accuracy": 1 / 4, "pairs": 4, "asked": 2}
     assert (summary["best_f1"], summary["best_min_score"]) == (4 / 7, -0.3)  # 2 of 3 are correct, 4 are expected
     only = Agreement(TOKENIZER, ExtractionRules(RULES, RELATIONS, only=("eats",), min_score=-1))
-    only.add(Extracted(text_of("fox", *gold), found[:1], {("Fox", "eats"): "owl"}))
+    only.add(DocumentTriples(text_of("fox", *gold), found[:1], {("Fox", "eats"): "owl"}))
     assert only.summary()["recall"] == 1
     assert "best_f1" not in only.summary()
     nothing = Agreement(TOKENIZER, ExtractionRules(RULES, RELATIONS))
-    nothing.add(Extracted(text_of("fox"), found, {}))
+    nothing.add(DocumentTriples(text_of("fox"), found, {}))
     assert nothing.summary() == {"documents": 1, "triples": 5}
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from sansgpu.cli import run as cli
-from sansgpu.jobs.chat import Conversation
+from sansgpu.jobs.chat import ChatSession
 from sansgpu.jobs.fine_tuned import load_fine_tuned
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
@@ -261,12 +261,12 @@ def test_a_conversation_comes_from_a_pipe(learned: Path, monkeypatch: pytest.Mon
 
 
 def test_what_was_said_is_remembered_until_it_is_forgotten(learned: Path) -> None:
-    conversation = Conversation(str(learned), "Be short.", "latest", pytest.fail)
+    conversation = ChatSession(str(learned), "Be short.", "latest", pytest.fail)
     question, said = "What follows red?", []
     for _ in range(2):
         said.append("".join(conversation.say(question, 8, Sampling(temperature=0))))
     assert [turn["content"] for turn in conversation.said] == ["Be short.", question, said[0], question, said[1]]
-    conversation.forget()
+    conversation.reset()
     assert [turn["role"] for turn in conversation.said] == ["system"]
     assert "".join(conversation.say(question, 8, Sampling(temperature=0))) == said[0]
 

@@ -9,7 +9,7 @@ import torch
 
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import GraphBatch
-from sansgpu.data.masking import masked
+from sansgpu.data.masking import mask_example
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks.filling import mask_rules
 from sansgpu.tasks.graph import Graph, GraphObjective
@@ -93,7 +93,7 @@ def test_a_masked_tail_cannot_be_seen(tmp_path: Path) -> None:
     found = []
     for tail in (placed.tail, (placed.tail + 7) % 300):
         changed = example._replace(placed=[placed._replace(tail=tail)])
-        shown = masked(changed, rules, 0, 0, 0)
+        shown = mask_example(changed, rules, 0, 0, 0)
         hidden = np.where(shown.targets == IGNORE, shown.tokens, rules.mask_id)  # never the original token
         batch = GraphBatch.of([changed], [shown._replace(tokens=hidden)])
         found.append(task.states(batch))
@@ -152,7 +152,7 @@ def test_a_batch_is_a_function_of_its_step(tmp_path: Path) -> None:
 def test_a_step_without_any_gap_learns_nothing_and_is_no_error(tmp_path: Path) -> None:
     config, corpus = prepared(tmp_path, "data.mask_ratio=0", "data.leaf_mask_ratio=0.0001")
     task = Graph(config, corpus, effective_batch(config.training))
-    state = TrainState.begin(task.model, config.training, PLAN.device, PLAN.compute_dtype)
+    state = TrainState.create(task.model, config.training, PLAN.device, PLAN.compute_dtype)
     result = train_step(state, task, task.batch(0), PLAN, config.training, 0.1)
     assert result.loss_sum == 0.0
 

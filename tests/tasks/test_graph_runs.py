@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM
 
 from sansgpu.cli import run as cli
 from sansgpu.config import Config
-from sansgpu.models.patches import use_our_kernels
+from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import load_pretrained
 from sansgpu.models.unpadded import UnpaddedModel
 from tests.processes import digests, finish, json_lines, kill_when, record, start, use_cache
@@ -236,12 +236,12 @@ def test_gaps_are_filled_as_transformers_fills_them(architecture: str, tmp_path:
     plain.save_pretrained(folder)
     given = {"task": "graph", "model": {"name_or_path": str(folder)}, "data": {"dataset_name": "-"}}
     ours = load_pretrained(Config.model_validate(given).model, "masked", seed=0).eval()
-    use_our_kernels(ours)
+    patch_model(ours)
     lengths = torch.tensor([9, 14])
     tokens = torch.arange(23) * 31 % 1000 + 5
     gaps = torch.arange(23) % 3 == 1
     with torch.no_grad():
-        found = UnpaddedModel(ours, pack=True).gap_logits(tokens, lengths, gaps)
+        found = UnpaddedModel(ours, pack=True).masked_lm_logits(tokens, lengths, gaps)
         apart = [plain(input_ids=part[None]).logits[0] for part in tokens.split(lengths.tolist())]
     torch.testing.assert_close(found, torch.cat(apart)[gaps], rtol=1e-3, atol=1e-4)
 

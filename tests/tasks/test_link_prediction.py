@@ -15,13 +15,13 @@ from tokenizers import models, pre_tokenizers
 from sansgpu.config import Config, ConfigError
 from sansgpu.data.graph import GraphDocument, Triple
 from sansgpu.data.graph_batch import GraphBatch
-from sansgpu.data.leafy import Leafy, Placed, build_leafy
+from sansgpu.data.leafy import LeafyExample, PlacedTriple, build_leafy
 from sansgpu.data.mask_tokenizer import BERT, GraphCodec, MaskTokenizer
-from sansgpu.data.masking import Masked
+from sansgpu.data.masking import MaskedExample
 from sansgpu.jobs.link_prediction import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.tasks import gaps
-from sansgpu.tasks.gaps import GapFiller, Question
+from sansgpu.tasks.gaps import TailPredictor, TailQuery
 from sansgpu.tasks.graph import GraphObjective
 from sansgpu.tasks.graph_corpus import leafy_rules
 from sansgpu.tasks.link_prediction import KnownFacts, LinkPrediction
@@ -94,17 +94,19 @@ class World:
 
     @property
     def ranking(self) -> LinkPrediction:
-        filler = GapFiller(self.objective, self.tokenizer.mask_id, CPU)
+        filler = TailPredictor(self.objective, self.tokenizer.mask_id, CPU)
         codec = GraphCodec(self.tokenizer, tuple(self.relations))
         return LinkPrediction(filler, codec, leafy_rules(self.objective.config), self.known)
 
-    def log_probabilities(self, question: Question, length: int) -> np.ndarray:
+    def log_probabilities(self, question: TailQuery, length: int) -> np.ndarray:
         """Log-probabilities on the masked leaves of one graph, in float64."""
         leaves = np.full(length, self.tokenizer.mask_id)
-        placed = Placed(question.place, question.head_length, question.relation, leaves, Triple("", "", ""))
-        graph = Leafy(question.tokens, np.zeros(0, bool), [placed])
+        placed = PlacedTriple(question.place, question.head_length, question.relation, leaves, Triple("", "", ""))
+        graph = LeafyExample(question.tokens, np.zeros(0, bool), [placed])
         tokens = np.concatenate([question.tokens, leaves])
-        batch = GraphBatch.of([graph], [Masked(tokens, np.full(len(tokens), -100), np.zeros((len(tokens), 2), int))])
+        batch = GraphBatch.of(
+            [graph], [MaskedExample(tokens, np.full(len(tokens), -100), np.zeros((len(tokens), 2), int))]
+        )
         with torch.no_grad():
             logits = self.objective.model.logits(self.objective.states(batch)[len(question.tokens) :])
         return torch.log_softmax(logits.double(), dim=-1).numpy()
@@ -127,7 +129,7 @@ class World:
                     found.append((triple.relation, (len(entities) + 1) / 2))
                     continue
                 placed = graphs.example(0).placed[0]
-                question = Question(graphs.example(0).tokens, placed.place, placed.head_length, placed.relation)
+                question = TailQuery(graphs.example(0).tokens, placed.place, placed.head_length, placed.relation)
                 said = {length: self.log_probabilities(question, length) for length in range(1, LEAVES + 1)}
                 scores = {}
                 for key, name in entities:
@@ -187,9 +189,9 @@ def test_no_cut_into_batches_changes_a_rank(world: World, monkeypatch: pytest.Mo
 
 
 def test_questions_asked_together_are_answered_as_each_alone(world: World) -> None:
-    filler = GapFiller(world.objective, world.tokenizer.mask_id, CPU)
+    filler = TailPredictor(world.objective, world.tokenizer.mask_id, CPU)
     tokens = [np.array([2, *range(5, 5 + n), 3]) for n in (4, 9, 6)]
-    questions = [Question(t, 1 + n, 1 + n, 1 + n % 2) for n, t in enumerate(tokens)]
+    questions = [TailQuery(t, 1 + n, 1 + n, 1 + n % 2) for n, t in enumerate(tokens)]
     leaves = np.array([[4, 4], [6, 4], [7, 8]])
     together = filler.log_probabilities(questions, leaves)
     alone = [filler.log_probabilities([q], leaves[n : n + 1])[0] for n, q in enumerate(questions)]
@@ -209,7 +211,7 @@ def test_relation_frequency_by_hand() -> None:
     ranks = [1, 1, 2 + 4 / 2, 1]
     tokenizer = words_tokenizer("a b c h1 h2 h3 h4 h5 is here")
     objective = untrained(tokenizer, 1)
-    filler, rules = GapFiller(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
+    filler, rules = TailPredictor(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
     report = LinkPrediction(filler, GraphCodec(tokenizer, ("likes",)), rules, KnownFacts(trained, held)).report(
         held, False, None, quiet
     )
@@ -234,7 +236,7 @@ def test_an_untrained_model_ranks_at_random() -> None:
     ]
     tokenizer = words_tokenizer(*names, "and more")
     objective = untrained(tokenizer, 1)
-    filler, rules = GapFiller(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
+    filler, rules = TailPredictor(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
     report = LinkPrediction(filler, GraphCodec(tokenizer, ("r",)), rules, KnownFacts([], documents)).report(
         documents, False, None, quiet
     )

@@ -22,7 +22,7 @@ def our_losses(overrides: list[str], micro_batch: int) -> list[float]:
     config, corpus = kind.prepare(config, Path("unused"), lambda *_: None)
     task = kind(config, corpus, ROWS)
     device = torch.device("cpu")
-    state = TrainState.begin(task.model, config.training, device, torch.float32)
+    state = TrainState.create(task.model, config.training, device, torch.float32)
     plan = StepPlan(micro_batch, device, "fp32")
     losses = []
     for step in range(STEPS):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sansgpu.config import ConfigError, TrainingConfig, load_config
 from sansgpu.train.budget import Budget, finish_time
 from sansgpu.train.forecast import Forecast
-from sansgpu.train.schedule import UNKNOWN, learning_rate, total_steps, warmup_steps
+from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate, total_steps, warmup_steps
 
 NOW = datetime(2026, 3, 1, 22, 30)
 
@@ -49,18 +49,18 @@ def test_a_run_simulated_on_a_clock_of_its_own_ends_within_its_budget(
     clock, done, hours = 30.0, 0, step * steps / 3600
     training = TrainingConfig(max_hours=hours, eval_steps=evaluate, warmup_steps=0)
     budget = Budget(training, lambda: clock, validation, 0, 0)
-    total, evaluation = UNKNOWN, step * validation / 3
+    total, evaluation = UNKNOWN_STEPS, step * validation / 3
     while done < total:
         seconds = step * noise[done % len(noise)]
         clock += seconds
         done += 1
         if done > 1:
-            budget.stepped(seconds)
-        if done < total and budget.due() and (left := budget.steps_left(done)) is not None:
+            budget.record_step(seconds)
+        if done < total and budget.should_replan() and (left := budget.steps_left(done)) is not None:
             total = done + left
         if evaluate and done % evaluate == 0 and done < total:
             clock += evaluation
-            budget.evaluated(evaluation)
+            budget.record_evaluation(evaluation)
     clock += evaluation  # the last one
     allowed = hours * 3600
     assert clock <= max(allowed, 30 + 3 * step + evaluation)
@@ -76,9 +76,9 @@ def test_steps_left_are_as_many_as_fit_with_what_falls_due_between_them(
 ) -> None:
     training = TrainingConfig(max_hours=left / 3600, eval_steps=every, save_steps=saves)
     budget = Budget(training, lambda: 0.0, 0.0, 0, 0)
-    budget.stepped(step)
-    budget.evaluated(evaluation)
-    budget.saved(saving)
+    budget.record_step(step)
+    budget.record_evaluation(evaluation)
+    budget.record_save(saving)
 
     def takes(steps: int) -> float:
         between = range(done, done + steps)  # the step at hand is evaluated and saved unless it is the last
@@ -94,18 +94,18 @@ def test_steps_left_are_as_many_as_fit_with_what_falls_due_between_them(
 
 def test_without_a_limit_nothing_is_laid() -> None:
     budget = Budget(TrainingConfig(), lambda: 5.0, 1.0, 0, 0)
-    assert not budget.due()
+    assert not budget.should_replan()
     assert budget.seconds_left() == float("inf")
 
 
 def test_the_schedule_of_a_run_by_the_clock() -> None:
     training = TrainingConfig(max_hours=1, warmup_steps=50)
-    assert total_steps(training, 10, 1000) == UNKNOWN
+    assert total_steps(training, 10, 1000) == UNKNOWN_STEPS
     assert total_steps(training.model_copy(update={"max_steps": 7}), 10, 1000) == 7
     assert warmup_steps(training, 100) == 10
     assert warmup_steps(training, 10_000) == 50
     assert warmup_steps(TrainingConfig(warmup_steps=50), 100) == 50
-    assert learning_rate(training, 1000, UNKNOWN) == training.learning_rate
+    assert learning_rate(training, 1000, UNKNOWN_STEPS) == training.learning_rate
 
 
 @given(st.integers(1, 50), st.integers(0, 400), st.integers(1, 400), st.integers(0, 50))

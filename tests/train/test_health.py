@@ -29,7 +29,7 @@ def evaluation(number: int, loss: float) -> dict[str, Any]:
 
 def causes(events: list[dict[str, Any]]) -> list[str]:
     health = Health(TrainingConfig())
-    return [warning["cause"] for event in events for warning in health.see(event)]
+    return [warning["cause"] for event in events for warning in health.observe(event)]
 
 
 @given(
@@ -64,8 +64,8 @@ def test_a_flat_loss_is_said_but_not_near_the_end() -> None:
 def test_a_gradient_spike_names_the_norm() -> None:
     events = [step(n, 6 - 0.05 * n, 1 + 0.1 * (n % 4)) for n in range(1, 31)]
     health = Health(TrainingConfig())
-    assert [warning for event in events for warning in health.see(event)] == []
-    warning = health.see(step(31, 4.4, 30.0))[0]
+    assert [warning for event in events for warning in health.observe(event)] == []
+    warning = health.observe(step(31, 4.4, 30.0))[0]
     assert warning["cause"] == "spike"
     assert warning["step"] == 310
     assert "30" in warning["message"]
@@ -75,7 +75,7 @@ def test_a_gradient_spike_names_the_norm() -> None:
 def test_overfitting_names_the_best_step() -> None:
     health = Health(TrainingConfig())
     losses = [4.0, 3.5, 3.3, 3.4, 3.6]
-    said = [warning for n, loss in enumerate(losses) for warning in health.see(evaluation(n, loss))]
+    said = [warning for n, loss in enumerate(losses) for warning in health.observe(evaluation(n, loss))]
     assert [warning["cause"] for warning in said] == ["overfitting"]
     assert "step 20" in said[0]["message"]
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.jobs.train import TrainRequest, train
-from sansgpu.kernels.newton_schulz import orthogonalise
+from sansgpu.kernels.newton_schulz import newton_schulz
 from sansgpu.train.optim import Optimizer
-from sansgpu.watch.events import Kept
+from sansgpu.watch.events import EventBuffer
 from tests.processes import use_cache
 from tests.tasks.folders import chat_rows
 
@@ -63,7 +63,7 @@ def test_decay_is_for_all_that_multiplies_and_muon_for_matrices(name: str, optim
             expected = -gradients[n].sign()  # the first step of AdamW
         else:  # of a stack, each matrix by itself
             stack = gradients[n].view(-1, *gradients[n].shape[-2:])
-            expected = -torch.stack([orthogonalise(matrix[None], torch.float32)[0] for matrix in stack])
+            expected = -torch.stack([newton_schulz(matrix[None], torch.float32)[0] for matrix in stack])
             expected = expected.view_as(step) * 0.2 * math.sqrt(max(stack.shape[1:]))
         torch.testing.assert_close(step, expected, rtol=2e-3, atol=2e-3, msg=n)
 
@@ -71,7 +71,7 @@ def test_decay_is_for_all_that_multiplies_and_muon_for_matrices(name: str, optim
 @pytest.mark.parametrize("name", MODELS)
 def test_muon_trains_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cache(monkeypatch, tmp_path / "cache")
-    rows, folder, sink = chat_rows(tmp_path / "chat.jsonl"), folder_of(name), Kept()
+    rows, folder, sink = chat_rows(tmp_path / "chat.jsonl"), folder_of(name), EventBuffer()
     given = [f"model.name_or_path={folder}", f"data.dataset_name={rows}", "data.max_length=64"]
     train(TrainRequest(None, (*SETTINGS, *given, "training.optimizer=muon"), tmp_path / "run"), [sink], lambda *_: None)
     moments = load_file(tmp_path / "run/snapshots/step-000002/optimizer.safetensors")

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sansgpu.cli import run as cli
 from sansgpu.train.checkpoint import snapshots
-from sansgpu.watch.events import Event, Kept, Sinks
+from sansgpu.watch.events import Event, EventBuffer, Sinks
 from tests.processes import digests, environment, finish, json_lines, record, settings, start, use_cache, write_corpus
 
 # What the documentation promises other programs.
@@ -260,7 +260,7 @@ def test_a_failing_sink_is_dropped_and_the_others_are_told() -> None:
         def close(self) -> None:
             raise OSError("disk full")
 
-    collecting = Kept()
+    collecting = EventBuffer()
     sinks = Sinks([Failing(), collecting])
     for step in (1, 2):
         sinks.emit({"event": "step", "step": step})

@@ -204,7 +204,7 @@ def test_bf16_copies_follow_fp32_masters(size: int) -> None:
         assert parameter.dtype == (torch.bfloat16 if parameter.ndim > 1 else torch.float32)
         assert torch.equal(parameter.detach(), master.to(parameter.dtype))
         assert 0 < float((master - before[name]).abs().max()) < 1e-3  # steps that bf16 alone would lose
-    state.optimizer.release()
+    state.optimizer.release_state()
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 

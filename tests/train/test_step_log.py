@@ -10,7 +10,7 @@ import torch
 from sansgpu.machine.probe import Environment
 from sansgpu.tasks.graph import Graph
 from sansgpu.train.state import Progress
-from sansgpu.train.step import Phases, StepPlan, StepResult
+from sansgpu.train.step import PhaseTimer, StepPlan, StepResult
 from sansgpu.train.step_log import StepLog
 from tests.tasks.graphs import prepared
 
@@ -29,7 +29,7 @@ def log_of(task: Graph, rate: float) -> StepLog:
 
 
 def event_of(log: StepLog, seconds: float) -> dict[str, Any]:
-    log.add(seconds, 10, Phases())
+    log.add(seconds, 10, PhaseTimer())
     progress = Progress(step=1, logged_loss=1.0, logged_targets=1)
     return log.event(progress, StepResult(1.0, 1, 10, 1.0, {}), 0.1, 5)
 
@@ -53,5 +53,5 @@ def test_a_resumed_run_compares_with_the_same_rate(task: Graph) -> None:
     recorded = [start, {"event": "step", "step": 1, "gemm_flops_per_second": 9e15}]
     other = [{**start, "threads": 64}, {"event": "step", "step": 2, "gemm_flops_per_second": 9e18}]
     log = log_of(task, rate=8e15)
-    log.recall([*other, *recorded, {"event": "step", "step": 2}], ENVIRONMENT)
+    log.restore([*other, *recorded, {"event": "step", "step": 2}], ENVIRONMENT)
     assert event_of(log, seconds=1.0)["gemm_flops_per_second"] == 9e15

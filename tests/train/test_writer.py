@@ -50,7 +50,7 @@ def test_what_changes_while_a_snapshot_is_written_is_not_in_it(tmp_path: Path) -
     behind, before = a_writer(tmp_path / "behind"), a_writer(tmp_path / "before", room=lambda: 0)
     for step in (1, 2, 3):
         for made in (before, behind):
-            made.begin(step, weights, moments, {"step": step}, best_step=1)
+            made.submit(step, weights, moments, {"step": step}, best_step=1)
         for tensor in (*weights.values(), *moments.values()):
             tensor.fill_(step)
     behind.wait()
@@ -64,7 +64,7 @@ def test_without_room_for_a_copy_training_waits_and_is_told_once(tmp_path: Path)
     said: list[str] = ["nothing yet"]
     made = a_writer(tmp_path, said, room=lambda: 0)
     for step in (1, 2):
-        made.begin(step, tensors(1), tensors(2), {}, None)
+        made.submit(step, tensors(1), tensors(2), {}, None)
         assert not made.busy
         assert snapshots(tmp_path / "snapshots")[-1].problem() is None
     assert len(said) == 2
@@ -73,10 +73,10 @@ def test_without_room_for_a_copy_training_waits_and_is_told_once(tmp_path: Path)
 
 def test_a_disk_that_refuses_is_heard_of_once_and_the_rest_stays(tmp_path: Path) -> None:
     made = a_writer(tmp_path)
-    made.begin(1, tensors(1), tensors(2), {}, None)
+    made.submit(1, tensors(1), tensors(2), {}, None)
     made.wait()
     (tmp_path / "snapshots" / ".step-000002.partial").write_text("in the way")
-    made.begin(2, tensors(1), tensors(2), {}, None)
+    made.submit(2, tensors(1), tensors(2), {}, None)
     with pytest.raises(SansGPUError, match=r"step 2 cannot be written.*earlier snapshots are untouched"):
         made.wait()
     made.wait()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from sansgpu.cli import run as cli
 from sansgpu.watch.model_card import model_card
-from sansgpu.watch.record import Record
+from sansgpu.watch.record import RunRecord
 from tests.processes import use_cache, write_corpus
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.graphs import rows, write_rows
@@ -81,7 +81,7 @@ def test_every_task_leaves_a_card_that_is_true_and_parsed(
     arguments = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
     assert cli(["train", *arguments, "--output-dir", str(run)]) == 0
     card = ModelCard.load(run / "final/README.md")
-    data, record = card.data, Record.open(run)
+    data, record = card.data, RunRecord.open(run)
     assert (data.library_name, data.pipeline_tag, data.license) == (library, pipeline, None)
     measured = {result.metric_type: result.metric_value for result in data.eval_results}
     assert measured["loss"] == pytest.approx(record.evaluations[-1]["loss"], abs=1e-5)
@@ -98,7 +98,7 @@ def test_a_card_of_a_snapshot_tells_of_that_step(home: Path, monkeypatch: pytest
     use_cache(monkeypatch, home / "cache")
     run, folder = train(home, "text", training__keep_last=9), home / "exported"
     assert cli(["export", str(run), "--snapshot", "3", "--output", str(folder)]) == 0
-    card, record = ModelCard.load(folder / "README.md"), Record.open(run)
+    card, record = ModelCard.load(folder / "README.md"), RunRecord.open(run)
     loss = next(event["loss"] for event in record.evaluations if event["step"] == 3)
     assert {r.metric_type: r.metric_value for r in card.data.eval_results}["loss"] == pytest.approx(loss, abs=1e-5)
     assert "| steps | 3 |" in card.text
@@ -126,7 +126,7 @@ def test_a_card_names_data_of_the_hub_and_no_path(
     run = home / "named"
     if not run.exists():
         train(home, "named", training__max_steps=2)
-    record = Record.open(run)
+    record = RunRecord.open(run)
     record.config["data"]["dataset_name"] = name
     card = ModelCard(model_card(record))
     assert card.data.datasets == datasets

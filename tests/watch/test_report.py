@@ -16,11 +16,11 @@ from plotly import graph_objects
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
-from sansgpu.jobs.folders import held_run
+from sansgpu.jobs.folders import lock_run
 from sansgpu.watch.page import figure
 from sansgpu.watch.paper_plots import write_plots
-from sansgpu.watch.plots import MOST_POINTS, Plot, thinned
-from sansgpu.watch.record import Record
+from sansgpu.watch.plots import MAX_POINTS, Plot, downsample
+from sansgpu.watch.record import RunRecord
 from sansgpu.watch.run_plots import time_parts
 from sansgpu.watch.run_report import run_plots
 from tests.processes import json_lines, use_cache
@@ -54,7 +54,7 @@ def text_of(page: str) -> str:
 
 
 def drawn(*runs: Path) -> dict[str, Plot]:
-    return {plot.name: plot for _, plots in run_plots([Record.open(run) for run in runs]) for plot in plots}
+    return {plot.name: plot for _, plots in run_plots([RunRecord.open(run) for run in runs]) for plot in plots}
 
 
 def test_a_run_leaves_a_report_of_all_that_its_record_says(home: Path) -> None:
@@ -201,8 +201,8 @@ def test_what_a_model_says_cannot_become_part_of_the_page(home: Path, tmp_path: 
 def test_long_curves_keep_their_extremes() -> None:
     values: list[float | None] = [math.sin(i / 50) for i in range(100_000)]
     values[70_001], values[3] = 40.0, None
-    kept = thinned(values)
-    assert len(kept) <= MOST_POINTS
+    kept = downsample(values)
+    assert len(kept) <= MAX_POINTS
     assert kept == sorted(set(kept))
     assert 70_001 in kept
     assert min(v for v in values if v is not None) == min(values[place] for place in kept)  # type: ignore[type-var]
@@ -218,14 +218,14 @@ def test_a_long_run_is_a_page_of_a_few_megabytes(home: Path, tmp_path: Path) -> 
     made = figures(page)
     assert len(page) < 8e6
     loss = made["loss"]["data"][0]
-    assert len(loss["x"]) <= MOST_POINTS
+    assert len(loss["x"]) <= MAX_POINTS
     assert (12_345, 9.0) in zip(loss["x"], loss["y"], strict=True)
     assert loss["meta"]["along"]["tokens"] == loss["x"]
     assert "Downsampled" in page
 
 
 def test_the_parts_of_the_time_are_all_of_it(home: Path) -> None:
-    record = Record.open(home / "a/tiny")
+    record = RunRecord.open(home / "a/tiny")
     parts = time_parts(record)
     assert sum(parts.values()) == pytest.approx(record.seconds)
     assert {"start-up", "steps: forward", "steps: backward", "evaluation", "snapshots"} <= parts.keys()
@@ -243,7 +243,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(
     capsys.readouterr()
     assert cli(["train", "--resume", "--output-dir", str(run), "--max-steps", "4"]) == 0
     assert "could not be written" in capsys.readouterr().out
-    assert Record.open(run).ending == "done"
+    assert RunRecord.open(run).end_reason == "done"
     assert (run / "final/config.json").is_file()
     warnings = [event for event in json_lines(run / "metrics.jsonl") if event["event"] == "warning"]
     assert warnings[-1]["cause"] == "report"
@@ -276,7 +276,7 @@ def test_runs_are_listed_with_their_states(home: Path, tmp_path: Path, capsys: C
         "headless": "broken",
     }  # fmt: skip
     assert len({tuple(row) for row in rows.values()}) == 1  # the same keys in every row
-    row, record = rows["deep/a/tiny"], Record.open(home / "a/tiny")
+    row, record = rows["deep/a/tiny"], RunRecord.open(home / "a/tiny")
     assert (row["task"], row["step"], row["total_steps"]) == ("pretrain", 8, 8)
     assert record.best is not None
     assert row["best_loss"] == record.best["loss"]
@@ -290,7 +290,7 @@ def test_runs_are_listed_with_their_states(home: Path, tmp_path: Path, capsys: C
 def test_who_looks_at_a_run_that_nobody_trains_leaves_it_free(home: Path, capsys: Captured) -> None:
     (home / "a/tiny/.lock").touch()
     assert listed(capsys, str(home / "a"))["tiny"]["state"] == "done"
-    with held_run(home / "a/tiny"):
+    with lock_run(home / "a/tiny"):
         assert listed(capsys, str(home / "a"))["tiny"]["state"] == "done"  # it has ended, and is gone on with
 
 

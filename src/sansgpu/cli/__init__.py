@@ -6,7 +6,7 @@ import sys
 import threading
 
 from sansgpu.cli.signals import CODE, handle_interrupts, stop_handling_interrupts
-from sansgpu.machine.launch import settle_randomness, share_cores
+from sansgpu.machine.launch import make_deterministic, set_openmp_spin
 
 __all__ = ["main", "run"]
 
@@ -15,8 +15,8 @@ def main() -> None:
     """Runs the command line and exits with its code. Errors are printed as one sentence on stderr."""
     try:
         handle_interrupts()
-        share_cores()
-        settle_randomness()
+        set_openmp_spin()
+        make_deterministic()
         if "--debug" not in sys.argv:
             threading.excepthook = _warn_of_thread
         code = run(sys.argv[1:])

@@ -60,7 +60,7 @@ def plan(
             result = {"presets": plan_presets(override or [], warn)}
         elif hours is not None:
             file = output or Path("proposed.yaml")
-            result = propose(hours, data or "python-stdlib", override or [], file, bar, warn, bar.say)
+            result = propose(hours, data or "python-stdlib", override or [], file, bar, warn, bar.show_message)
         else:
             result = job(config, override or [], bar, warn, cluster)
     finally:
@@ -109,7 +109,7 @@ def bench(
     )  # fmt: skip
 
     try:
-        result = job(request, bar, warn, bar.say)
+        result = job(request, bar, warn, bar.show_message)
     finally:
         bar.close()
     if as_json:

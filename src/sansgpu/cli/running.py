@@ -49,11 +49,11 @@ def run(arguments: list[str]) -> int:
 
 def _explain(error: BaseException) -> tuple[str, int]:
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
-    from sansgpu.config.plain import cut
+    from sansgpu.config.plain import truncate
 
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
-        return f"the name {cut(name)} has {len(name):,} characters, which is too long for the file system.", 2
+        return f"the name {truncate(name)} has {len(name):,} characters, which is too long for the file system.", 2
     if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return "interrupted; everything saved before remains.", CODE
     usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer does not export it
@@ -63,7 +63,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
         context = error.ctx.command_path if error.ctx else "sansgpu"
         return f"{error.format_message().rstrip('.')}; see {context} --help.", 2
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{cut(str(error.filename))} cannot be used: {error.strerror}.", 2 if error.errno in _PATH_ERRORS else 1
+        return (
+            f"{truncate(str(error.filename))} cannot be used: {error.strerror}.",
+            2 if error.errno in _PATH_ERRORS else 1,
+        )
     # a bug in sansgpu, or a failing machine
     return f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)", 1
 

@@ -76,7 +76,7 @@ def train(
     from sansgpu.jobs.train import TrainRequest
     from sansgpu.jobs.train import train as job
     from sansgpu.machine.world import find_world
-    from sansgpu.train.loop import End
+    from sansgpu.train.loop import TrainingResult
     from sansgpu.watch.events import Sink
     from sansgpu.watch.jsonl import JsonLines
     from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal, Warnings
@@ -119,7 +119,7 @@ def train(
     finally:
         bar.close()
         sink.close()
-    if isinstance(outcome, End):
+    if isinstance(outcome, TrainingResult):
         return 128 + outcome.signal if outcome.signal else 0
     if not world.rank:
         _print_dry_run(outcome)

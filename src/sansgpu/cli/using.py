@@ -129,15 +129,15 @@ def chat(
     """
     import sys
 
-    from sansgpu.jobs.chat import Conversation
+    from sansgpu.jobs.chat import ChatSession
     from sansgpu.models.generate import Sampling
 
-    conversation = Conversation(run, system, snapshot, warn, trust_remote_code)
+    conversation = ChatSession(run, system, snapshot, warn, trust_remote_code)
     interactive = prompt is None and sys.stdin.isatty()
     lines = iter([prompt]) if prompt is not None else _lines("> " if interactive else "")
     for number, line in enumerate(lines):
         if line.strip() == "/new":
-            conversation.forget()
+            conversation.reset()
         elif line.strip():
             sampling = Sampling(temperature, top_k, top_p, seed + number)
             for piece in conversation.say(line, max_new_tokens, sampling):

@@ -9,8 +9,8 @@ from sansgpu.config.by_task import (
     PYTHON_STDLIB,
     PYTHON_STDLIB_CHAT,
     PYTHON_STDLIB_GRAPH,
-    RAGGED,
     SIMPLE_TEMPLATE,
+    VARIABLE_LENGTH,
 )
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.identity import identity, require_identity
@@ -25,34 +25,34 @@ from sansgpu.config.load import (
     recorded_values,
     save_config,
 )
-from sansgpu.config.model import MOST_LEAVES, ModelConfig
-from sansgpu.config.paths import ABANDONED, RunPaths
+from sansgpu.config.model import MAX_LEAVES, ModelConfig
+from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
 from sansgpu.config.schema import Config, DataConfig
-from sansgpu.config.seeds import fold_seed
-from sansgpu.config.space import Parameter, Space, load_space, measure_of, spread
+from sansgpu.config.seeds import derive_seed
+from sansgpu.config.space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [
-    "ABANDONED",
+    "ABANDONED_FOLDER",
     "BUILT_IN_NAMES",
     "FINE_TUNING",
     "GRAPH",
     "MASKED",
-    "MOST_LEAVES",
+    "MAX_LEAVES",
     "PRESETS",
     "PRETRAIN",
     "PYTHON_STDLIB",
     "PYTHON_STDLIB_CHAT",
     "PYTHON_STDLIB_GRAPH",
-    "RAGGED",
     "SIMPLE_TEMPLATE",
+    "VARIABLE_LENGTH",
     "Config",
     "ConfigError",
     "DataConfig",
     "ModelConfig",
-    "Parameter",
     "RunPaths",
     "SansGPUError",
+    "SearchParameter",
     "Space",
     "TrainingConfig",
     "UnreachableError",
@@ -60,7 +60,7 @@ __all__ = [
     "as_config",
     "change_config",
     "default_values",
-    "fold_seed",
+    "derive_seed",
     "identity",
     "load_config",
     "load_space",
@@ -69,5 +69,5 @@ __all__ = [
     "recorded_values",
     "require_identity",
     "save_config",
-    "spread",
+    "spaced_values",
 ]

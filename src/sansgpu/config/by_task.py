@@ -10,7 +10,7 @@ Values = dict[str, Any]
 # text without triples.
 KINDS = PRETRAIN, GRAPH, MASKED, SFT, QA = "pretrain", "graph", "masked", "sft", "qa"
 FINE_TUNING = (MASKED, SFT, QA)
-RAGGED = (GRAPH, *FINE_TUNING)  # kinds whose examples differ in length
+VARIABLE_LENGTH = (GRAPH, *FINE_TUNING)  # kinds whose examples differ in length
 LORA_LEARNING_RATE = 2e-4  # ten times that of full fine-tuning, because the low-rank matrices start at zero
 
 # Fine-tuning: small steps, no weight decay, AdamW as in pretraining, examples at full length.
@@ -66,7 +66,7 @@ _KEYS: dict[tuple[str, ...], str] = {  # keys that only some kinds have
     (GRAPH, MASKED, QA): "data.doc_stride",
     (PRETRAIN, MASKED, SFT, QA): "data.pack_sequences",
     FINE_TUNING: "model.name_or_path model.revision model.trust_remote_code",
-    RAGGED: "data.on_bad_row",
+    VARIABLE_LENGTH: "data.on_bad_row",
     (SFT, QA): """
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.merge_adapter
     """,

@@ -16,7 +16,7 @@ from sansgpu.config.by_task import KINDS, PRETRAIN, kinds_with, with_defaults
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.parse import Values, parse_value, read_values
-from sansgpu.config.plain import MOST_DEPTH, cut, shown
+from sansgpu.config.plain import MOST_DEPTH, shown, truncate
 from sansgpu.config.schema import Config
 
 # The configuration of a run without a file: takes minutes on two cores and writes samples.
@@ -116,16 +116,16 @@ def default_values(values: Values) -> Values:
 def _override(values: Values, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {cut(override)} has no value; write --set key.path=value.")
+        raise ConfigError(f"--set {truncate(override)} has no value; write --set key.path=value.")
     *sections, name = key.strip().split(".")
     if len(sections) > MOST_DEPTH:
-        raise ConfigError(f"--set {cut(override)}: a key has at most {MOST_DEPTH} parts.")
+        raise ConfigError(f"--set {truncate(override)}: a key has at most {MOST_DEPTH} parts.")
     for section in sections:
         if values.get(section) is None:  # missing or empty
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            raise ConfigError(f"--set {cut(override)}: {section} is not a section.")
+            raise ConfigError(f"--set {truncate(override)}: {section} is not a section.")
     values[name] = parse_value(text)
 
 
@@ -145,7 +145,7 @@ def problems(error: ValidationError, with_unknown: bool = True) -> list[str]:
     wrong: dict[str, str] = {}  # clauses by key
     for item in error.errors(include_url=False):
         path = _field_path(item["loc"])
-        where = cut(".".join(path))
+        where = truncate(".".join(path))
         if item["type"] == "extra_forbidden":
             unknown |= {where: path} if with_unknown else {}
         elif item["type"] == "value_error":

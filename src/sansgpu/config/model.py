@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from sansgpu.config.section import Section
 
 DEFAULT_LEAVES = 3  # leaf slots per token assumed until the data is read
-MOST_LEAVES = 64
+MAX_LEAVES = 64
 
 
 class ModelConfig(Section):
@@ -40,7 +40,7 @@ class ModelConfig(Section):
     leaves: int | None = Field(
         None,
         ge=0,
-        le=MOST_LEAVES,
+        le=MAX_LEAVES,
         description="leaf slots per token, which limit the tokens of a triple's tail; 0: text only, without triples. "
         "Default: enough for 99 % of the tails in the data",
     )
@@ -100,7 +100,7 @@ class ModelConfig(Section):
     )
 
     @property
-    def modern(self) -> bool:
+    def uses_rope(self) -> bool:
         """Returns True for the Qwen3 and Apertus architectures: RMSNorm, RoPE and QK-norm."""
         return self.activation in ("swiglu", "relu2")
 
@@ -128,7 +128,7 @@ class ModelConfig(Section):
         problems = []
         if self.d_model % self.n_heads:
             problems.append(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
-        elif self.modern and self.head_dim % 2:
+        elif self.uses_rope and self.head_dim % 2:
             problems.append(
                 f"the head dim d_model / n_heads is {self.head_dim}, but rotary positions need an even number"
             )
@@ -136,7 +136,7 @@ class ModelConfig(Section):
             problems.append(f"d_model {self.d_model} is odd, but entity vectors need an even number")
         if self.n_heads % self.kv_heads:
             problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}")
-        if not self.modern and self.kv_heads != self.n_heads:
+        if not self.uses_rope and self.kv_heads != self.n_heads:
             problems.append(
                 f"n_kv_heads {self.kv_heads} needs activation swiglu or relu2, because GPT-2 has no grouped queries"
             )

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.plain import MOST_DEPTH, FlawError, cut, read_regular, reason_of, require_plain, shown
+from sansgpu.config.plain import MOST_DEPTH, InvalidDataError, read_regular, reason_of, require_plain, shown, truncate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,8 +37,8 @@ def read_values(path: Path) -> Values:
             f"{path} does not exist{f'; did you mean {path.parent / near[0]}' if near else ''}."
         ) from None
     except OSError as error:
-        raise ConfigError(f"{cut(str(path))} cannot be read: {error.strerror}.") from None
-    except (FlawError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{truncate(str(path))} cannot be read: {error.strerror}.") from None
+    except (InvalidDataError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
     try:
         values = _parse(path, text)
@@ -86,7 +86,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
     found: Values = {}
     for key, value in pairs:
         if key in found:
-            raise FlawError(f"the key {shown(key)} is given twice")
+            raise InvalidDataError(f"the key {shown(key)} is given twice")
         found[key] = value
     return found
 
@@ -109,7 +109,7 @@ class _Loader(yaml.SafeLoader):
         anchor = str(event.anchor)
         if isinstance(event, yaml.AliasEvent):
             if anchor in self.anchors and anchor not in self._sizes:
-                raise yaml.YAMLError(f"the alias *{cut(anchor)} is inside its own value{_line(event)}")
+                raise yaml.YAMLError(f"the alias *{truncate(anchor)} is inside its own value{_line(event)}")
             self._count(self._sizes.get(anchor, 1), event)
             return super().compose_node(parent, index)
         before = self._nodes
@@ -133,7 +133,7 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep=deep)
         except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
             kind = str(node.tag).rpartition(":")[2]
-            raise yaml.YAMLError(f"{shown(node.value)} is not a valid {cut(kind)}{_line(node)}") from None
+            raise yaml.YAMLError(f"{shown(node.value)} is not a valid {truncate(kind)}{_line(node)}") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         if isinstance(node, yaml.MappingNode):  # otherwise SafeLoader raises an error that names the node
@@ -143,7 +143,7 @@ class _Loader(yaml.SafeLoader):
                 if not isinstance(key, str):
                     raise yaml.YAMLError(f"keys should be strings, but {shown(key)}{_line(key_node)} is not; quote it")
                 if key in given:
-                    raise yaml.YAMLError(f"the key {cut(repr(key))} is given twice, again{_line(key_node)}")
+                    raise yaml.YAMLError(f"the key {truncate(repr(key))} is given twice, again{_line(key_node)}")
                 given.add(key)
         return super().construct_mapping(node, deep=deep)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-ABANDONED = "abandoned-from-step-"  # prefix of folders in `snapshots/` with snapshots that a resume discarded
+ABANDONED_FOLDER = "abandoned-from-step-"  # prefix of folders in `snapshots/` with snapshots that a resume discarded
 
 
 @dataclass(frozen=True)

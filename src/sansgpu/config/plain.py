@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
-MOST_BYTES = 1 << 20  # the largest JSON file that is read
+MAX_BYTES = 1 << 20  # the largest JSON file that is read
 MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each
 MAX_SHOWN_CHARACTERS = 200  # messages cut longer values
 MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content
@@ -22,7 +22,7 @@ _MAX_INTEGER = 2**63 - 1
 _SCALARS = (str, bool, int, float, date, time, type(None))
 
 
-class FlawError(ValueError):
+class InvalidDataError(ValueError):
     """A file has invalid text or values. The message is a clause that names the place in the file."""
 
 
@@ -35,7 +35,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block otherwise
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FlawError("it is a pipe, a device or a socket; give a regular file")
+            raise InvalidDataError("it is a pipe, a device or a socket; give a regular file")
         yield file
 
 
@@ -44,7 +44,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise FlawError(f"it is larger than {most_bytes:,} bytes")
+        raise InvalidDataError(f"it is larger than {most_bytes:,} bytes")
     return content
 
 
@@ -53,9 +53,9 @@ def read_json(path: Path, schema: type[BaseModel], finite: bool = True) -> dict[
 
     Raises FlawError naming the invalid field, and OSError if the file cannot be read.
     """
-    value = parse_json(read_regular(path, MOST_BYTES), finite)
+    value = parse_json(read_regular(path, MAX_BYTES), finite)
     if flaw := field_flaw(schema, value):
-        raise FlawError(flaw)
+        raise InvalidDataError(flaw)
     found: dict[str, Any] = value
     return found
 
@@ -65,9 +65,9 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise FlawError(f"values are nested more than {MOST_DEPTH} levels deep") from None
+        raise InvalidDataError(f"values are nested more than {MOST_DEPTH} levels deep") from None
     except ValueError as error:
-        raise FlawError(f"invalid JSON: {reason_of(error)}") from None
+        raise InvalidDataError(f"invalid JSON: {reason_of(error)}") from None
     require_plain(value, finite)
     return value
 
@@ -84,18 +84,20 @@ def require_plain(value: object, finite: bool = True) -> None:
         place, value = left.pop()
         count += 1
         if count > MOST_VALUES:
-            raise FlawError(f"there are more than {MOST_VALUES:,} values")
+            raise InvalidDataError(f"there are more than {MOST_VALUES:,} values")
         if len(place) > MOST_DEPTH:
-            raise FlawError(f"{named(place[:3])} is nested more than {MOST_DEPTH} levels deep")
+            raise InvalidDataError(f"{named(place[:3])} is nested more than {MOST_DEPTH} levels deep")
         if isinstance(value, dict):
             for key, inner in value.items():
                 if not isinstance(key, str) or _text_flaw(key):
-                    raise FlawError(f"the key {shown(key)}{_inside(place)} is {_text_flaw(key) or 'not a string'}")
+                    raise InvalidDataError(
+                        f"the key {shown(key)}{_inside(place)} is {_text_flaw(key) or 'not a string'}"
+                    )
                 left.append(((*place, key), inner))
         elif isinstance(value, list):
             left += (((*place, number), inner) for number, inner in enumerate(value))
         elif why := _scalar_flaw(value, finite):
-            raise FlawError(f"{named(place) or 'the value'} is {why}")
+            raise InvalidDataError(f"{named(place) or 'the value'} is {why}")
 
 
 def _scalar_flaw(value: object, finite: bool) -> str | None:
@@ -143,7 +145,7 @@ def field_flaw(schema: type[BaseModel], value: object) -> str | None:
 
 def named(place: tuple[object, ...]) -> str:
     """Formats a path to a nested value, e.g. `training.report_to.0`."""
-    return cut(".".join(map(str, place)))
+    return truncate(".".join(map(str, place)))
 
 
 def _inside(place: tuple[object, ...]) -> str:
@@ -155,12 +157,12 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         value = value[: MAX_SHOWN_CHARACTERS + 1]
     try:
-        return cut(json.dumps(value, default=str))
+        return truncate(json.dumps(value, default=str))
     except (ValueError, TypeError, RecursionError):  # an integer of thousands of digits, a recursive list
         return f"a {type(value).__name__} that cannot be shown"
 
 
-def cut(text: str, most: int = MAX_SHOWN_CHARACTERS) -> str:
+def truncate(text: str, most: int = MAX_SHOWN_CHARACTERS) -> str:
     """Truncates text to `most` characters and adds an ellipsis."""
     return text if len(text) <= most else text[:most] + "..."
 
@@ -168,7 +170,7 @@ def cut(text: str, most: int = MAX_SHOWN_CHARACTERS) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the truncated first line of a library's error without its period, or the error's type if it is empty."""
     lines = str(error).strip().splitlines()
-    return cut(lines[0], MAX_REASON_CHARACTERS).removesuffix(".") if lines else type(error).__name__
+    return truncate(lines[0], MAX_REASON_CHARACTERS).removesuffix(".") if lines else type(error).__name__
 
 
 def reason_of(error: Exception) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from sansgpu.config.plain import FlawError, require_plain
+from sansgpu.config.plain import InvalidDataError, require_plain
 
 
 class Section(BaseModel):
@@ -21,6 +21,6 @@ class Section(BaseModel):
             if isinstance(value, (str, int, list)):
                 try:
                     require_plain({key: value})
-                except FlawError as error:
+                except InvalidDataError as error:
                     raise ValueError(str(error)) from None
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 
-def fold_seed(seed: int, *parts: int | str) -> int:
+def derive_seed(seed: int, *parts: int | str) -> int:
     """Returns a 63-bit seed for one purpose, e.g. `fold_seed(seed, "dropout", step, micro_batch, rank)`.
 
     Hashing, as in jax.random.fold_in, keeps streams independent. Sums of small integers would collide.

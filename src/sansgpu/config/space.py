@@ -36,7 +36,7 @@ _VOCABULARY_KEYS = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_
 
 
 @dataclass(frozen=True)
-class Parameter:
+class SearchParameter:
     """One key and its candidate values: `choices`, or numbers from `low` to `high` inclusive."""
 
     key: str
@@ -83,10 +83,10 @@ class Parameter:
         return f"{self.low:.4g} to {self.high:.4g}{how}"
 
 
-Space = dict[str, Parameter]
+Space = dict[str, SearchParameter]
 
 
-def spread(space: Space, number: int) -> Values:
+def spaced_values(space: Space, number: int) -> Values:
     """Returns point `number` of a low-discrepancy sequence that starts in the middle of the space.
 
     The sequence is Roberts' R_d, an additive recurrence that generalizes the golden ratio.
@@ -183,7 +183,7 @@ def _unsearchable(key: str, kind: str) -> str | None:
     return None
 
 
-def _parameter(key: str, values: object, config: Config, where: str) -> Parameter:
+def _parameter(key: str, values: object, config: Config, where: str) -> SearchParameter:
     def checked(value: object) -> Any:
         return _in_schema(key, value, config, where)
 
@@ -197,7 +197,7 @@ def _parameter(key: str, values: object, config: Config, where: str) -> Paramete
             )
         if len(set(choices)) < len(choices):
             raise ConfigError(f"{where}: {key} has a repeated value in its choices {choices}; remove it.")
-        return Parameter(key, choices)
+        return SearchParameter(key, choices)
     form = next((form for form in RANGES if isinstance(values, dict) and isinstance(values.get(form), list)), None)
     if not isinstance(values, dict) or form is None or (unknown := set(values) - {form, *EXTRAS}):
         unknown_keys = (
@@ -211,7 +211,7 @@ def _parameter(key: str, values: object, config: Config, where: str) -> Paramete
     return _range(key, form, values, checked, where)
 
 
-def _range(key: str, form: str, values: Values, checked: Callable[[object], Any], where: str) -> Parameter:
+def _range(key: str, form: str, values: Values, checked: Callable[[object], Any], where: str) -> SearchParameter:
     ends = [end for end in map(_number, values[form]) if end is not None]
     if not len(ends) == len(values[form]) == 2 or not ends[0] < ends[1]:
         raise ConfigError(f"{where}: {key} has the range {values[form]}; give two numbers, the lower one first.")
@@ -233,7 +233,7 @@ def _range(key: str, form: str, values: Values, checked: Callable[[object], Any]
         checked(low + INTERIOR_POINT * (high - low) if step is None else low + step)
     checked(low)
     checked(high)
-    return Parameter(key, (), low, high, whole, log, step)
+    return SearchParameter(key, (), low, high, whole, log, step)
 
 
 def _number(value: object) -> Number | None:

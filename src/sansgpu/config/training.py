@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from sansgpu.config.plain import cut
+from sansgpu.config.plain import truncate
 from sansgpu.config.section import Section
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _time_limit(value: object) -> object:
             moment = datetime.fromisoformat(value)
             return (moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment).isoformat()
         except ValueError:
-            raise ValueError(f"{cut(value)} is not a time; write 07:00 or 2030-01-31T07:00") from None
+            raise ValueError(f"{truncate(value)} is not a time; write 07:00 or 2030-01-31T07:00") from None
     return value
 
 

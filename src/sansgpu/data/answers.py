@@ -33,7 +33,7 @@ class _Scored(TypedDict):
     probability: float
 
 
-class Candidate(_Scored, total=False):
+class AnswerCandidate(_Scored, total=False):
     """A candidate answer. `start` is its first character in the context; the null answer has none."""
 
     start: int
@@ -46,8 +46,8 @@ class Answer:
     The selected candidate need not be the first: a threshold decides between null and the best non-empty span.
     """
 
-    chosen: Candidate
-    nbest: list[Candidate]
+    chosen: AnswerCandidate
+    nbest: list[AnswerCandidate]
     null_score_diff: float | None
 
     @property
@@ -74,7 +74,7 @@ def best_answers(
     chosen = next((candidate for candidate in candidates if candidate["text"]), None)
     if not may_be_null:
         if chosen is None:
-            chosen = Candidate(start_logit=0.0, end_logit=0.0, text=NO_SPAN, probability=0.0)
+            chosen = AnswerCandidate(start_logit=0.0, end_logit=0.0, text=NO_SPAN, probability=0.0)
             candidates.insert(0, chosen)
         return _answer(chosen, candidates, None)
     null = min((_null_candidate(window, start, end) for window, (start, end) in pairs), key=_score)
@@ -106,22 +106,22 @@ def _span_scores(spans: np.ndarray) -> np.ndarray:
     return scores
 
 
-def _score(candidate: Candidate) -> float:
+def _score(candidate: AnswerCandidate) -> float:
     return candidate["start_logit"] + candidate["end_logit"]
 
 
-def _candidate(question: Question, span: np.void) -> Candidate:
+def _candidate(question: Question, span: np.void) -> AnswerCandidate:
     begin, stop, start_logit, end_logit = span.tolist()
     text = question.context[begin:stop]
-    return Candidate(start_logit=start_logit, end_logit=end_logit, text=text, probability=0.0, start=begin)
+    return AnswerCandidate(start_logit=start_logit, end_logit=end_logit, text=text, probability=0.0, start=begin)
 
 
-def _null_candidate(window: QuestionWindow, start: np.ndarray, end: np.ndarray) -> Candidate:
+def _null_candidate(window: QuestionWindow, start: np.ndarray, end: np.ndarray) -> AnswerCandidate:
     start_logit, end_logit = float(start[window.cls]), float(end[window.cls])
-    return Candidate(start_logit=start_logit, end_logit=end_logit, text="", probability=0.0)
+    return AnswerCandidate(start_logit=start_logit, end_logit=end_logit, text="", probability=0.0)
 
 
-def _answer(chosen: Candidate, nbest: list[Candidate], null_score_diff: float | None) -> Answer:
+def _answer(chosen: AnswerCandidate, nbest: list[AnswerCandidate], null_score_diff: float | None) -> Answer:
     """Sets each probability, a softmax over scores that includes `chosen` even if null pushed it out of `nbest`."""
     candidates = nbest if any(candidate is chosen for candidate in nbest) else [*nbest, chosen]
     scores = np.array([_score(candidate) for candidate in candidates])

@@ -11,10 +11,10 @@ import torch
 IGNORE = -100  # target without a loss, as in torch and transformers
 
 
-Self = TypeVar("Self", bound="Examples")  # typing.Self needs Python 3.11
+Self = TypeVar("Self", bound="ExampleBatch")  # typing.Self needs Python 3.11
 
 
-class Examples(Protocol):
+class ExampleBatch(Protocol):
     """A batch that can be split between any two examples."""
 
     def __len__(self) -> int: ...

@@ -17,8 +17,8 @@ import numpy as np
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain import first_line
-from sansgpu.data.conversations import BadRowError, Conversation, Turn, bad_row, read_conversation
-from sansgpu.data.files import Row
+from sansgpu.data.conversations import BadRowError, Conversation, Message, bad_row, read_conversation
+from sansgpu.data.files import SourceRow
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
 from sansgpu.machine.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
@@ -26,13 +26,13 @@ from sansgpu.machine.tokenizer_trial import tokenizer_errors
 __all__ = [
     "BadRowError",
     "Conversation",
-    "Examples",
-    "Masked",
-    "build_examples",
-    "fit",
+    "MaskedConversation",
+    "TokenizedConversations",
     "mask_conversation",
     "read_conversation",
+    "shorten_to_window",
     "show_masked",
+    "tokenize_conversations",
 ]
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
@@ -46,7 +46,7 @@ MAX_PREFIX_CHARACTERS = 1 << 22  # limit on the prefixes that one call renders, 
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedConversation:
     """Token ids, the loss mask (a token is a target, so the first never has a loss), and UTF-8 bytes per token."""
 
     ids: list[int]
@@ -55,7 +55,7 @@ class Masked:
 
 
 @dataclass(frozen=True)
-class Examples:
+class TokenizedConversations:
     """N concatenated examples, with counts of the rows that were truncated, dropped or skipped."""
 
     tokens: np.ndarray  # (T,) int32
@@ -80,14 +80,14 @@ class Examples:
         return np.diff(self.offsets)
 
 
-def build_examples(
-    rows: Iterable[Row],
+def tokenize_conversations(
+    rows: Iterable[SourceRow],
     tokenizer: Any,
     max_length: int,
     long_rows: Literal["truncate", "drop"],
     on_bad_row: Literal["fail", "skip"],
     progress: Callable[[int], None] | None = None,
-) -> Examples:
+) -> TokenizedConversations:
     """Tokenizes `rows` in order; `progress` is called with the number of rows read so far.
 
     Raises BadRowError for the first invalid row unless `on_bad_row` is "skip", and ConfigError if the tokenizer is
@@ -108,7 +108,7 @@ def build_examples(
                 raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
             bad.append(str(error))
         else:
-            fitted = fit(masked, max_length, long_rows)
+            fitted = shorten_to_window(masked, max_length, long_rows)
             if fitted is None:
                 dropped += 1
             else:
@@ -121,15 +121,19 @@ def build_examples(
         if progress is not None:
             progress(count)
     arrays = (np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64))
-    return Examples(*arrays, np.array(sizes, np.int64), truncated, dropped, len(bad), bad[0] if bad else None)
+    return TokenizedConversations(
+        *arrays, np.array(sizes, np.int64), truncated, dropped, len(bad), bad[0] if bad else None
+    )
 
 
-def fit(masked: Masked, max_length: int, long_rows: Literal["truncate", "drop"]) -> Masked | None:
+def shorten_to_window(
+    masked: MaskedConversation, max_length: int, long_rows: Literal["truncate", "drop"]
+) -> MaskedConversation | None:
     """Truncates `masked` to its last `max_length` tokens; returns None if no token with a loss remains."""
     if len(masked.ids) > max_length:
         if long_rows == "drop":
             return None
-        masked = Masked(masked.ids[-max_length:], masked.learned[-max_length:], masked.sizes[-max_length:])
+        masked = MaskedConversation(masked.ids[-max_length:], masked.learned[-max_length:], masked.sizes[-max_length:])
     return masked if any(masked.learned[1:]) else None
 
 
@@ -144,7 +148,7 @@ def show_masked(ids: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.nd
     return "".join(parts)
 
 
-def mask_conversation(conversation: Conversation, tokenizer: Any) -> Masked:
+def mask_conversation(conversation: Conversation, tokenizer: Any) -> MaskedConversation:
     """Tokenizes a conversation and builds its loss mask. `tokenizer` is a fast tokenizer of transformers.
 
     Raises BadRowError if the chat template rejects the conversation or a required template is missing, and ConfigError
@@ -164,7 +168,7 @@ def mask_conversation(conversation: Conversation, tokenizer: Any) -> Masked:
     return _mask_plain(*conversation.plain, tokenizer)
 
 
-def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> Masked:
+def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> MaskedConversation:
     """Returns [BOS] prompt, answer, EOS. The prompt is tokenized separately, as in generation."""
     end = tokenizer.eos_token_id
     if end is None:
@@ -177,7 +181,7 @@ def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> Masked:
     if after[-1:] != [end]:
         after, sizes = [*after, end], [*sizes, 0]
     learned = [False] * len(before) + [True] * len(after)
-    return Masked(before + after, learned, [0] * len(before) + sizes)
+    return MaskedConversation(before + after, learned, [0] * len(before) + sizes)
 
 
 def _encode(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -195,7 +199,7 @@ def _encode_continuation(text: str, tokenizer: Any) -> tuple[list[int], list[int
     return _encode(text, tokenizer)
 
 
-def _mask_chat(conversation: Conversation, tokenizer: Any) -> Masked:
+def _mask_chat(conversation: Conversation, tokenizer: Any) -> MaskedConversation:
     rendered = _RenderedConversation(conversation, tokenizer)
     encoded = tokenizer(rendered.full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
@@ -206,7 +210,7 @@ def _mask_chat(conversation: Conversation, tokenizer: Any) -> Masked:
         visible = stop - len(rendered.full[start:stop].lstrip())
         learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
     sizes = bytes_between(rendered.full, stops.tolist())
-    return Masked(list(encoded["input_ids"]), learned.tolist(), sizes.tolist())
+    return MaskedConversation(list(encoded["input_ids"]), learned.tolist(), sizes.tolist())
 
 
 class _RenderedConversation:
@@ -252,10 +256,10 @@ class _RenderedConversation:
             return self._require_text(self._render_all(self._turns[:count], [(count, prompt)])[0])
         return self._require_text(self._prefixes[count, prompt])
 
-    def _render(self, turns: Sequence[Turn]) -> str:
+    def _render(self, turns: Sequence[Message]) -> str:
         return self._require_text(self._render_all(turns, [(len(turns), False)])[0])
 
-    def _render_all(self, turns: Sequence[Turn], wanted: Sequence[tuple[int, bool]]) -> list[Rendered]:
+    def _render_all(self, turns: Sequence[Message], wanted: Sequence[tuple[int, bool]]) -> list[Rendered]:
         try:
             return render_prefixes(self._template, self._names, turns, wanted)
         except UnusableTemplateError as error:
@@ -342,7 +346,7 @@ def _common_length(one: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _marked(turn: Turn, start_mark: str, end_mark: str) -> Turn | None:
+def _marked(turn: Message, start_mark: str, end_mark: str) -> Message | None:
     """Returns the turn with markers around its content, inside surrounding white space, which templates strip.
 
     `start_mark` is repeated after the thoughts, for templates that drop them. Without content, `end_mark` goes to the

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.data.files import Row, column_names, is_text, short
+from sansgpu.data.files import SourceRow, column_names, is_text, shorten
 
-Turn = dict[str, Any]  # role, content, and further keys for the chat template
+Message = dict[str, Any]  # role, content, and further keys for the chat template
 
 FORMS = "messages, prompt and completion, instruction and output, or text"
 # Roles that may precede each role; None: the turn may be the first.
@@ -35,7 +35,7 @@ class Conversation:
     """The content of one row: `turns`, or a `text` in which every token has a loss."""
 
     where: str
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[Message, ...] = ()
     first: int = 0  # turns before this one have no loss
     plain: tuple[str, str] | None = None  # prompt and answer, for a tokenizer without a chat template
     text: str | None = None
@@ -43,10 +43,10 @@ class Conversation:
 
 def bad_row(where: str, problem: str) -> BadRowError:
     """Returns the error for an invalid row."""
-    return BadRowError(f"{where} {short(problem)}; fix or remove the row.")
+    return BadRowError(f"{where} {shorten(problem)}; fix or remove the row.")
 
 
-def read_conversation(row: Row) -> Conversation:
+def read_conversation(row: SourceRow) -> Conversation:
     """Parses a row. Raises BadRowError if it is not a valid conversation."""
     where = row.where
     if row.problem is not None:
@@ -113,14 +113,14 @@ def _nonempty(where: str, row: dict[str, Any], column: str) -> str:
     return text
 
 
-def _turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Turn]:
+def _turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Message]:
     if not isinstance(values, (list, tuple)):
         raise bad_row(where, f"has a {type(values).__name__} in {column}, not a list of objects with role and content")
     for number, value in enumerate(values, before + 1):
         yield _turn(where, number, value)
 
 
-def _turn(where: str, number: int, value: Any) -> Turn:
+def _turn(where: str, number: int, value: Any) -> Message:
     if not isinstance(value, dict):
         raise bad_row(where, f"has a {type(value).__name__} as turn {number}, not an object with role and content")
     turn = {name: part for name, part in value.items() if part is not None}
@@ -146,7 +146,7 @@ def _joined(content: Any) -> Any:
     return content
 
 
-def _checked(where: str, turns: Sequence[Turn], first: int) -> tuple[Turn, ...]:
+def _checked(where: str, turns: Sequence[Message], first: int) -> tuple[Message, ...]:
     """Returns `turns` after checking their order and that an assistant turn comes at or after `first`."""
     before: str | None = None
     for number, turn in enumerate(turns, 1):

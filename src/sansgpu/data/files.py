@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import cut, first_line
+from sansgpu.config.plain import first_line, truncate
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
@@ -32,7 +32,7 @@ MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes t
 UNREADABLE = (OSError, EOFError, zlib.error)  # raised for damaged files
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """One row of a file or dataset. `problem` is the error message if the value cannot be read."""
 
     where: str
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     problem: str | None = None
 
 
-def short(problem: str) -> str:
+def shorten(problem: str) -> str:
     """Truncates a message that quotes a long value."""
     return problem if len(problem) <= MAX_PROBLEM else problem[:MAX_PROBLEM] + "..."
 
@@ -87,7 +87,7 @@ def read_documents(path: Path, column: str | None, skip_undecodable: bool = Fals
         raise _unreadable(path, error) from None
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[SourceRow]:
     """Yields the rows of one file; an unreadable line of a .jsonl file is a row with a `problem`.
 
     Raises ConfigError if the file is plain text or its content does not match the suffix.
@@ -102,7 +102,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise _unreadable(path, error) from None
 
 
-def read_lines(path: Path) -> Iterator[Row]:
+def read_lines(path: Path) -> Iterator[SourceRow]:
     """Yields the non-empty lines of a file, split at "\\n" only; a line that is not UTF-8 has a `problem`.
 
     Raises ConfigError if a line is longer than `MAX_LINE` bytes or the file cannot be read.
@@ -119,10 +119,10 @@ def read_lines(path: Path) -> Iterator[Row]:
                 try:
                     text = line.decode()
                 except UnicodeDecodeError as error:
-                    yield Row(where, None, f"{where} is not UTF-8 text (byte 0x{line[error.start]:02x}).")
+                    yield SourceRow(where, None, f"{where} is not UTF-8 text (byte 0x{line[error.start]:02x}).")
                     continue
                 if text.strip():
-                    yield Row(where, text)
+                    yield SourceRow(where, text)
     except UNREADABLE as error:
         raise _unreadable(path, error) from None
 
@@ -144,7 +144,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{path} cannot be read: {error}.")
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[SourceRow]:
     match file_form(path):
         case ".jsonl":
             yield from _jsonl_rows(path)
@@ -158,7 +158,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def column_names(row: dict[str, Any]) -> str:
     """Returns the names of a row's columns for a message."""
-    return cut(", ".join(map(str, row)))
+    return truncate(", ".join(map(str, row)))
 
 
 def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
@@ -172,7 +172,7 @@ def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
             )
         column = (named or strings)[0]
     if column not in row:
-        raise ConfigError(f"{where} has no column {cut(column)}, only {column_names(row)}; set data.text_column.")
+        raise ConfigError(f"{where} has no column {truncate(column)}, only {column_names(row)}; set data.text_column.")
     text = row[column]
     if text is None:
         return ""
@@ -229,7 +229,7 @@ def _read_text(path: Path) -> Iterator[Piece]:
         yield Piece(rest, True)
 
 
-def _row_documents(rows: Iterator[Row], column: str | None) -> Iterator[Piece]:
+def _row_documents(rows: Iterator[SourceRow], column: str | None) -> Iterator[Piece]:
     for where, row, problem in rows:
         if problem:
             raise ConfigError(problem)
@@ -250,18 +250,18 @@ def is_text(text: str) -> bool:
     return True
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path) -> Iterator[SourceRow]:
     for line in read_lines(path):
         if line.problem:
             yield line
             continue
         try:
-            yield Row(line.where, _parse_json(line.value, line.where))
+            yield SourceRow(line.where, _parse_json(line.value, line.where))
         except ConfigError as error:
-            yield Row(line.where, None, str(error))
+            yield SourceRow(line.where, None, str(error))
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path) -> Iterator[SourceRow]:
     with _open(path) as file:
         text = file.read(MAX_JSON + 1)
     if len(text) > MAX_JSON:
@@ -272,9 +272,9 @@ def _json_rows(path: Path) -> Iterator[Row]:
     yield from _numbered(path, value if isinstance(value, list) else [value])
 
 
-def _numbered(path: Path, values: Iterable[Any]) -> Iterator[Row]:
+def _numbered(path: Path, values: Iterable[Any]) -> Iterator[SourceRow]:
     for number, value in enumerate(values, 1):
-        yield Row(f"{path}, row {number}", value)
+        yield SourceRow(f"{path}, row {number}", value)
 
 
 def _parse_json(text: str, where: str) -> Any:
@@ -303,7 +303,7 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path) -> Iterator[SourceRow]:
     csv.field_size_limit(MAX_LINE)
     with _open(path) as file:
         reader = csv.DictReader(_bounded_lines(file, path), strict=True)
@@ -321,7 +321,7 @@ def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
         yield line
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[SourceRow]:
     import pyarrow
     import pyarrow.parquet
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.leafy import Leafy
-from sansgpu.data.masking import Masked
+from sansgpu.data.leafy import LeafyExample
+from sansgpu.data.masking import MaskedExample
 
 FACT = 3  # columns of a fact: head, relation, tail
 RELATION, PLACE, HEAD, TAIL, LEAVES, HEAD_ENTITY, ASKED = range(7)  # columns of GraphBatch.triples
-PLACEMENT = 5  # the first five columns give a triple's position in the graph
+POSITION_FIELDS = 5  # the first five columns give a triple's position in the graph
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class GraphBatch:
     weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @classmethod
-    def of(cls, examples: Sequence[Leafy], masked: Sequence[Masked], facts: np.ndarray | None = None) -> GraphBatch:
+    def of(
+        cls, examples: Sequence[LeafyExample], masked: Sequence[MaskedExample], facts: np.ndarray | None = None
+    ) -> GraphBatch:
         """Builds a batch from examples, their masked versions and `facts` (B, K, 3)."""
 
         def joined(parts: Sequence[np.ndarray], width: tuple[int, ...] = ()) -> torch.Tensor:
@@ -155,13 +157,13 @@ class GraphBatch:
         )
 
 
-def _nodes(example: Leafy) -> np.ndarray:
+def _nodes(example: LeafyExample) -> np.ndarray:
     roots = np.stack((np.arange(len(example.tokens)), np.zeros(len(example.tokens), np.int64)), axis=1)
     leaves = [np.stack((np.full(len(p.tail), p.place), 1 + np.arange(len(p.tail))), axis=1) for p in example.placed]
     return np.concatenate([roots, *leaves])
 
 
-def _triples(example: Leafy) -> np.ndarray:
+def _triples(example: LeafyExample) -> np.ndarray:
     sizes = np.array([len(p.tail) for p in example.placed], np.int64)
     tails = len(example.tokens) + np.cumsum(sizes) - sizes
     rows = [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from sansgpu.config import ConfigError
-from sansgpu.data.files import Row, is_text, row_text, short
+from sansgpu.data.files import SourceRow, is_text, row_text, shorten
 from sansgpu.data.graph import GraphDocument, Triple
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ class BadRows:
         self._source, self._fail, self._note = source, on_bad_row == "fail", note
         self._count, self._first = 0, ""
 
-    def leave_out(self, rows: Iterable[Row], read: Callable[[Row], _T]) -> Iterator[_T]:
+    def skip(self, rows: Iterable[SourceRow], read: Callable[[SourceRow], _T]) -> Iterator[_T]:
         """Yields `read(row)` for each row, except those for which it raises ConfigError."""
         for row in rows:
             try:
@@ -60,12 +60,12 @@ class BadRows:
             self._note(f"{self._source}: bad rows skipped: {self._count}; the first: {self._first}")
 
 
-def bad_row(row: Row, problem: str) -> ConfigError:
+def bad_row(row: SourceRow, problem: str) -> ConfigError:
     """Returns the error for an invalid row."""
-    return ConfigError(f"{row.where}: {short(problem)}; fix or remove the row.")
+    return ConfigError(f"{row.where}: {shorten(problem)}; fix or remove the row.")
 
 
-def read_graph_row(row: Row, column: str | None) -> GraphDocument | EntityText | Fact:
+def read_graph_row(row: SourceRow, column: str | None) -> GraphDocument | EntityText | Fact:
     """Parses one row; its text, from `column`, may be empty. Raises ConfigError if the row is invalid.
 
     A DocRED document has `vertexSet`, `sents` and `labels`. A fact has `head`, `relation` and `tail` but no text. The
@@ -103,11 +103,11 @@ def _is_given(value: Any) -> bool:
     return value is not None and value != ""  # in CSV and Parquet every row has all columns
 
 
-def _location(row: Row) -> str:
+def _location(row: SourceRow) -> str:
     return row.where.rpartition("/")[2]  # independent of the folder
 
 
-def _string(row: Row, value: dict[str, Any], key: str, where: str = "") -> str:
+def _string(row: SourceRow, value: dict[str, Any], key: str, where: str = "") -> str:
     """Returns a required, non-empty text."""
     text = value.get(key)
     if not isinstance(text, str) or not text.strip():
@@ -115,7 +115,7 @@ def _string(row: Row, value: dict[str, Any], key: str, where: str = "") -> str:
     return _checked(row, text, key)
 
 
-def _checked(row: Row, text: Any, key: str) -> str:
+def _checked(row: SourceRow, text: Any, key: str) -> str:
     if not isinstance(text, str):
         raise bad_row(row, f"its {key} contains {text!r}, which is not text")
     if not is_text(text):
@@ -123,7 +123,7 @@ def _checked(row: Row, text: Any, key: str) -> str:
     return text
 
 
-def _id(row: Row, value: dict[str, Any], key: str) -> str | None:
+def _id(row: SourceRow, value: dict[str, Any], key: str) -> str | None:
     given = value.get(key)
     if not _is_given(given):
         return None
@@ -132,7 +132,7 @@ def _id(row: Row, value: dict[str, Any], key: str) -> str | None:
     return _checked(row, str(given), key)
 
 
-def _list(row: Row, key: str) -> list[Any]:
+def _list(row: SourceRow, key: str) -> list[Any]:
     given = row.value.get(key)
     if not _is_given(given):
         return []
@@ -141,7 +141,7 @@ def _list(row: Row, key: str) -> list[Any]:
     return given
 
 
-def _triples(row: Row, given: Any, text: str) -> tuple[Triple, ...]:
+def _triples(row: SourceRow, given: Any, text: str) -> tuple[Triple, ...]:
     if not _is_given(given):
         return ()
     if not isinstance(given, list):
@@ -149,7 +149,7 @@ def _triples(row: Row, given: Any, text: str) -> tuple[Triple, ...]:
     return tuple(_triple(row, number, triple, text) for number, triple in enumerate(given, 1))
 
 
-def _triple(row: Row, number: int, given: Any, text: str) -> Triple:
+def _triple(row: SourceRow, number: int, given: Any, text: str) -> Triple:
     where = f"triple {number}: "
     if not isinstance(given, dict):
         raise bad_row(row, f"{where}it is a {type(given).__name__}, not an object with head, relation and tail")
@@ -158,7 +158,7 @@ def _triple(row: Row, number: int, given: Any, text: str) -> Triple:
     return Triple(head, relation, tail, span, _id(row, given, "head_id"), _id(row, given, "tail_id"))
 
 
-def _span(row: Row, where: str, given: Any, text: str) -> _Span | None:
+def _span(row: SourceRow, where: str, given: Any, text: str) -> _Span | None:
     if given is None:
         return None
     if not isinstance(given, list) or len(given) != 2 or not all(type(place) is int for place in given):
@@ -169,7 +169,7 @@ def _span(row: Row, where: str, given: Any, text: str) -> _Span | None:
     return start, end
 
 
-def _qualifiers(row: Row) -> tuple[tuple[str, str], ...]:
+def _qualifiers(row: SourceRow) -> tuple[tuple[str, str], ...]:
     given = row.value.get("qualifiers")
     found = []
     for group in [given] if isinstance(given, dict) else _list(row, "qualifiers"):
@@ -187,7 +187,7 @@ class _Mention(NamedTuple):
     name: str
 
 
-def _docred_document(row: Row) -> GraphDocument:
+def _docred_document(row: SourceRow) -> GraphDocument:
     """Parses a DocRED document (arXiv 1906.06127). An entity gets the name and span of its first mention."""
     title = _string(row, row.value, "title")
     text, spans = _joined_tokens(row)
@@ -197,7 +197,7 @@ def _docred_document(row: Row) -> GraphDocument:
     return GraphDocument(title, title, text, tuple(dict.fromkeys(triples)), tuple(names))
 
 
-def _joined_tokens(row: Row) -> tuple[str, list[list[_Span]]]:
+def _joined_tokens(row: SourceRow) -> tuple[str, list[list[_Span]]]:
     """Returns the tokens joined by spaces, and the span of each token in that text, by sentence."""
     tokens: list[str] = []
     spans: list[list[_Span]] = []
@@ -213,13 +213,13 @@ def _joined_tokens(row: Row) -> tuple[str, list[list[_Span]]]:
     return " ".join(tokens), spans
 
 
-def _first_mention(row: Row, number: int, vertex: Any, spans: list[list[_Span]]) -> _Mention:
+def _first_mention(row: SourceRow, number: int, vertex: Any, spans: list[list[_Span]]) -> _Mention:
     if not isinstance(vertex, list) or not vertex:
         raise bad_row(row, f"entity {number} of its vertexSet is not a list of mentions")
     return min((_mention(row, number, mention, spans) for mention in vertex), key=lambda mention: mention.span)
 
 
-def _mention(row: Row, number: int, mention: Any, spans: list[list[_Span]]) -> _Mention:
+def _mention(row: SourceRow, number: int, mention: Any, spans: list[list[_Span]]) -> _Mention:
     where = f"entity {number} of its vertexSet: "
     if not isinstance(mention, dict):
         raise bad_row(row, f"{where}a mention is a {type(mention).__name__}, not an object")
@@ -235,7 +235,7 @@ def _mention(row: Row, number: int, mention: Any, spans: list[list[_Span]]) -> _
     return _Mention(span, _string(row, mention, "name", where))
 
 
-def _label_triple(row: Row, title: str, label: Any, mentions: list[_Mention]) -> Triple:
+def _label_triple(row: SourceRow, title: str, label: Any, mentions: list[_Mention]) -> Triple:
     if not isinstance(label, dict):
         raise bad_row(row, f"a label is a {type(label).__name__}, not an object")
     for end in ("h", "t"):

@@ -110,10 +110,10 @@ def _source_documents(
 def _source_items(source: Source, data: DataConfig, bad_rows: BadRows) -> Iterator[GraphDocument | EntityText | Fact]:
     read = partial(read_graph_row, column=data.text_column)
     if not source.files:
-        yield from bad_rows.leave_out(source.rows(), read)
+        yield from bad_rows.skip(source.rows(), read)
     for name, path in source.files.items():
         if file_form(path) in TEXT_SUFFIXES:
             pieces = read_documents(path, None, skip_undecodable=source.name == PYTHON_STDLIB)
             yield text_document(name, "".join(piece.text for piece in pieces))
         else:
-            yield from bad_rows.leave_out(read_rows(path), read)
+            yield from bad_rows.skip(read_rows(path), read)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from sansgpu.data.files import Row, read_lines
+from sansgpu.data.files import SourceRow, read_lines
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
 from sansgpu.data.graph_rows import BadRows, Fact, bad_row
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES
-from sansgpu.machine.inputs import require_ordinary
+from sansgpu.machine.inputs import require_regular_file
 
 TRAIN_FILE, ENTITY_FILE, RELATION_FILE = "train.tsv", "entity2text.txt", "relation2text.txt"
 
@@ -78,7 +78,7 @@ def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
     if not (folder / TRAIN_FILE).is_file():
         return {}
     for name in (name for names in parts.values() for name in (*names, ENTITY_FILE, RELATION_FILE)):
-        require_ordinary(folder / name)
+        require_regular_file(folder / name)
     there = {part: next((name for name in names if (folder / name).is_file()), None) for part, names in parts.items()}
     texts = [name for name in (ENTITY_FILE, RELATION_FILE) if (folder / name).is_file()]
     return {part: {file: folder / file for file in (name, *texts)} for part, name in there.items() if name}
@@ -93,13 +93,13 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
     entities = {key: _described_entity(text) for key, text in _texts(files.get(ENTITY_FILE), bad_rows) if text}
     relations = {key: text for key, text in _texts(files.get(RELATION_FILE), bad_rows) if text}
 
-    def fact(row: Row) -> Fact:
+    def fact(row: SourceRow) -> Fact:
         if len(row.value) != 3 or not all(row.value):
             raise bad_row(row, "it does not have three columns: head, relation and tail")
         head, relation, tail = row.value
         return Fact(head, relations.get(relation, relation.removeprefix("_").replace("_", " ")), tail)
 
-    yield from fact_documents(bad_rows.leave_out(_lines(triples), fact), entities, inverse)
+    yield from fact_documents(bad_rows.skip(_lines(triples), fact), entities, inverse)
 
 
 def _described_entity(text: str) -> NamedText:
@@ -107,16 +107,16 @@ def _described_entity(text: str) -> NamedText:
 
 
 def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
-    def pair(row: Row) -> tuple[str, str]:
+    def pair(row: SourceRow) -> tuple[str, str]:
         if len(row.value) != 2 or not row.value[0]:
             raise bad_row(row, "it does not have two columns: an id and its text")
         return row.value[0], row.value[1]
 
     if path:
-        yield from bad_rows.leave_out(_lines(path), pair)
+        yield from bad_rows.skip(_lines(path), pair)
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def _lines(path: Path) -> Iterator[SourceRow]:
     """Yields the non-empty lines as lists of stripped columns."""
     for line in read_lines(path):
         if line.problem is None:

@@ -42,7 +42,7 @@ class LeafyRules:
         return max(1, self.roots - 2 - self.stride)
 
 
-class Placed(NamedTuple):
+class PlacedTriple(NamedTuple):
     """A triple attached to a window. The tail's tokens fill leaf slots 0, 1, ... of the root at `place`."""
 
     place: int
@@ -54,12 +54,12 @@ class Placed(NamedTuple):
     asked: bool = False  # an entity query: one masked leaf replaces the tail
 
 
-class Leafy(NamedTuple):
+class LeafyExample(NamedTuple):
     """One example: a window with its triples, ordered by position."""
 
     tokens: np.ndarray  # int64, including the first and last special token
     word_starts: np.ndarray  # bool
-    placed: list[Placed]
+    placed: list[PlacedTriple]
 
     @property
     def nodes(self) -> int:
@@ -68,22 +68,22 @@ class Leafy(NamedTuple):
 
 
 @dataclass
-class LeafyGraphs:
+class LeafyDataset:
     """Examples, and counts of skipped triples."""
 
     windows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # tokens, word starts
-    examples: list[tuple[int, list[Placed]]] = field(default_factory=list)  # index of the window, its triples
+    examples: list[tuple[int, list[PlacedTriple]]] = field(default_factory=list)  # index of the window, its triples
     dropped: Counter[str] = field(default_factory=Counter)  # skipped triples by reason
     asked: int = 0  # triples in the documents
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def example(self, number: int) -> Leafy:
+    def example(self, number: int) -> LeafyExample:
         """Returns example 0, 1, ..."""
         window, placed = self.examples[number]
         tokens, word_starts = self.windows[window]
-        return Leafy(tokens.astype(np.int64), word_starts, placed)
+        return LeafyExample(tokens.astype(np.int64), word_starts, placed)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -129,9 +129,9 @@ def build_leafy(
     rules: LeafyRules,
     known: frozenset[tuple[str, str, str]] = frozenset(),
     entities: Sequence[Entity] = (),
-) -> LeafyGraphs:
+) -> LeafyDataset:
     """Cuts documents into windows and attaches their triples, except those whose facts are `known`."""
-    graphs, numbers = LeafyGraphs(), _Ids(relations, entities)
+    graphs, numbers = LeafyDataset(), _Ids(relations, entities)
     stream = iter(documents)
     while batch := list(islice(stream, ENCODE_BATCH)):
         triples = [_usable(document, numbers.relations, known, graphs) for document in batch]
@@ -148,7 +148,7 @@ def build_leafy(
 
 
 def _usable(
-    document: GraphDocument, numbers: dict[str, int], known: frozenset[tuple[str, str, str]], graphs: LeafyGraphs
+    document: GraphDocument, numbers: dict[str, int], known: frozenset[tuple[str, str, str]], graphs: LeafyDataset
 ) -> list[Triple]:
     usable = []
     for triple in document.triples:
@@ -163,7 +163,7 @@ def _usable(
 
 
 def _add(
-    graphs: LeafyGraphs,
+    graphs: LeafyDataset,
     document: GraphDocument,
     triples: list[Triple],
     encoding: Encoding,
@@ -175,19 +175,19 @@ def _add(
     """Adds the examples of one document: a window is repeated if a head has several triples."""
     spans = list(window_spans(len(encoding.ids), rules))
     # For each window a list of examples, each a dict from position to head and triple.
-    by_window: list[list[dict[int, tuple[str, Placed]]]] = [[] for _ in spans]
+    by_window: list[list[dict[int, tuple[str, PlacedTriple]]]] = [[] for _ in spans]
     text = TokenText(document.text, encoding)
     for triple in triples:
         tail = tails[triple.tail]
         if not 1 <= len(tail) <= rules.leaves:
             graphs.dropped[LONG_TAIL] += 1
             continue
-        found = next(places_of(text.mentions(triple), spans, rules), None)
+        found = next(token_positions(text.mentions(triple), spans, rules), None)
         if found is None:
             graphs.dropped[NO_HEAD] += 1
             continue
         window, place, length = found
-        placed = Placed(place, length, *numbers.of(triple, np.array(tail, np.int64)))
+        placed = PlacedTriple(place, length, *numbers.of(triple, np.array(tail, np.int64)))
         if not _put(by_window[window], triple.head, placed, rules.triples == "first"):
             graphs.dropped[TAKEN] += 1
     words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
@@ -210,7 +210,9 @@ def window_spans(tokens: int, rules: LeafyRules) -> Iterator[tuple[int, int]]:
         yield start, min(tokens, start + room)
 
 
-def _put(examples: list[dict[int, tuple[str, Placed]]], head: str, placed: Placed, first_only: bool) -> bool:
+def _put(
+    examples: list[dict[int, tuple[str, PlacedTriple]]], head: str, placed: PlacedTriple, first_only: bool
+) -> bool:
     """Adds a triple to the first example in which its root and its head have none. Returns False if it is skipped."""
     for example in examples:
         if placed.place not in example and all(name != head for name, _ in example.values()):
@@ -222,7 +224,7 @@ def _put(examples: list[dict[int, tuple[str, Placed]]], head: str, placed: Place
     return True
 
 
-def places_of(
+def token_positions(
     mentions: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]], rules: LeafyRules
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (window, root, tokens) for each mention and each window that contains all of it."""

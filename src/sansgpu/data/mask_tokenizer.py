@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.plain import shown
 from sansgpu.data.graph import Entity
-from sansgpu.data.shards import Progress, cache_key, cached
+from sansgpu.data.shards import ReportProgress, cache_key, cached
 from sansgpu.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, rows_needed
 from sansgpu.machine.inputs import read_json
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
@@ -100,7 +100,7 @@ class MaskTokenizer:
 
 
 def build_mask_tokenizer(
-    data: DataConfig, fingerprint: str, texts: Callable[[], Iterator[str]], cache: Path, progress: Progress
+    data: DataConfig, fingerprint: str, texts: Callable[[], Iterator[str]], cache: Path, progress: ReportProgress
 ) -> MaskTokenizer:
     """Loads the configured tokenizer, or trains bpe on `texts`; `fingerprint` identifies them in the cache."""
     if data.tokenizer == "char":
@@ -108,7 +108,7 @@ def build_mask_tokenizer(
             "data.tokenizer char has no mask token; use bpe, a tokenizer.json or the tokenizer of an encoder."
         )
     if data.tokenizer != "bpe":
-        return of_tokenizer(load_tokenizer(data.tokenizer), data.tokenizer)
+        return from_tokenizer(load_tokenizer(data.tokenizer), data.tokenizer)
     limit = data.tokenizer_sample_mb * 1_000_000
 
     def sample() -> Iterator[str]:
@@ -124,15 +124,15 @@ def build_mask_tokenizer(
         MaskTokenizer(BPETokenizer.train(sample(), data.vocab_size, BERT).backend, "bpe").save(folder)
 
     key = cache_key("mask tokenizer", fingerprint, data.vocab_size, limit)
-    return of_tokenizer(load_tokenizer(cached(cache / "tokenizers" / key, build)), "bpe")
+    return from_tokenizer(load_tokenizer(cached(cache / "tokenizers" / key, build)), "bpe")
 
 
-def of_tokenizer(tokenizer: Tokenizer, name: str) -> MaskTokenizer:
+def from_tokenizer(tokenizer: Tokenizer, name: str) -> MaskTokenizer:
     """Converts a tokenizer whose special tokens are named as in BERT or RoBERTa."""
     return MaskTokenizer(tokenizer.backend, name)
 
 
-def of_pretrained(tokenizer: Any) -> MaskTokenizer:
+def from_pretrained(tokenizer: Any) -> MaskTokenizer:
     """Converts a tokenizer of transformers. Raises ConfigError if it has no mask token."""
     named = [getattr(tokenizer, role, None) for role in _ROLES]
     if named[4] is None:
@@ -170,7 +170,7 @@ class GraphCodec:
         """Loads what `save` wrote. Raises ConfigError if it cannot be read."""
         relations = _strings(folder / RELATIONS_FILE, 0)
         entities = tuple(Entity(*pair) for pair in _strings(folder / ENTITIES_FILE, len(Entity._fields)))
-        return cls(of_tokenizer(load_tokenizer(folder), str(folder)), tuple(relations), entities)
+        return cls(from_tokenizer(load_tokenizer(folder), str(folder)), tuple(relations), entities)
 
 
 def _strings(file: Path, columns: int) -> list[Any]:

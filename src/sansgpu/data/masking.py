@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sansgpu.config import fold_seed
+from sansgpu.config import derive_seed
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.leafy import Leafy
+from sansgpu.data.leafy import LeafyExample
 
 SPAN_END_PROBABILITY = 0.2  # geometric span lengths of SpanBERT (arXiv 1907.10529)
 MAX_DRAWS = 100  # draws of a span length per example
@@ -29,7 +29,7 @@ class MaskRules:
     query_ratio: float = 0.0  # share of triples that become entity queries
 
 
-class Masked(NamedTuple):
+class MaskedExample(NamedTuple):
     """An example after masking: R roots, then L leaves."""
 
     tokens: np.ndarray  # (R + L,)
@@ -37,11 +37,11 @@ class Masked(NamedTuple):
     bounds: np.ndarray  # (R + L, 2): the roots before and after the span of a masked root
 
 
-def with_queries(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int) -> Leafy:
+def add_entity_queries(example: LeafyExample, rules: MaskRules, seed: int, epoch: int, number: int) -> LeafyExample:
     """Turns some triples into entity queries for this epoch: one masked leaf replaces the tail."""
     if not rules.query_ratio:
         return example
-    draws = np.random.Generator(np.random.PCG64(fold_seed(seed, "entity queries", epoch, number)))
+    draws = np.random.Generator(np.random.PCG64(derive_seed(seed, "entity queries", epoch, number)))
     asked = draws.random(len(example.placed)) < rules.query_ratio
     mask = np.array([rules.mask_id], np.int64)
     placed = [
@@ -51,9 +51,9 @@ def with_queries(example: Leafy, rules: MaskRules, seed: int, epoch: int, number
     return example._replace(placed=placed)
 
 
-def masked(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int) -> Masked:
+def mask_example(example: LeafyExample, rules: MaskRules, seed: int, epoch: int, number: int) -> MaskedExample:
     """Masks example `number` for an epoch."""
-    draws = np.random.Generator(np.random.PCG64(fold_seed(seed, "masking", epoch, number)))
+    draws = np.random.Generator(np.random.PCG64(derive_seed(seed, "masking", epoch, number)))
     spans = _root_spans(example, rules, draws)
     groups = _leaf_groups(len(example.placed), rules, draws)
     leaves = [placed.tail for placed in example.placed]
@@ -67,10 +67,10 @@ def masked(example: Leafy, rules: MaskRules, seed: int, epoch: int, number: int)
     for group in (group for group in groups if not example.placed[group].asked):
         chosen[ends[group] - len(leaves[group]) : ends[group]] = True
     targets = np.where(chosen, original, IGNORE)
-    return Masked(_replaced(original, chosen, rules, draws), targets, bounds)
+    return MaskedExample(_replaced(original, chosen, rules, draws), targets, bounds)
 
 
-def _root_spans(example: Leafy, rules: MaskRules, draws: np.random.Generator) -> list[tuple[int, int]]:
+def _root_spans(example: LeafyExample, rules: MaskRules, draws: np.random.Generator) -> list[tuple[int, int]]:
     """Draws the masked spans [start, stop) of the text: whole words, or single tokens if max_span is 1."""
     roots = len(example.tokens)
     budget = int(rules.ratio * (roots - 2))

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sansgpu.config import fold_seed
+from sansgpu.config import derive_seed
 
 
 def steps_per_epoch(examples: int, batch_size: int) -> int:
@@ -22,4 +22,4 @@ def batch_indices(seed: int, step: int, examples: int, batch_size: int) -> np.nd
 
 @lru_cache(maxsize=2)  # the current epoch, and the next one while batches are prefetched
 def _permutation(seed: int, epoch: int, examples: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(fold_seed(seed, "shuffle", epoch))).permutation(examples)
+    return np.random.Generator(np.random.PCG64(derive_seed(seed, "shuffle", epoch))).permutation(examples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from sansgpu.data.batch import Examples
+from sansgpu.data.batch import ExampleBatch
 
 
 class Prefetcher:
@@ -15,13 +15,13 @@ class Prefetcher:
     copies from memory-mapped files, which releases the GIL, and processes would take cores from the training step.
     """
 
-    def __init__(self, make: Callable[[int], Examples], workers: int, depth: int) -> None:
+    def __init__(self, make: Callable[[int], ExampleBatch], workers: int, depth: int) -> None:
         self._make = make
         self._depth = depth if workers else 0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if self._depth else None
-        self._ready: dict[int, Future[Examples]] = {}
+        self._ready: dict[int, Future[ExampleBatch]] = {}
 
-    def __call__(self, step: int, last: int) -> Examples:
+    def __call__(self, step: int, last: int) -> ExampleBatch:
         """Returns the batch of `step` and starts preparing the next ones below `last`."""
         if self._pool is None:
             return self._make(step)

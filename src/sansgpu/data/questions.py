@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.files import Row, is_text, short
+from sansgpu.data.files import SourceRow, is_text, shorten
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 BATCH = 1000  # questions tokenized in one call, in parallel
@@ -47,7 +47,7 @@ class QuestionWindow:
 
 
 def read_questions(
-    rows: Iterable[Row], on_bad_row: Literal["fail", "skip"], warn: Callable[[str], None]
+    rows: Iterable[SourceRow], on_bad_row: Literal["fail", "skip"], warn: Callable[[str], None]
 ) -> list[Question]:
     """Reads SQuAD's nested articles (v1.1, v2) or Hugging Face's flat columns, in order.
 
@@ -74,11 +74,11 @@ def read_questions(
     return questions
 
 
-def _bad_row(row: Row, problem: str) -> ConfigError:
-    return ConfigError(f"{row.where}: {short(problem)}; fix or remove the row.")
+def _bad_row(row: SourceRow, problem: str) -> ConfigError:
+    return ConfigError(f"{row.where}: {shorten(problem)}; fix or remove the row.")
 
 
-def _single_questions(rows: Iterable[Row]) -> Iterator[Row]:
+def _single_questions(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
     """Flattens nested articles to one row per question; yields flat rows unchanged."""
     for row in rows:
         if row.problem is None and isinstance(row.value, dict) and "paragraphs" in row.value:
@@ -87,13 +87,13 @@ def _single_questions(rows: Iterable[Row]) -> Iterator[Row]:
             yield row
 
 
-def _article_questions(article: Row) -> Iterator[Row]:
+def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
     paragraphs = article.value["paragraphs"]
     if not isinstance(paragraphs, list):
         yield article._replace(problem=str(_bad_row(article, "its paragraphs are not a list")))
         return
     for number, paragraph in enumerate(paragraphs, 1):
-        place = Row(f"{article.where}, paragraph {number}", paragraph)
+        place = SourceRow(f"{article.where}, paragraph {number}", paragraph)
         if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
             yield place._replace(problem=str(_bad_row(place, "it is not an object with a list `qas` of questions")))
             continue
@@ -101,14 +101,14 @@ def _article_questions(article: Row) -> Iterator[Row]:
             is_object = isinstance(qa, dict)
             named = is_object and _is_id(qa.get("id"))
             where = f"{article.where}, question {qa['id']}" if named else f"{place.where}, question {count}"
-            yield Row(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
+            yield SourceRow(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
 
 
 def _is_id(given: Any) -> bool:
     return isinstance(given, (str, int)) and is_text(str(given))
 
 
-def _question(row: Row) -> Question:
+def _question(row: SourceRow) -> Question:
     """Parses a flat row. Raises ConfigError if it is not a valid question."""
     if row.problem:
         raise ConfigError(row.problem)
@@ -126,7 +126,7 @@ def _question(row: Row) -> Question:
     return Question(_id(row), question, context, answers, not answers)
 
 
-def _text(row: Row, key: str) -> str:
+def _text(row: SourceRow, key: str) -> str:
     text = row.value.get(key)
     if not isinstance(text, str) or not text.strip():
         raise _bad_row(row, f"no {key}")
@@ -135,7 +135,7 @@ def _text(row: Row, key: str) -> str:
     return text
 
 
-def _id(row: Row) -> str:
+def _id(row: SourceRow) -> str:
     given = row.value.get("id")
     if given is None:
         return row.where
@@ -144,7 +144,7 @@ def _id(row: Row) -> str:
     return str(given)
 
 
-def _given_answers(row: Row) -> list[tuple[Any, Any]]:
+def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
     """Returns (text, start) of each answer, with unchecked types."""
     answers = row.value.get("answers")
     if answers is None:
@@ -161,7 +161,7 @@ def _given_answers(row: Row) -> list[tuple[Any, Any]]:
     return [(answer.get("text"), answer.get("answer_start")) for answer in answers]
 
 
-def _answer(row: Row, context: str, text: Any, start: Any) -> tuple[int, str]:
+def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, str]:
     """Returns the answer's start and text after checking it, allowing for stripped white space."""
     if not isinstance(text, str) or not text.strip():
         raise _bad_row(row, "an answer has no text")

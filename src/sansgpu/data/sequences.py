@@ -12,7 +12,7 @@ from sansgpu.data.batch import IGNORE
 
 
 @dataclass(frozen=True)
-class Sequences:
+class PackedSequences:
     """B examples with targets per token (N,) or per example (B, K); IGNORE marks those without a loss."""
 
     tokens: torch.Tensor  # (N,) int64
@@ -28,7 +28,7 @@ class Sequences:
         targets: Sequence[np.ndarray] | np.ndarray,
         types: Sequence[np.ndarray] | None = None,
         numbers: np.ndarray | None = None,
-    ) -> Sequences:
+    ) -> PackedSequences:
         """Concatenates one array per example; `targets` are arrays of the same lengths, or one (B, K) array."""
 
         def joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
@@ -52,10 +52,10 @@ class Sequences:
     def token_count(self) -> int:
         return len(self.tokens)
 
-    def rows(self, start: int, stop: int) -> Sequences:
+    def rows(self, start: int, stop: int) -> PackedSequences:
         first, last = (int(self.lengths[:end].sum()) for end in (start, stop))
         by_token = self.targets.ndim == 1
-        return Sequences(
+        return PackedSequences(
             self.tokens[first:last],
             self.lengths[start:stop],
             self.targets[first:last] if by_token else self.targets[start:stop],
@@ -63,21 +63,21 @@ class Sequences:
             None if self.numbers is None else self.numbers[start:stop],
         )
 
-    def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Sequences]:
+    def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[PackedSequences]:
         stride = size * world_size
         for start in range(rank * size, -(-len(self) // stride) * stride, stride):
             yield self.rows(start, start + size) if start < len(self) else self.rows(0, 1).without_targets()
 
-    def without_targets(self) -> Sequences:
+    def without_targets(self) -> PackedSequences:
         """Returns the same examples without any target."""
         return replace(self, targets=torch.full_like(self.targets, IGNORE))
 
-    def to(self, device: torch.device) -> Sequences:
+    def to(self, device: torch.device) -> PackedSequences:
         return self._map(lambda value: value.to(device, non_blocking=True))
 
-    def pinned(self) -> Sequences:
+    def pinned(self) -> PackedSequences:
         return self._map(lambda value: value.pin_memory())
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sequences:
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequences:
         types, numbers = (None if v is None else change(v) for v in (self.types, self.numbers))
-        return Sequences(change(self.tokens), change(self.lengths), change(self.targets), types, numbers)
+        return PackedSequences(change(self.tokens), change(self.lengths), change(self.targets), types, numbers)

@@ -32,7 +32,7 @@ BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and r
 SIZE = np.dtype("<u4")
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset after its last token
 
-Progress = Callable[[str, int, int], None]  # name of the activity, bytes done, bytes in total
+ReportProgress = Callable[[str, int, int], None]  # name of the activity, bytes done, bytes in total
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TokenStore:
     sizes: TokenSizes | None = None
 
 
-def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Progress) -> Tokenizer:
+def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: ReportProgress) -> Tokenizer:
     """Loads the configured tokenizer; bpe and char are trained on `source` and cached."""
     if data.tokenizer not in ("bpe", "char"):
         return load_tokenizer(data.tokenizer)
@@ -78,11 +78,13 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Pro
     return load_tokenizer(cached(cache / "tokenizers" / key, build))
 
 
-def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Progress) -> TokenStore:
+def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: ReportProgress) -> TokenStore:
     """Tokenizes `source` unless it is in the cache. Raises ConfigError if the source has no text."""
     tokenizer_key = hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
-    key = cache_key("tokens", source.fingerprint, tokenizer_key, tokenizer.before, tokenizer.after, ENCODE_CHARS)
+    key = cache_key(
+        "tokens", source.fingerprint, tokenizer_key, tokenizer.prefix_ids, tokenizer.suffix_ids, ENCODE_CHARS
+    )
 
     def build(folder: Path) -> None:
         with _Writer(folder, tokenizer, dtype) as writer:
@@ -161,7 +163,7 @@ class _Writer:
                 self._sizes.write(self._by_id[tokens[start : start + CHECK_BLOCK]].astype(SIZE).tobytes())
 
 
-def _tokenize(source: Source, tokenizer: Tokenizer, writer: _Writer, progress: Progress) -> None:
+def _tokenize(source: Source, tokenizer: Tokenizer, writer: _Writer, progress: ReportProgress) -> None:
     by_id, starts, content = tokenizer.token_bytes(), True, hashlib.blake2b(digest_size=8)
     for batch in _batches(_with_progress(source, "tokenizing", progress)):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
@@ -170,12 +172,12 @@ def _tokenize(source: Source, tokenizer: Tokenizer, writer: _Writer, progress: P
         sizes = dict(zip(mismatched, tokenizer.covered_bytes([batch[n].text for n in mismatched]), strict=True))
         for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
             if starts:
-                writer.add(tokenizer.before)
+                writer.add(tokenizer.prefix_ids)
             writer.add(ids, sizes.get(number))
             content.update(raw[number])
             starts = piece.ends_document
             if starts:
-                writer.add(tokenizer.after)
+                writer.add(tokenizer.suffix_ids)
                 writer.end_document(int.from_bytes(content.digest(), "little"))
                 content = hashlib.blake2b(digest_size=8)
 
@@ -193,7 +195,7 @@ def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _with_progress(source: Source, activity: str, progress: Progress) -> Iterator[Piece]:
+def _with_progress(source: Source, activity: str, progress: ReportProgress) -> Iterator[Piece]:
     done = 0
     for piece in source.read():
         done += len(piece.text)
@@ -201,7 +203,7 @@ def _with_progress(source: Source, activity: str, progress: Progress) -> Iterato
         yield piece
 
 
-def _sample(source: Source, limit: int, progress: Progress) -> Iterator[str]:
+def _sample(source: Source, limit: int, progress: ReportProgress) -> Iterator[str]:
     """Yields about `limit` bytes of text, evenly sampled from the source."""
     keep = min(1.0, limit / source.size_bytes) if source.size_bytes else 1.0
     seen = taken = 0

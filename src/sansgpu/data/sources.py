@@ -12,11 +12,21 @@ from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.config.plain import first_line
-from sansgpu.data.files import PIECE_CHARS, SUFFIXES, Piece, Row, file_form, pieces, read_documents, read_rows, row_text
+from sansgpu.data.files import (
+    PIECE_CHARS,
+    SUFFIXES,
+    Piece,
+    SourceRow,
+    file_form,
+    pieces,
+    read_documents,
+    read_rows,
+    row_text,
+)
 from sansgpu.data.stdlib_chat import stdlib_conversations
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import reading_hub
-from sansgpu.machine.inputs import require_ordinary
+from sansgpu.machine.inputs import require_regular_file
 
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
 TEST_NAMES = ("test", "testing")
@@ -30,7 +40,7 @@ class Source:
     fingerprint: str
     size_bytes: int  # total size of the files on disk; 0 if unknown
     read: Callable[[], Iterator[Piece]]
-    rows: Callable[[], Iterator[Row]]
+    rows: Callable[[], Iterator[SourceRow]]
     files: Mapping[str, Path] = field(default_factory=dict)  # by name relative to the folder; empty for a Hub dataset
 
 
@@ -73,7 +83,7 @@ def open_parts(name: str, data: DataConfig) -> Sources:
         if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
             return _hub_sources(name, data, local=True)
         return _folder_sources(path, data)
-    require_ordinary(path)
+    require_regular_file(path)
     if path.is_absolute() or name.startswith((".", "~")) or file_form(path) is not None:
         raise ConfigError(f"{name} does not exist; set data.dataset_name to a file, a folder or a dataset on the Hub.")
     return _hub_sources(name, data, local=False)
@@ -123,7 +133,7 @@ def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) ->
         for path in files:
             yield from read_documents(path, data.text_column, skip_undecodable=name == PYTHON_STDLIB)
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[SourceRow]:
         for path in files:
             yield from read_rows(path)
 
@@ -184,9 +194,9 @@ def _dataset_source(name: str, dataset: Any, column: str | None) -> Source:
         for number, row in enumerate(dataset, 1):
             yield from pieces(row_text(row, column, f"{name}, row {number}"))
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[SourceRow]:
         for number, row in enumerate(dataset, 1):
-            yield Row(f"{name}, row {number}", row)
+            yield SourceRow(f"{name}, row {number}", row)
 
     fingerprint = hashlib.sha256(repr((dataset._fingerprint, column, PIECE_CHARS)).encode()).hexdigest()
     return Source(name, fingerprint, int(dataset.size_in_bytes or 0), read, rows)

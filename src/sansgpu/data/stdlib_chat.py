@@ -9,13 +9,13 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
-from sansgpu.data.files import Row
+from sansgpu.data.files import SourceRow
 
 _MIN_ANSWER = 20  # characters; shorter answers say too little
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
 
 
-def stdlib_conversations(files: Mapping[str, Path]) -> Iterator[Row]:
+def stdlib_conversations(files: Mapping[str, Path]) -> Iterator[SourceRow]:
     """Yields a question and an answer for each public module, class and function with a docstring.
 
     The answer is the docstring's first sentence. Files that this Python version cannot parse are skipped.
@@ -34,7 +34,7 @@ def stdlib_conversations(files: Mapping[str, Path]) -> Iterator[Row]:
             found = _SENTENCE.match(inspect.cleandoc(docstring).strip())
             answer = " ".join(found[1].split()) if found else ""
             if len(answer) >= _MIN_ANSWER:
-                yield Row(name, {"prompt": question, "completion": answer})
+                yield SourceRow(name, {"prompt": question, "completion": answer})
 
 
 def _documented(node: ast.Module | ast.ClassDef, name: str) -> Iterator[tuple[str, str, str]]:

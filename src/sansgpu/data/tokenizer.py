@@ -13,9 +13,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import cut, first_line
+from sansgpu.config.plain import first_line, truncate
 from sansgpu.machine.hub import quiet_hub
-from sansgpu.machine.inputs import read_object, read_text, require_ordinary
+from sansgpu.machine.inputs import read_object, read_text, require_regular_file
 from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
 END_OF_TEXT = "<|endoftext|>"
@@ -41,14 +41,14 @@ class Tokenizer:
         names = [end_of_text] if end_of_text else KNOWN_ENDS
         found = next((name for name in names if backend.token_to_id(name) is not None), None)
         if found is None:
-            raise ConfigError(f"the tokenizer has no end-of-text token (searched for {cut(' '.join(names))}).")
+            raise ConfigError(f"the tokenizer has no end-of-text token (searched for {truncate(' '.join(names))}).")
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # `<|endoftext|>` in a text is ordinary text
         self.backend = backend
         self.end_of_text = found
         self.end_id = int(backend.token_to_id(found) or 0)
-        self.before, self.after = around or ((self.end_id,), ())
+        self.prefix_ids, self.suffix_ids = around or ((self.end_id,), ())
 
     @property
     def vocab_size(self) -> int:
@@ -74,7 +74,7 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         """Returns the UTF-8 bytes of each id in most texts, (V,) int64; `covered_bytes` is exact for a given text."""
         sizes = token_bytes(self.backend)
-        sizes[[*self.before, *self.after]] = 0
+        sizes[[*self.prefix_ids, *self.suffix_ids]] = 0
         return sizes
 
     def covered_bytes(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -231,7 +231,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         settings = file.parent / "tokenizer_config.json"
         end = read_object(settings).get("eos_token") if settings.exists() else None
         return parsed_tokenizer(read_text(file), end.get("content") if isinstance(end, dict) else end, file)
-    require_ordinary(file)
+    require_regular_file(file)
     if path.is_absolute() or path.suffix == ".json" or str(name).startswith((".", "~")):
         raise ConfigError(
             f"{name} does not exist; set data.tokenizer to bpe, char, a tokenizer.json or the name of a model."

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sansgpu.config import (
-    RAGGED,
+    VARIABLE_LENGTH,
     Config,
     ConfigError,
     SansGPUError,
@@ -22,18 +22,18 @@ from sansgpu.config import (
     load_config,
     save_config,
 )
-from sansgpu.data.shards import Progress
-from sansgpu.jobs.folders import anywhere, require_plain_name
-from sansgpu.jobs.measure import Request, Result, measure_apart
+from sansgpu.data.shards import ReportProgress
+from sansgpu.jobs.folders import open_any, require_plain_name
+from sansgpu.jobs.measure import MeasureRequest, Result, measure_in_subprocess
 from sansgpu.jobs.plan import roofline_of, step_limits
 from sansgpu.jobs.prepare import Prepared, Warn, prepare
-from sansgpu.machine.compilation import missing_for_compile
+from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import best_gemm_rate, has_native_bf16
 from sansgpu.tasks import task_of
 from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.watch.bench_report import write_report
-from sansgpu.watch.outputs import filled_folder, require_folder
+from sansgpu.watch.outputs import replace_folder, require_folder
 
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 WHAT_IF_STEPS = 4  # timed per variation
@@ -59,7 +59,7 @@ class BenchRequest:
     gpu_flops_per_second: float | None = None
 
 
-def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[str], None]) -> Result:
+def bench(request: BenchRequest, progress: ReportProgress, warn: Warn, say: Callable[[str], None]) -> Result:
     """Measures and writes the files. Raises ConfigError, or SansGPUError if a measurement failed."""
     require_plain_name(request.output_dir)
     config, notes = load_config(request.config_file, request.overrides)
@@ -75,9 +75,11 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
         return _forward_only(prepared, chosen, request, say)
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as compiled:
         say(f"timing {request.steps} steps with empty caches")
-        measured = measure_apart(_first_request(chosen, prepared, request, Path(compiled)))
+        measured = measure_in_subprocess(_first_request(chosen, prepared, request, Path(compiled)))
         say("timing the same configuration with warm caches")
-        baseline = measure_apart(Request(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens))
+        baseline = measure_in_subprocess(
+            MeasureRequest(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens)
+        )
     result = _summary(prepared, measured, baseline, request)
     if prepared.corpus is None:
         result["warnings"].append(
@@ -91,11 +93,11 @@ def bench(request: BenchRequest, progress: Progress, warn: Warn, say: Callable[[
     return result
 
 
-def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest, compiled: Path) -> Request:
+def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest, compiled: Path) -> MeasureRequest:
     """Measures the run itself, or the same steps on random tokens if its data could not be read."""
     if prepared.corpus is not None:
-        return Request(chosen, request.steps, compiled, with_data=True, profiled=True)
-    return Request(chosen, request.steps, compiled, prepared.usual_tokens, snapshots=True, profiled=True)
+        return MeasureRequest(chosen, request.steps, compiled, with_data=True, profiled=True)
+    return MeasureRequest(chosen, request.steps, compiled, prepared.usual_tokens, snapshots=True, profiled=True)
 
 
 def _with_choices(config: Config, prepared: Prepared) -> Config:
@@ -134,7 +136,7 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
         "tokens_per_step": tokens,
         "task": config.task,
-        "padded": config.kind not in RAGGED and tokens < prepared.tokens_per_step,
+        "padded": config.kind not in VARIABLE_LENGTH and tokens < prepared.tokens_per_step,
         "step_seconds": {"median": middle, "min": min(seconds), "max": max(seconds)},
         "all_step_seconds": seconds,
         "tokens_per_second": tokens / middle,
@@ -208,7 +210,9 @@ def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable
             continue  # the model's shape is not divisible
         say(f"timing a variation: {name}")
         try:
-            measured = measure_apart(Request(changed, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens))
+            measured = measure_in_subprocess(
+                MeasureRequest(changed, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
+            )
         except SansGPUError as error:
             rows.append({"name": name, "set": list(settings), "gives_up": given_up, "problem": str(error)})
             continue
@@ -273,7 +277,7 @@ def _variations(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
         found.append(("half the threads", (f"training.threads={threads // 2}",), "nothing"))
     if training.compile == "on":
         found.append(("not compiled", ("training.compile='off'",), "nothing"))
-    elif missing_for_compile() is None:
+    elif missing_compiler() is None:
         found.append(("compiled", ("training.compile='on'",), COMPILE_COST))
     return found
 
@@ -288,8 +292,8 @@ def _gpu(
             "device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16",
         )  # fmt: skip
         try:
-            measured = measure_apart(
-                Request(change_config(chosen, settings), WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
+            measured = measure_in_subprocess(
+                MeasureRequest(change_config(chosen, settings), WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
             )
         except SansGPUError as error:
             result["warnings"].append(f"the GPU was not measured: {error}")
@@ -324,8 +328,8 @@ def _optimized(chosen: Config, rows: Sequence[Result]) -> tuple[Config, list[str
 def _write_files(result: Result, optimized: Config, request: BenchRequest) -> None:
     folder = request.output_dir
     try:
-        with filled_folder(folder, "bench", "--output-dir") as new:
-            save_config(anywhere(optimized), new / "optimized.yaml")
+        with replace_folder(folder, "bench", "--output-dir") as new:
+            save_config(open_any(optimized), new / "optimized.yaml")
             start = new / "start.sh"
             run = f"runs/{result['name']}-optimized"
             start.write_text(
@@ -354,7 +358,7 @@ def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say
     for size in sorted({1, prepared.environment.micro_batch}):
         say(f"timing forward passes of {size} x {window} tokens")
         one = change_config(chosen, (f"training.batch_size={size}",))
-        measured = measure_apart(Request(one, request.steps, forward_only=True))
+        measured = measure_in_subprocess(MeasureRequest(one, request.steps, forward_only=True))
         seconds = median(measured["step_seconds"][-request.steps :])
         flops = task.work(chosen, size * window).needed / 3  # forward is a third of a step's FLOPs
         gemm = _gemm_rate(prepared, measured, flops / seconds)

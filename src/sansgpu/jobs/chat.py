@@ -9,10 +9,10 @@ from sansgpu.config import ConfigError
 from sansgpu.jobs.fine_tuned import load_fine_tuned, narrow_where_faster
 from sansgpu.jobs.loading import is_fine_tuning
 from sansgpu.models.chat import answer
-from sansgpu.models.generate import Sampling, require_possible
+from sansgpu.models.generate import Sampling, require_valid_sampling
 
 
-class Conversation:
+class ChatSession:
     """A chat model with the messages so far."""
 
     def __init__(
@@ -32,14 +32,14 @@ class Conversation:
             raise ConfigError(f"{target} has no chat template; use `sansgpu generate`, or give data.chat_template.")
         narrow_where_faster(self._model)
         self._system_messages = [{"role": "system", "content": system}] if system else []
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.said = list(self._system_messages)
 
     def say(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         """Streams the model's answer. It joins the conversation once it is read to the end."""
-        require_possible(sampling)
+        require_valid_sampling(sampling)
         self.said.append({"role": "user", "content": text})
         pieces: list[str] = []
         for piece in answer(self._model, self._tokenizer, self.said, max_new_tokens, sampling):

@@ -11,12 +11,12 @@ from sansgpu.config import Config, ConfigError, RunPaths, identity, require_iden
 from sansgpu.config.parse import read_values
 from sansgpu.train.checkpoint import snapshots
 from sansgpu.watch.files import make_folder
-from sansgpu.watch.marks import MARK, Mark, read_mark, write_mark
+from sansgpu.watch.marks import MARK, FolderMark, read_mark, write_mark
 from sansgpu.watch.outputs import require_folder, require_no_links
 from sansgpu.watch.unmarked import is_unmarked
 
 
-def require_places(paths: RunPaths, resumes: bool) -> None:
+def require_unclaimed_folders(paths: RunPaths, resumes: bool) -> None:
     """Raises ConfigError unless a run may write to its folder and to its snapshot and log folders."""
     require_folder(paths.root, "run")
     require_no_links(paths.written)
@@ -30,22 +30,22 @@ def require_places(paths: RunPaths, resumes: bool) -> None:
             raise ConfigError(f"{folder} contains another run's {kind}; choose another {key}.")
 
 
-def claim_elsewhere(paths: RunPaths) -> None:
+def mark_other_folders(paths: RunPaths) -> None:
     """Marks snapshot and log folders outside of the run's folder. Raises ConfigError if one cannot be written."""
     run = _identity_of(paths)
     for folder, kind, key in _elsewhere(paths):
         try:
             make_folder(folder)
-            write_mark(folder, Mark(kind, run=run))
+            write_mark(folder, FolderMark(kind, run=run))
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another {key}.") from None
 
 
-def claim_run(paths: RunPaths, config: Config) -> None:
+def mark_run(paths: RunPaths, config: Config) -> None:
     """Marks the run's folder with the configuration that is about to be written. Raises OSError."""
     before = read_mark(paths.root)
     by_0_1 = before.made_by_0_1 if before else is_unmarked(paths.root, "run")
-    write_mark(paths.root, Mark("run", {}, _identity_of(paths), by_0_1, identity(config)))
+    write_mark(paths.root, FolderMark("run", {}, _identity_of(paths), by_0_1, identity(config)))
 
 
 def require_own_configuration(paths: RunPaths) -> None:

@@ -14,7 +14,7 @@ import yaml
 from sansgpu import __version__
 from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values
 from sansgpu.jobs.manifests import DATA, ClusterJob
-from sansgpu.jobs.pod_needs import Needs, needs_of
+from sansgpu.jobs.pod_needs import PodNeeds, needs_of
 
 # CPUs left to torchrun, data loading, snapshot writing and communication, on pods of up to SMALL_POD_CPUS or more.
 SMALL_POD_CPUS, SPARE_CPUS_SMALL, SPARE_CPUS_LARGE = 16, 1, 2
@@ -68,7 +68,7 @@ class ClusterRequest:
         return self.config_file.stem if self.config_file else "default"
 
 
-def settle(request: ClusterRequest, config: Config, warn: Callable[[str], None]) -> ClusterJob:
+def resolve_request(request: ClusterRequest, config: Config, warn: Callable[[str], None]) -> ClusterJob:
     """Returns the values of the manifests. Raises ConfigError if Kubernetes would reject them or pods could not run."""
     if request.min_nodes > request.nodes:
         raise ConfigError(f"--min-nodes {request.min_nodes} is greater than --nodes {request.nodes}; lower it.")
@@ -110,7 +110,7 @@ def on_claim(path: str) -> str:
     return normpath(path if path.startswith("/") else f"{DATA}/{path}")
 
 
-def lying_here(config: Config) -> list[str]:
+def local_file(config: Config) -> list[str]:
     """Returns the relative input paths of the configuration that exist on this machine."""
     paths = (path for _, path in _paths(config, _INPUT_KEYS) if not path.startswith("/"))
     return [normpath(path) for path in dict.fromkeys(paths) if Path(path).exists()]
@@ -210,7 +210,7 @@ def _threads(config: Config, request: ClusterRequest) -> int:
     return threads
 
 
-def _warn_if_short(needs: Needs, available: int, warn: Callable[[str], None]) -> None:
+def _warn_if_short(needs: PodNeeds, available: int, warn: Callable[[str], None]) -> None:
     if not needs.fit(available):
         warn(
             f"each process needs about {needs.memory / 1e9:.1f} GB of memory, but its share of a pod is "

@@ -11,7 +11,7 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.kernels import native
-from sansgpu.machine.compilation import missing_for_compile
+from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.inspect import hardware, software
@@ -24,7 +24,7 @@ from sansgpu.machine.probe import (
     resolve_threads,
 )
 from sansgpu.machine.roofline import bandwidth
-from sansgpu.machine.usage import Strain
+from sansgpu.machine.usage import LoadMeter
 
 Result = dict[str, Any]
 
@@ -45,9 +45,9 @@ class Advice:
 def doctor() -> Result:
     cache = cache_dir(None)
     torch.set_num_threads(resolve_threads(TrainingConfig()))
-    strain = Strain()
+    strain = LoadMeter()
     time.sleep(USAGE_SECONDS)
-    others = strain.seen()
+    others = strain.sample()
     device = torch.device("cpu")
     unsafe: list[str] = []
     kernels = native.load(compiled_cache(unsafe.append))
@@ -85,7 +85,7 @@ def _advice(facts: Result) -> list[Advice]:
 
 
 def _build_advice(facts: Result) -> Iterator[Advice]:
-    rates, missing = facts["gemm_flops_per_second"], missing_for_compile()
+    rates, missing = facts["gemm_flops_per_second"], missing_compiler()
     if missing:
         yield Advice(
             1.0, f"install {missing} (Debian: apt install g++ python3-dev); native kernels and torch.compile need it."

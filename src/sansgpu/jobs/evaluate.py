@@ -10,7 +10,7 @@ import torch
 
 from sansgpu.config import Config, ConfigError, DataConfig
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows
-from sansgpu.data.shards import Progress, build_store
+from sansgpu.data.shards import ReportProgress, build_store
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
 from sansgpu.jobs.folders import with_objective
@@ -20,7 +20,7 @@ from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models import TransformerLM
 from sansgpu.tasks import task_of
-from sansgpu.tasks.language_modelling import LanguageModelling
+from sansgpu.tasks.language_modelling import LanguageModeling
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 
@@ -32,7 +32,7 @@ def evaluate_model(
     data: str | None,
     snapshot: str,
     window: int | None,
-    progress: Progress,
+    progress: ReportProgress,
     warn: Callable[[str], None],
     remote_code: bool = False,
     objective: str | None = None,
@@ -81,17 +81,19 @@ def _without_window(window: int | None) -> None:
         raise ConfigError("--window works with decoders only; other models use the length that they were trained with.")
 
 
-def _own_validation(loaded: LoadedModel, folder: Path, objective: str | None, progress: Progress) -> LanguageModelling:
+def _own_validation(
+    loaded: LoadedModel, folder: Path, objective: str | None, progress: ReportProgress
+) -> LanguageModeling:
     if loaded.config is None:
         raise ConfigError(f"{folder} is not a run, so it has no validation split; name a dataset with --data.")
     config = with_objective(loaded.config, folder, objective)
     _, corpus = task_of(config).prepare(config, cache_dir(config.data.cache_dir), progress)
-    return LanguageModelling(loaded.model, corpus.validation)
+    return LanguageModeling(loaded.model, corpus.validation)
 
 
 def _on_data(
-    loaded: LoadedModel, config: Config, name: str, window: int | None, progress: Progress
-) -> LanguageModelling:
+    loaded: LoadedModel, config: Config, name: str, window: int | None, progress: ReportProgress
+) -> LanguageModeling:
     window = window or min(config.window if loaded.config else 1024, loaded.context)
     if window > loaded.context:
         raise ConfigError(f"--window {window} is longer than the model's context of {loaded.context} tokens.")
@@ -99,11 +101,11 @@ def _on_data(
     store = build_store(open_single(name, settings), loaded.tokenizer, cache_dir(config.data.cache_dir), progress)
     tokenizer, documents = loaded.tokenizer, all_documents(store)
     # As in pretraining, the last token of a document predicts the first token of the next document.
-    continuous = isinstance(loaded.model, TransformerLM) and (tokenizer.before, tokenizer.after) == (
+    continuous = isinstance(loaded.model, TransformerLM) and (tokenizer.prefix_ids, tokenizer.suffix_ids) == (
         (tokenizer.end_id,), ()
     )  # fmt: skip
     if continuous:
         windows: Windows = PackedWindows(documents, window, tokenizer.end_id)
     else:
-        windows = TextWindows(documents, window, len(tokenizer.before), tokenizer.end_id)
-    return LanguageModelling(loaded.model, windows)
+        windows = TextWindows(documents, window, len(tokenizer.prefix_ids), tokenizer.end_id)
+    return LanguageModeling(loaded.model, windows)

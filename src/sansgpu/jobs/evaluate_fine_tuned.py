@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from sansgpu.config import Config, ConfigError, DataConfig
 from sansgpu.config.by_task import QA
-from sansgpu.data.shards import Progress
+from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.jobs.fine_tuned import HEADS, FineTuned, load_fine_tuned
 from sansgpu.jobs.folders import open_run, with_objective
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.probe import cache_dir, resolve_device
-from sansgpu.tasks import Evaluated, task_of
+from sansgpu.tasks import Evaluator, task_of
 from sansgpu.tasks import qa as asking
 from sansgpu.tasks import sft as talking
 from sansgpu.train.evaluate import evaluate
@@ -27,7 +27,7 @@ def evaluate_fine_tuned(
     run: Path,
     data: str | None,
     snapshot: str,
-    progress: Progress,
+    progress: ReportProgress,
     warn: Callable[[str], None],
     remote_code: bool,
     objective: str | None,
@@ -45,15 +45,15 @@ def evaluate_fine_tuned(
     measured.model.to(device)
     metrics = evaluate(measured, StepPlan(EXAMPLES, device, precision))
     assert metrics is not None
-    if isinstance(measured, asking.AnswerReader):
+    if isinstance(measured, asking.QAEvaluator):
         metrics |= measured.detailed()
         measured.save(run)
     return {"event": "eval", "step": loaded.snapshot.step, **metrics}
 
 
 def _measured(
-    loaded: FineTuned, config: Config, data: str | None, progress: Progress, warn: Callable[[str], None]
-) -> Evaluated:
+    loaded: FineTuned, config: Config, data: str | None, progress: ReportProgress, warn: Callable[[str], None]
+) -> Evaluator:
     objective, part = cast(Any, loaded.objective), cast(Any, None)
     notes: list[str] = []
     if data is None:
@@ -71,5 +71,5 @@ def _measured(
         if not len(part):
             raise ConfigError(f"{data} has no examples to evaluate on.")
     if config.task == "qa":
-        return asking.AnswerReader(objective, part, config.data)
-    return talking.AnswerLoss(objective, part)
+        return asking.QAEvaluator(objective, part, config.data)
+    return talking.SFTEvaluator(objective, part)

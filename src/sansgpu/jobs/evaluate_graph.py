@@ -10,11 +10,19 @@ from typing import Any, cast
 from sansgpu.config import Config, ConfigError
 from sansgpu.data.graph_sources import open_graph_part
 from sansgpu.data.leafy import build_leafy
-from sansgpu.data.mask_tokenizer import GraphCodec, of_pretrained
-from sansgpu.data.shards import Progress
+from sansgpu.data.mask_tokenizer import GraphCodec, from_pretrained
+from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.graph_model import EXAMPLES, is_graph, load_graph
 from sansgpu.machine.probe import cache_dir, resolve_device
-from sansgpu.tasks.filling import ENTITY, KINDS, Filler, Filling, held_masking, majority_of, mask_rules
+from sansgpu.tasks.filling import (
+    ENTITY,
+    KINDS,
+    MaskedEvaluation,
+    MaskedModel,
+    majority_of,
+    mask_rules,
+    validation_masking,
+)
 from sansgpu.tasks.graph_corpus import graph_corpus, leafy_rules, read_graphs
 from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
@@ -25,7 +33,7 @@ WILSON_Z = 1.96  # normal quantile of a two-sided 95 % interval
 
 @dataclass(frozen=True)
 class _Evaluated:
-    model: Filler
+    model: MaskedModel
     codec: GraphCodec
     config: Config
     snapshot: Snapshot | None
@@ -36,7 +44,7 @@ def evaluate_graph(
     target: str,
     data: str | None,
     snapshot: str,
-    progress: Progress,
+    progress: ReportProgress,
     warn: Callable[[str], None],
     remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -68,9 +76,9 @@ def evaluate_graph(
             raise ConfigError(f"{data} has no examples to evaluate on.")
     assert held_out is not None
     training = config.training
-    masking = held_masking(held_out, mask_rules(config, codec.tokenizer), training.seed)
+    masking = validation_masking(held_out, mask_rules(config, codec.tokenizer), training.seed)
     weights = (training.mlm_weight, training.mnm_weight, training.entity_weight)
-    metrics = evaluate(Filling(loaded.model, masking, majority or majority_of(held_out), weights), loaded.plan)
+    metrics = evaluate(MaskedEvaluation(loaded.model, masking, majority or majority_of(held_out), weights), loaded.plan)
     assert metrics is not None
     return {"event": "eval", "step": loaded.snapshot.step if loaded.snapshot else None, **_with_intervals(metrics)}
 
@@ -87,7 +95,7 @@ def _load(target: str, snapshot: str, warn: Callable[[str], None], remote_code: 
     precision = tuned.snapshot.state()["environment"]["precision"] if tuned.snapshot else "fp32"
     device = resolve_device(tuned.config.training)
     cast(Any, tuned.objective.model).to(device)
-    codec = GraphCodec(of_pretrained(tuned.tokenizer), ())
+    codec = GraphCodec(from_pretrained(tuned.tokenizer), ())
     return _Evaluated(tuned.objective, codec, tuned.config, tuned.snapshot, StepPlan(EXAMPLES, device, precision))
 
 

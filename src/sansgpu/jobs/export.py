@@ -12,9 +12,9 @@ from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.jobs.folders import open_run
 from sansgpu.jobs.graph_model import is_graph, load_graph
 from sansgpu.jobs.loading import is_fine_tuning, load_model
-from sansgpu.jobs.report import leave_card
+from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
-from sansgpu.models.gguf_file import TYPES, About, write_gguf
+from sansgpu.models.gguf_file import TYPES, ModelDescription, write_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.models.huggingface import export_model
@@ -58,7 +58,7 @@ def export_run(
     loaded = load_model(str(run), snapshot, warn)
     assert loaded.snapshot is not None  # a run's model is one of its snapshots
     export_model(loaded.decoder, loaded.tokenizer, folder)
-    leave_card(run, folder, loaded.snapshot.step, warn)
+    write_model_card(run, folder, loaded.snapshot.step, warn)
     return folder
 
 
@@ -80,7 +80,7 @@ def _export_graph(run: Path, snapshot: str, folder: Path, merge: bool | None, wa
     assert encoder.snapshot is not None
     _require_adapter(merge is None, run)
     export_graph_model(encoder.objective.model, encoder.codec, folder, how_learned(encoder.config))
-    leave_card(run, folder, encoder.snapshot.step, warn)
+    write_model_card(run, folder, encoder.snapshot.step, warn)
 
 
 def _export_fine_tuned(
@@ -92,7 +92,7 @@ def _export_fine_tuned(
     _require_adapter(merge is None or loaded.config.model.adapter != "none", run)
     loaded.objective.export_to(loaded.tokenizer, folder, merge)
     if loaded.snapshot is not None:
-        leave_card(run, folder, loaded.snapshot.step, warn)
+        write_model_card(run, folder, loaded.snapshot.step, warn)
 
 
 def export_gguf(
@@ -124,10 +124,10 @@ def export_gguf(
     return path
 
 
-def _about(run: Path, config: Config, step: int) -> About:
+def _about(run: Path, config: Config, step: int) -> ModelDescription:
     """Returns the file's metadata, with names only, so that no local paths are published."""
     base = config.model.name_or_path
-    return About(
+    return ModelDescription(
         name=run.resolve().name,
         description=f"Step {step} of a run of task {config.task}, trained with sansgpu.",
         dataset=Path(config.data.dataset_name).name,

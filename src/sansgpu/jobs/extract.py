@@ -8,10 +8,10 @@ from typing import Any
 from sansgpu.config import ConfigError
 from sansgpu.data.graph import GraphDocument
 from sansgpu.data.graph_sources import open_graph_part
-from sansgpu.data.shards import Progress
+from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.graph_model import LoadedGraph
-from sansgpu.jobs.link_prediction import filler_of, load_triples_model, run_parts
-from sansgpu.tasks.extraction import Agreement, Extraction, ExtractionRules
+from sansgpu.jobs.link_prediction import load_triples_model, run_parts, tail_predictor
+from sansgpu.tasks.extraction import Agreement, ExtractionRules, TripleExtractor
 from sansgpu.tasks.graph_corpus import leafy_rules, read_graphs
 
 
@@ -19,7 +19,11 @@ class Triples:
     """Single-use iterable of triples, in text order, with keys doc, head, relation, tail and score."""
 
     def __init__(
-        self, extraction: Extraction, agreement: Agreement, documents: list[GraphDocument], progress: Progress
+        self,
+        extraction: TripleExtractor,
+        agreement: Agreement,
+        documents: list[GraphDocument],
+        progress: ReportProgress,
     ) -> None:
         self._found, self._agreement = extraction.read(documents, progress), agreement
 
@@ -45,7 +49,7 @@ def extract(
     beams: int,
     top: int,
     snapshot: str,
-    progress: Progress,
+    progress: ReportProgress,
     warn: Callable[[str], None],
 ) -> Triples:
     """Extracts up to `top` tails per head and relation with a score of at least `min_score` from `text` or `data`.
@@ -81,12 +85,12 @@ def extract(
         per_query=top,
         min_score=min_score,
     )
-    extraction = Extraction(filler_of(loaded), loaded.codec, rules)
+    extraction = TripleExtractor(tail_predictor(loaded), loaded.codec, rules)
     return Triples(extraction, Agreement(loaded.tokenizer, rules), documents, progress)
 
 
 def _trained_tails(
-    loaded: LoadedGraph, target: str, progress: Progress, warn: Callable[[str], None]
+    loaded: LoadedGraph, target: str, progress: ReportProgress, warn: Callable[[str], None]
 ) -> tuple[str, ...]:
     own = run_parts(loaded, progress, warn)
     if own is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, micro_batches_each
+from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.costing import FULL
 from sansgpu.tasks import TaskKind
@@ -16,17 +16,17 @@ Shortage = Literal["refuse", "begin", "report"]
 
 MARGIN = 1.05  # the estimate is within a few per cent of measurements, and other programs' memory changes
 PARTS = (2, 4, 8)  # divisors to try
-LEAST_WINDOW = 32
+MIN_WINDOW = 32
 OUTSIDE_BLOCKS = ("embedding", "positions", "head")
-MOST_CHANGES = 3  # to suggest
-ACCUMULATION = "training.gradient_accumulation_steps"
+MAX_CHANGES = 3  # to suggest
+KEEP_BATCH = "training.gradient_accumulation_steps"
 FEWER = "fewer parameters"  # replaced by the parameter counts
 Option = tuple[tuple[str, ...], str]  # (settings, their cost)
 Options = Iterator[Option]
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """A configuration change with its cost and the resulting memory."""
 
     settings: tuple[str, ...]
@@ -37,10 +37,10 @@ class Change:
         return f"{' '.join(self.settings)} ({self.memory.least / 1e9:.1f} GB; {self.cost})"
 
 
-def memory_of(task: TaskKind, config: Config, how: Execution, layers: int | None = None) -> Memory:
+def estimate_memory(task: TaskKind, config: Config, how: Execution, layers: int | None = None) -> Memory:
     """Estimates one process's memory. Sets `how.accumulation` to match its micro-batch."""
     training = config.training
-    accumulation = micro_batches_each(training, how.micro_batch, how.world_size)
+    accumulation = micro_batches_per_rank(training, how.micro_batch, how.world_size)
     if how.world_size > 1 and training.gradient_reduction == "fp32":
         accumulation = max(2, accumulation)  # gradients are reduced in fp32, as with accumulation
     memory = task.memory(config, replace(how, accumulation=accumulation), layers)
@@ -86,38 +86,40 @@ def fitting_micro_batches(
     smallest size that fits, or 1; `report` returns the smallest size.
     """
     choices = micro_batch_choices(config.training, config.window, how.world_size)
-    fitting = [size for size in choices if fits(memory_of(task, config, replace(how, micro_batch=size)), available)]
+    fitting = [
+        size for size in choices if fits(estimate_memory(task, config, replace(how, micro_batch=size)), available)
+    ]
     if fitting:
         return fitting
     if shortage == "report":
         return choices[:1]
-    needed = memory_of(task, config, replace(how, micro_batch=choices[0]))
+    needed = estimate_memory(task, config, replace(how, micro_batch=choices[0]))
     short = f"the run needs about {needed.least / 1e9:.1f} GB of memory, but {available / 1e9:.1f} GB are available"
     if shortage == "refuse":
         changes = "; or ".join(str(change) for change in changes_that_fit(task, config, how, available))
         remedy = f"it fits with {changes}" if changes else "choose a much smaller model"
         raise ConfigError(f"{short}; {remedy}; --force starts it anyway.")
     parts = [size for size in _halves(choices[0]) if size < choices[0]]
-    sizes = [s for s in parts if fits(memory_of(task, config, replace(how, micro_batch=s)), available)]
+    sizes = [s for s in parts if fits(estimate_memory(task, config, replace(how, micro_batch=s)), available)]
     size = (sizes or [min(parts, default=choices[0])])[0]
     warn(f"{short}; starting anyway, with micro-batches of {size} and the same effective batch size.")
     return [size]
 
 
-def changes_that_fit(task: TaskKind, config: Config, how: Execution, available: int) -> list[Change]:
+def changes_that_fit(task: TaskKind, config: Config, how: Execution, available: int) -> list[ConfigChange]:
     """Returns up to three changes that each make the run fit, cheapest first, or else one combined change."""
-    found: list[Change] = []
-    for kind in KINDS:
+    found: list[ConfigChange] = []
+    for kind in CHANGES:
         changes = (_change(task, config, how, settings, cost) for settings, cost in kind(config, how))
         if change := next((c for c in changes if c is not None and fits(c.memory, available)), None):
             found.append(change)
-    return found[:MOST_CHANGES] or _combine(task, config, how, available)
+    return found[:MAX_CHANGES] or _combine(task, config, how, available)
 
 
-def _combine(task: TaskKind, config: Config, how: Execution, available: int) -> list[Change]:
+def _combine(task: TaskKind, config: Config, how: Execution, available: int) -> list[ConfigChange]:
     """Combines kinds of changes, each to its maximum, until the run fits, then drops those that are not needed."""
     parts: list[Option] = []
-    for kind in KINDS:
+    for kind in CHANGES:
         furthest: Option | None = None
         for option in kind(change_config(config, _merged(parts)), how):
             change = _combined(task, config, how, [*parts, option])
@@ -131,7 +133,9 @@ def _combine(task: TaskKind, config: Config, how: Execution, available: int) -> 
     return []
 
 
-def _without_needless(task: TaskKind, config: Config, how: Execution, available: int, parts: list[Option]) -> Change:
+def _without_needless(
+    task: TaskKind, config: Config, how: Execution, available: int, parts: list[Option]
+) -> ConfigChange:
     for part in reversed(parts[:-1]):
         fewer = [other for other in parts if other is not part]
         change, changed = _combined(task, config, how, fewer), change_config(config, _merged(fewer))
@@ -143,7 +147,7 @@ def _without_needless(task: TaskKind, config: Config, how: Execution, available:
     return change
 
 
-def _combined(task: TaskKind, config: Config, how: Execution, parts: list[Option]) -> Change | None:
+def _combined(task: TaskKind, config: Config, how: Execution, parts: list[Option]) -> ConfigChange | None:
     return _change(task, config, how, _merged(parts), "; ".join(dict.fromkeys(cost for _, cost in parts)))
 
 
@@ -156,7 +160,9 @@ def _step_tokens(config: Config) -> int:
     return effective_batch(config.training) * config.window
 
 
-def _change(task: TaskKind, config: Config, how: Execution, settings: tuple[str, ...], cost: str) -> Change | None:
+def _change(
+    task: TaskKind, config: Config, how: Execution, settings: tuple[str, ...], cost: str
+) -> ConfigChange | None:
     try:
         changed = change_config(config, settings)
     except ConfigError:  # the model's shape does not allow it
@@ -166,11 +172,11 @@ def _change(task: TaskKind, config: Config, how: Execution, settings: tuple[str,
     precision = how.precision if training.wanted_precision == "auto" else training.wanted_precision
     optimizer = how.optimizer if training.optimizer == "auto" else training.optimizer
     how = replace(how, micro_batch=size, precision=precision, optimizer=optimizer)
-    memory = memory_of(task, changed, how)
+    memory = estimate_memory(task, changed, how)
     if FEWER in cost:
         now, then = (sum(task.parameters(c).values()) / 1e6 for c in (config, changed))
         cost = cost.replace(FEWER, f"{then:.0f}M parameters instead of {now:.0f}M")
-    return Change(settings, cost, memory)
+    return ConfigChange(settings, cost, memory)
 
 
 def _smaller_pieces(config: Config, how: Execution) -> Options:
@@ -179,7 +185,7 @@ def _smaller_pieces(config: Config, how: Execution) -> Options:
     batch = effective_batch(config.training)
     for size in _halves(config.training.batch_size)[1:]:
         if batch % size == 0:
-            settings = (f"training.batch_size={size}", f"{ACCUMULATION}={batch // size}")
+            settings = (f"training.batch_size={size}", f"{KEEP_BATCH}={batch // size}")
             yield settings, "same effective batch size, a few per cent slower"
 
 
@@ -209,9 +215,9 @@ def _muon(config: Config, how: Execution) -> Options:
 
 def _shorter(config: Config, how: Execution) -> Options:
     for part in PARTS:
-        if (window := config.window // part) >= LEAST_WINDOW:
+        if (window := config.window // part) >= MIN_WINDOW:
             accumulation = config.training.gradient_accumulation_steps * part
-            yield (f"data.max_length={window}", f"{ACCUMULATION}={accumulation}"), f"a context of {window} tokens"
+            yield (f"data.max_length={window}", f"{KEEP_BATCH}={accumulation}"), f"a context of {window} tokens"
 
 
 def _shallower(config: Config, how: Execution) -> Options:
@@ -230,7 +236,7 @@ def _narrower(config: Config, how: Execution) -> Options:
 
 
 # Kinds of changes: first those that only cost time, then those that cost quality. Each yields its mildest option first.
-KINDS = (_smaller_pieces, _bf16, _sharded, _checkpointing, _muon, _shorter, _shallower, _narrower)
+CHANGES = (_smaller_pieces, _bf16, _sharded, _checkpointing, _muon, _shorter, _shallower, _narrower)
 
 
 def _halves(size: int) -> list[int]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from sansgpu.config import ABANDONED, BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
+from sansgpu.config import ABANDONED_FOLDER, BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
 from sansgpu.jobs.claims import require_own_configuration
 from sansgpu.jobs.runs import RUNS
 from sansgpu.train.checkpoint import snapshots
 from sansgpu.watch.escape import printable_line
-from sansgpu.watch.files import make_folder, scratch, write_text
+from sansgpu.watch.files import make_folder, scratch_folder, write_text
 from sansgpu.watch.outputs import require_folder
 
 PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
@@ -36,7 +36,7 @@ def open_output(output_dir: Path | None, config_file: Path | None, resume: str |
     """
     if output_dir is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
         folder = Path(resume).absolute().parent
-        output_dir = (folder.parent if folder.name.startswith(ABANDONED) else folder).parent
+        output_dir = (folder.parent if folder.name.startswith(ABANDONED_FOLDER) else folder).parent
     if output_dir is None:
         name = config_file.stem if config_file else "default"
         taken = [p for p in _numbered(name) if holds_run(p)]
@@ -75,7 +75,7 @@ def require_writable(folder: Path) -> None:
     """Creates a folder. Raises ConfigError if nothing can be written there."""
     try:
         make_folder(folder)
-        with scratch(folder, is_folder=False) as probe:
+        with scratch_folder(folder, is_folder=False) as probe:
             probe.write_bytes(b"x")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
@@ -90,7 +90,7 @@ def require_plain_name(folder: Path) -> None:
 
 
 @contextmanager
-def held_run(folder: Path) -> Iterator[None]:
+def lock_run(folder: Path) -> Iterator[None]:
     """Locks `folder` for training; the lock is released when the process dies.
 
     Raises ConfigError if another process holds it.
@@ -160,7 +160,7 @@ def recorded_file(folder: Path, resume: str) -> Path | None:
     if not own.is_file():
         return None
     places = (open_run(folder)[1].snapshots / resume, Path(resume))
-    of_branch = [place.with_name(own.name) for place in places if place.parent.name.startswith(ABANDONED)]
+    of_branch = [place.with_name(own.name) for place in places if place.parent.name.startswith(ABANDONED_FOLDER)]
     return next((file for file in of_branch if file.is_file()), own)
 
 
@@ -172,7 +172,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         raise SansGPUError(f"{path} cannot be written: {error.strerror}.") from None
 
 
-def anywhere(config: Config) -> Config:
+def open_any(config: Config) -> Config:
     """Makes local paths in the configuration absolute, so that its file works from any folder."""
     for section, keys in PATH_KEYS.items():
         values = getattr(config, section)

@@ -7,7 +7,7 @@ from sansgpu.machine.memory import Execution
 from sansgpu.tasks import task_of
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
 from sansgpu.train.forecast import Forecast
-from sansgpu.train.schedule import UNKNOWN
+from sansgpu.train.schedule import UNKNOWN_STEPS
 
 START_SECONDS = {"off": 3.0, "on": 8.0}  # until the first step, by compile, with a warm cache; measured
 SAMPLED_LAYER_SECONDS = 0.4e-3  # per generated token and layer; measured on a small model
@@ -38,7 +38,7 @@ def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None =
     return Forecast(
         startup_seconds=START_SECONDS[timing.compile],
         step_seconds=timing.step_seconds(layers, prepared.accumulation) if step_seconds is None else step_seconds,
-        evaluation_seconds=passes * prepared.evaluated_share / EVALUATED_IN_A_STEP / nodes + sampling,
+        evaluation_seconds=passes * prepared.eval_token_ratio / EVALUATED_IN_A_STEP / nodes + sampling,
         save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,
         end_seconds=(snapshot + weights) / DISK_BYTES_PER_SECOND,
     )
@@ -48,7 +48,7 @@ def length_of(prepared: Prepared, forecast: Forecast) -> tuple[int, float]:
     """Returns (steps, seconds) of the run, limited by its time budget."""
     training, allowed = prepared.config.training, seconds_allowed(prepared.config)
     steps = prepared.total_steps
-    if steps == UNKNOWN or forecast.seconds(training, steps) > allowed:
+    if steps == UNKNOWN_STEPS or forecast.seconds(training, steps) > allowed:
         steps = int(allowed / forecast.step_seconds)
         while steps > 1 and forecast.seconds(training, steps) > allowed:
             steps -= max(1, steps // 200)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sansgpu.jobs.loading import is_ours, load_model
-from sansgpu.models.generate import Sampling, generate, require_possible
+from sansgpu.models.generate import Sampling, generate, require_valid_sampling
 
 
 def generate_text(
@@ -21,7 +21,7 @@ def generate_text(
 
     `remote_code` allows the model's own Python code to run.
     """
-    require_possible(sampling)
+    require_valid_sampling(sampling)
     if is_ours(target):
         ours = load_model(target, snapshot, warn)
         return generate(ours.decoder, ours.tokenizer, prompt, max_new_tokens, sampling)

@@ -13,10 +13,10 @@ from jinja2 import Environment, PackageLoader
 from sansgpu import __version__
 from sansgpu.config import Config, ConfigError, load_config
 from sansgpu.jobs import manifests
-from sansgpu.jobs.cluster_request import ClusterRequest, lying_here, on_claim, settle
+from sansgpu.jobs.cluster_request import ClusterRequest, local_file, on_claim, resolve_request
 from sansgpu.jobs.folders import require_plain_name
 from sansgpu.jobs.manifests import ClusterJob, as_yaml
-from sansgpu.watch.outputs import filled_folder
+from sansgpu.watch.outputs import replace_folder
 
 PYTHON_IMAGE = "python:3.12.12-slim-bookworm"
 INTEL_OPENMP = "intel-openmp==2026.2.0"
@@ -29,7 +29,7 @@ def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str
     config, notes = load_config(request.config_file, request.overrides)
     for note in notes:
         warn(note)
-    job = settle(request, config, warn)
+    job = resolve_request(request, config, warn)
     folder = request.output_dir or Path("k8s") / request.config_name
     require_plain_name(folder)
     _write(folder, _texts(job, config, folder))
@@ -69,7 +69,7 @@ def _recipe(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
     try:
-        with filled_folder(folder, "cluster", "--output-dir") as new:
+        with replace_folder(folder, "cluster", "--output-dir") as new:
             for name, text in texts.items():
                 (new / name).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -105,7 +105,7 @@ def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
     ]
     delete_pod = [[*kubectl, "delete", "-f", files]]  # releases a ReadWriteOnce claim
     copies = []
-    for path in lying_here(config):
+    for path in local_file(config):
         place = PurePosixPath(on_claim(path))
         if str(place.parent) != manifests.DATA:
             copies.append([*kubectl, "exec", pod, "--", "mkdir", "-p", str(place.parent)])

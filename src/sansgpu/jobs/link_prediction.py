@@ -9,9 +9,9 @@ from typing import Any
 from sansgpu.config import Config, ConfigError
 from sansgpu.data.graph import GraphDocument
 from sansgpu.data.graph_sources import GraphSource, open_graphs
-from sansgpu.data.shards import Progress
+from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.graph_model import LoadedGraph, load_graph
-from sansgpu.tasks.gaps import GapFiller
+from sansgpu.tasks.gaps import TailPredictor
 from sansgpu.tasks.graph_corpus import leafy_rules, read_graphs, split_by_group
 from sansgpu.tasks.link_prediction import KnownFacts, LinkPrediction
 
@@ -19,7 +19,7 @@ Documents = list[GraphDocument]
 
 
 @dataclass(frozen=True)
-class Parts:
+class GraphParts:
     """Documents of a source by split."""
 
     train: Documents
@@ -32,7 +32,7 @@ def link_prediction(
     data: str | None,
     snapshot: str,
     limit: int | None,
-    progress: Progress,
+    progress: ReportProgress,
     warn: Callable[[str], None],
 ) -> dict[str, Any]:
     """Returns `tail` metrics of held-out triples, and `head` metrics if the model was trained with inverse relations.
@@ -56,7 +56,7 @@ def link_prediction(
         raise ConfigError(f"{data or config.data.dataset_name} has no triples to rank; name another --data.")
     trained = own.train if own else parts.train if queried is not parts.train else []
     known = KnownFacts(trained, [d for p in (own, parts) if p for d in (*p.train, *p.validation, *p.test)])
-    ranking = LinkPrediction(filler_of(loaded), loaded.codec, leafy_rules(config), known)
+    ranking = LinkPrediction(tail_predictor(loaded), loaded.codec, leafy_rules(config), known)
     step = loaded.snapshot.step if loaded.snapshot else None
     report = ranking.report(queried, config.data.inverse_relations, limit, progress)
     return {"event": "link_prediction", "step": step, **report}
@@ -70,18 +70,18 @@ def load_triples_model(target: str, snapshot: str, warn: Callable[[str], None]) 
     return loaded
 
 
-def filler_of(loaded: LoadedGraph) -> GapFiller:
-    return GapFiller(loaded.objective, loaded.tokenizer.mask_id, loaded.plan.device, loaded.precision)
+def tail_predictor(loaded: LoadedGraph) -> TailPredictor:
+    return TailPredictor(loaded.objective, loaded.tokenizer.mask_id, loaded.plan.device, loaded.precision)
 
 
-def run_parts(loaded: LoadedGraph, progress: Progress, warn: Callable[[str], None]) -> Parts | None:
+def run_parts(loaded: LoadedGraph, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts | None:
     """Returns a run's own data with its training split, or None for an exported folder."""
     if loaded.snapshot is None:
         return None
     return open_all(loaded.config, loaded.config.data.dataset_name, progress, warn)
 
 
-def open_all(config: Config, name: str, progress: Progress, warn: Callable[[str], None]) -> Parts:
+def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts:
     """Returns a source's splits. Splits off validation documents only for the run's own data without such a split."""
     own = name == config.data.dataset_name
     data = config.data.model_copy(
@@ -95,10 +95,10 @@ def open_all(config: Config, name: str, progress: Progress, warn: Callable[[str]
     train, validation, test = read(sources.train), read(sources.validation), read(sources.test)
     if own and sources.validation is None:
         train, validation = split_by_group(train, data.validation_split)
-    return Parts(train, validation, test)
+    return GraphParts(train, validation, test)
 
 
-def _unseen(parts: Parts) -> Documents:
+def _unseen(parts: GraphParts) -> Documents:
     """Returns the test or validation documents without triples that also occur in training."""
     known = frozenset(triple.fact for document in parts.train for triple in document.triples)
     return [

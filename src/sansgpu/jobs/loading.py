@@ -19,7 +19,7 @@ from sansgpu.data.tokenizer import (
 from sansgpu.jobs.folders import open_run
 from sansgpu.models import TransformerLM
 from sansgpu.models.gguf_file import is_gguf, open_gguf
-from sansgpu.models.graph_folder import fills_gaps, is_graph_folder
+from sansgpu.models.graph_folder import is_graph_folder, is_masked_lm_folder
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, load_decoder, load_gguf_decoder
 from sansgpu.train.checkpoint import Snapshot, find_snapshot
 
@@ -79,7 +79,7 @@ def is_filling(target: str) -> bool:
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
         return open_run(folder)[0].task == GRAPH
-    return is_graph_folder(folder) or fills_gaps(folder)
+    return is_graph_folder(folder) or is_masked_lm_folder(folder)
 
 
 def is_ours(target: str) -> bool:
@@ -129,7 +129,7 @@ def _load_gguf(path: Path) -> LoadedModel:
     parts, decoder = file.tokenizer, load_gguf_decoder(file)
     model = decoder if decoder is not None else HuggingFaceLM(str(path))
     tokenizer = parsed_tokenizer(parts.json, parts.token(parts.eos_id), path)
-    tokenizer.before, tokenizer.after = special_tokens_around(tokenizer.backend)
-    if parts.begins and parts.bos_id is not None and not tokenizer.before:
-        tokenizer.before = (parts.bos_id,)
+    tokenizer.prefix_ids, tokenizer.suffix_ids = special_tokens_around(tokenizer.backend)
+    if parts.begins and parts.bos_id is not None and not tokenizer.prefix_ids:
+        tokenizer.prefix_ids = (parts.bos_id,)
     return LoadedModel(model.eval(), tokenizer)

@@ -16,16 +16,16 @@ import torch
 
 from sansgpu.config import Config, SansGPUError
 from sansgpu.config.plain import MAX_REASON_CHARACTERS
-from sansgpu.data.batch import Examples
+from sansgpu.data.batch import ExampleBatch
 from sansgpu.jobs.prepare import Machine, set_up
 from sansgpu.machine.compilation import compile_into
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import gemm_flops_per_second
-from sansgpu.machine.usage import Strain, peak_rss_bytes, process_age
+from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.tasks import Corpus, Task, task_of
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.optim import Optimizer
-from sansgpu.train.profile import breakdown, synchronise
+from sansgpu.train.profile import profile_step, synchronize
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
 from sansgpu.train.writer import SnapshotWriter
@@ -40,7 +40,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasureRequest:
     """A measurement to make. In `config`, only the device may be `auto`."""
 
     config: Config
@@ -53,7 +53,7 @@ class Request:
     profiled: bool = False
 
 
-def measure_apart(request: Request) -> Result:
+def measure_in_subprocess(request: MeasureRequest) -> Result:
     """Runs `measure` in a new process, for separate memory and caches. Raises SansGPUError if it fails."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
@@ -66,7 +66,7 @@ def measure_apart(request: Request) -> Result:
             raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}.") from error
 
 
-def measure(request: Request) -> Result:
+def measure(request: MeasureRequest) -> Result:
     warnings: list[str] = []
     imported = process_age()
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
@@ -90,7 +90,7 @@ class _Stages:
 
 
 class _Bench:
-    def __init__(self, config: Config, machine: Machine, request: Request, folder: Path) -> None:
+    def __init__(self, config: Config, machine: Machine, request: MeasureRequest, folder: Path) -> None:
         self._config, self._machine, self._request, self._folder = config, machine, request, folder
         self._kind = task_of(config)
         size = config.training.batch_size
@@ -113,7 +113,7 @@ class _Bench:
             for _ in range(1 + WARMUP_STEPS + self._request.steps):
                 start = time.perf_counter()
                 objective.loss(batch)
-                synchronise(self._plan.device)
+                synchronize(self._plan.device)
                 seconds.append(time.perf_counter() - start)
         return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
 
@@ -133,18 +133,18 @@ class _Bench:
             task = self._kind.objective(self._config)
         result["model_seconds"] = time.perf_counter() - start
         task.compile(self._config.training.compile == "on")
-        state = TrainState.begin(task.model, self._config.training, self._plan.device, self._plan.compute_dtype)
+        state = TrainState.create(task.model, self._config.training, self._plan.device, self._plan.compute_dtype)
         warmup = self._steps(task, state, 1 + WARMUP_STEPS)  # before Strain, which would count compiler processes
-        strain = Strain()
+        strain = LoadMeter()
         timed = self._steps(task, state, self._request.steps)
-        result |= {**{key: warmup[key] + timed[key] for key in timed}, **strain.seen()}
+        result |= {**{key: warmup[key] + timed[key] for key in timed}, **strain.sample()}
         if self._request.with_data:
             result |= self._evaluation(task, corpus) | self._saving(state)
         elif self._request.snapshots:
             result |= dict.fromkeys(DATA_SECONDS, 0.0) | self._saving(state)
         result["peak_rss_bytes"] = peak_rss_bytes()
         if self._request.profiled:
-            parts = breakdown(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
+            parts = profile_step(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
             result["breakdown"] = parts
         if self._request.with_data:  # last, because it may merge an adapter, which ends training
             start = time.perf_counter()
@@ -152,7 +152,7 @@ class _Bench:
             result["export_seconds"] = time.perf_counter() - start
         return result
 
-    def _random_batch(self, size: int) -> Examples:
+    def _random_batch(self, size: int) -> ExampleBatch:
         return self._kind.random_batch(self._config, size, self._request.example_tokens)
 
     def _step(self, task: Any, state: TrainState) -> Any:
@@ -170,7 +170,7 @@ class _Bench:
         for _ in range(steps):
             start = time.perf_counter()
             outcome = self._step(task, state)
-            synchronise(self._plan.device)
+            synchronize(self._plan.device)
             seconds.append(time.perf_counter() - start)
             losses.append(outcome.loss_sum / outcome.targets)
             tokens.append(outcome.tokens)
@@ -191,11 +191,11 @@ class _Bench:
         warnings: list[str] = []
         writer = SnapshotWriter(self._folder / "snapshots", 1, self._folder / "metrics.jsonl", warnings.append)
         weights, moments = state.weights(), state.optimizer.state_tensors()
-        writer.prepare(weights, moments)
-        writer.begin(1, weights, moments, {}, None)
+        writer.reserve_copies(weights, moments)
+        writer.submit(1, weights, moments, {}, None)
         writer.wait()
         start = time.perf_counter()
-        writer.begin(2, weights, moments, {}, None)
+        writer.submit(2, weights, moments, {}, None)
         waited = time.perf_counter() - start
         writer.wait()
         written = time.perf_counter() - start

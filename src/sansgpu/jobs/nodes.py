@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine.gloo_rate import Link
-from sansgpu.machine.memory import micro_batch_choices, micro_batches_each
+from sansgpu.machine.memory import micro_batch_choices, micro_batches_per_rank
 from sansgpu.train.reduce import BUCKET_BYTES
 
 # Backward's share of a forward and backward pass, measured as 0.47 to 0.61. It is not 2/3, because the loss computes
@@ -22,11 +22,11 @@ BACKWARD_SHARE = 0.5
 PAYLOAD_SHARE = 0.94
 # Hops of a step's small collectives, in units of N - 1: two sums (two all_gathers each) and one maximum (2 (N - 1)).
 SMALL_HOPS = 6
-PAYS = 1.25  # minimum speedup that justifies doubling the nodes
+MIN_SCALING = 1.25  # minimum speedup that justifies doubling the nodes
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """One node's part of a step."""
 
     nodes: int
@@ -35,7 +35,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardingLayout:
     """Communication that `training.sharding` adds to the gradient all-reduce."""
 
     weights: int  # bytes broadcast by the nodes that update them
@@ -45,7 +45,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Work:
+class NodeWork:
     """Compute and communication of one step."""
 
     pass_seconds: float  # fixed cost of a micro-batch
@@ -53,11 +53,11 @@ class Work:
     update_seconds: float
     gradients: int  # bytes to all-reduce after the last micro-batch
     last: int  # bytes of these that are ready only when backward ends (the embedding's)
-    spread: Spread | None = None  # None without sharding
+    spread: ShardingLayout | None = None  # None without sharding
 
 
 @dataclass(frozen=True)
-class Step:
+class NodeStep:
     """Duration of a step's parts in seconds."""
 
     compute: float
@@ -85,21 +85,21 @@ def link_of(bits_per_second: float, latency_seconds: float, gloo: Link) -> Link:
     return Link(min(network, gloo.bytes_per_second), latency_seconds + gloo.hop_seconds)
 
 
-def share_of(training: TrainingConfig, window: int, most: int, nodes: int) -> Share:
+def share_of(training: TrainingConfig, window: int, most: int, nodes: int) -> NodeShare:
     """Returns a node's share, in the largest allowed micro-batches of up to `most` examples."""
     choices = micro_batch_choices(training, window, nodes)
     size = max((size for size in choices if size <= most), default=choices[0])
-    return Share(nodes, size, micro_batches_each(training, size, nodes))
+    return NodeShare(nodes, size, micro_batches_per_rank(training, size, nodes))
 
 
-def step_of(work: Work, share: Share, link: Link) -> Step:
+def step_of(work: NodeWork, share: NodeShare, link: Link) -> NodeStep:
     spread, nodes = work.spread, share.nodes
     one_pass = work.pass_seconds + share.micro_batch * work.example_seconds
     update = work.update_seconds / (nodes if spread else 1)
     sizes = buckets(work.gradients, work.last)
     sending = sum(ring_seconds(size, nodes, link) for size in sizes)
     exposed = exposed_seconds(sizes, nodes, link, BACKWARD_SHARE * one_pass)
-    return Step(
+    return NodeStep(
         compute=share.pieces * one_pass + update,
         gradients=sending,
         hidden=max(0.0, sending - exposed),
@@ -140,7 +140,7 @@ def pays_until(seconds: dict[int, float]) -> int:
     """Returns the node count up to which every doubling pays, given step seconds on 1, 2, 4, ... nodes."""
     counts = sorted(seconds)
     for fewer, more in pairwise(counts):
-        if seconds[fewer] < PAYS * seconds[more]:
+        if seconds[fewer] < MIN_SCALING * seconds[more]:
             return fewer
     return counts[-1]
 
@@ -153,7 +153,7 @@ def critical_batch_tokens(loss: float) -> float:
     return 2.1e8 * math.pow(loss, -4.76)
 
 
-def _spread_seconds(spread: Spread, share: Share, link: Link) -> float:
+def _spread_seconds(spread: ShardingLayout, share: NodeShare, link: Link) -> float:
     """Returns the duration of the communication that sharding adds to a step.
 
     Updated weights are broadcast down gloo's binary tree. With sharding full, weights are all-gathered over a ring for

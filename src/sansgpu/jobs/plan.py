@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import PRESETS, ConfigError, load_config
-from sansgpu.data.shards import Progress
+from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.fitting import changes_that_fit
 from sansgpu.jobs.forecast import execution, forecast_of, length_of
 from sansgpu.jobs.plan_nodes import Cluster, plan_nodes, require_examples
-from sansgpu.jobs.prepare import Prepared, Warn, prepare, silent
+from sansgpu.jobs.prepare import Prepared, Warn, ignore_message, prepare
 from sansgpu.machine.probe import isa, total_memory
-from sansgpu.machine.remembered import remembered
+from sansgpu.machine.remembered import cached_measurement
 from sansgpu.machine.roofline import Roofline, measure_roofline
 from sansgpu.tasks import task_of
 from sansgpu.train.forecast import done_at
-from sansgpu.train.schedule import UNKNOWN
+from sansgpu.train.schedule import UNKNOWN_STEPS
 
 Result = dict[str, Any]
 
@@ -27,7 +27,7 @@ OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann e
 
 
 def plan(
-    file: Path | None, overrides: Sequence[str], progress: Progress, warn: Warn, cluster: Cluster | None = None
+    file: Path | None, overrides: Sequence[str], progress: ReportProgress, warn: Warn, cluster: Cluster | None = None
 ) -> Result:
     """Returns the plan that `plan --json` prints, with `cluster` also for its nodes. Raises ConfigError."""
     config, notes = load_config(file, overrides)
@@ -36,7 +36,7 @@ def plan(
     if cluster:
         require_examples(cluster, config)
     prepared = prepare(config, None, progress, warn, "report", data="wanted", timed="always")
-    if cluster and prepared.total_steps == UNKNOWN and not config.training.time_limited:
+    if cluster and prepared.total_steps == UNKNOWN_STEPS and not config.training.time_limited:
         raise ConfigError("--nodes compares whole runs, but the length of an epoch is unknown; set training.max_steps.")
     result = plan_prepared(prepared)
     return {**result, "cluster": plan_nodes(prepared, cluster)} if cluster else result
@@ -55,7 +55,9 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
     for name in PRESETS:
         config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])
         task = task_of(config)
-        prepared = prepare(task.with_vocabulary(config), None, silent, warn, "report", data="unread", timed="always")
+        prepared = prepare(
+            task.with_vocabulary(config), None, ignore_message, warn, "report", data="unread", timed="always"
+        )
         row = {"preset": name, **_described(prepared), **_time(prepared)}
         frugal = prepared.config.model.model_copy(update={"gradient_checkpointing": True})
         smallest = replace(execution(prepared), micro_batch=1)
@@ -96,7 +98,7 @@ def roofline_of(prepared: Prepared) -> Roofline:
         "threads": machine.threads,
         "isa": isa(),
     }
-    answer = remembered(
+    answer = cached_measurement(
         machine.cache, question, lambda: vars(measure_roofline(tokens, shapes, head, machine.precision))
     )
     return Roofline(**answer)
@@ -134,7 +136,7 @@ def _time(prepared: Prepared) -> Result:
         "total_tokens", "epochs", "total_seconds", "finish",
     )  # fmt: skip
     result: Result = dict.fromkeys(keys)
-    steps: int | None = None if prepared.total_steps == UNKNOWN else prepared.total_steps
+    steps: int | None = None if prepared.total_steps == UNKNOWN_STEPS else prepared.total_steps
     if prepared.timing is not None:
         forecast = forecast_of(prepared)
         result["step_seconds"] = forecast.step_seconds

@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.jobs.fitting import OUTSIDE_BLOCKS, fits, memory_of
+from sansgpu.jobs.fitting import OUTSIDE_BLOCKS, estimate_memory, fits
 from sansgpu.jobs.forecast import execution, forecast_of, length_of
 from sansgpu.jobs.nodes import (
-    PAYS,
-    Share,
-    Spread,
-    Step,
-    Work,
+    MIN_SCALING,
+    NodeShare,
+    NodeStep,
+    NodeWork,
+    ShardingLayout,
     critical_batch_tokens,
     link_of,
     pays_until,
     share_of,
     step_of,
 )
-from sansgpu.jobs.prepare import Prepared, prepare, silent
+from sansgpu.jobs.prepare import Prepared, ignore_message, prepare
 from sansgpu.machine.gloo_rate import Link, measure_gloo
 from sansgpu.machine.memory import Memory, effective_batch
-from sansgpu.machine.remembered import remembered
+from sansgpu.machine.remembered import cached_measurement
 from sansgpu.models.costing import COMPUTE, FULL
 from sansgpu.tasks import task_of
 from sansgpu.tasks.pretrain import TextCorpus
@@ -79,7 +79,7 @@ def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
         )
     gloo, most = _gloo(prepared), effective_batch(prepared.config.training)
     link = link_of(cluster.bits_per_second, cluster.latency_seconds, gloo)
-    run = _Run(prepared, cluster, link, _work(prepared, prepared.timing))
+    run = _ClusterRun(prepared, cluster, link, _work(prepared, prepared.timing))
     curve = [run.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
     seconds = {row["nodes"]: row["step_seconds"] for row in curve}
     here, step = run.row(cluster.nodes), run.step(cluster.nodes)
@@ -97,7 +97,7 @@ def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
         "finish": done_at(here["total_seconds"]),
         "memory_bytes": run.memory(cluster.nodes).to_json(),
         "most_nodes": most,
-        "pays": PAYS,
+        "pays": MIN_SCALING,
         "pays_until": pays_until(seconds),
         "fastest_nodes": min(seconds, key=lambda nodes: seconds[nodes]),
         "grown_batch": run.grown(cluster.nodes),
@@ -107,13 +107,13 @@ def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ClusterRun:
     """A prepared run on a variable number of nodes."""
 
     prepared: Prepared
     cluster: Cluster
     link: Link
-    work: Work
+    work: NodeWork
 
     def row(self, nodes: int) -> Result:
         prepared, price = self.prepared, self.cluster.price
@@ -142,20 +142,20 @@ class _Run:
             "efficiency": self.step(1).seconds / step.seconds,
         }
 
-    def step(self, nodes: int) -> Step:
+    def step(self, nodes: int) -> NodeStep:
         return step_of(self.work, self._share(nodes), self.link)
 
     def memory(self, nodes: int) -> Memory:
         how, share = execution(self.prepared), self._share(nodes)
         how = replace(how, world_size=nodes, micro_batch=share.micro_batch)
-        return memory_of(task_of(self.prepared.config), self.prepared.config, how)
+        return estimate_memory(task_of(self.prepared.config), self.prepared.config, how)
 
-    def _share(self, nodes: int) -> Share:
+    def _share(self, nodes: int) -> NodeShare:
         config = self.prepared.config
         return share_of(config.training, config.window, self.prepared.environment.micro_batch, nodes)
 
 
-def _work(prepared: Prepared, timing: Timing) -> Work:
+def _work(prepared: Prepared, timing: Timing) -> NodeWork:
     """Returns a step's work in seconds and bytes. Pass times are linear between batch size 1 and the timed one."""
     config, training = prepared.config, prepared.config.training
     parts, layers = task_of(config).parameters(config), task_of(config).layers(config)
@@ -165,8 +165,8 @@ def _work(prepared: Prepared, timing: Timing) -> Work:
     sharded = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
     trained = parts.get("adapter", sum(parts.values())) - sharded
     sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.environment.precision]  # bytes per number
-    spread = Spread(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
-    return Work(
+    spread = ShardingLayout(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
+    return NodeWork(
         pass_seconds=whole - timing.micro_batch * example,
         example_seconds=example,
         update_seconds=timing.step_seconds(layers, accumulation=0),
@@ -184,14 +184,14 @@ def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
         f"training.precision={prepared.machine.precision}",
     )
     changed = change_config(prepared.config, settings)
-    return prepare(changed, None, silent, silent, "report", data="wanted", timed="always").timing
+    return prepare(changed, None, ignore_message, ignore_message, "report", data="wanted", timed="always").timing
 
 
 def _gloo(prepared: Prepared) -> Link:
     """Returns gloo's speed at this run's bucket size and dtype. Measured once and then read from the cache."""
     dtype = "bfloat16" if prepared.config.training.gradient_reduction == "bf16" else "float32"
     question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": prepared.environment.torch}
-    answer = remembered(prepared.machine.cache, question, lambda: vars(measure_gloo(BUCKET_BYTES, dtype)))
+    answer = cached_measurement(prepared.machine.cache, question, lambda: vars(measure_gloo(BUCKET_BYTES, dtype)))
     return Link(**answer)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sansgpu.config import Config, SansGPUError
-from sansgpu.jobs.fitting import MARGIN, memory_of
+from sansgpu.jobs.fitting import MARGIN, estimate_memory
 from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
 from sansgpu.machine.memory import Execution, effective_batch, micro_batch_choices
 from sansgpu.tasks import task_of
@@ -23,7 +23,7 @@ BYTES_PER_PARAMETER = 12  # in a snapshot: weight and two moments in fp32
 
 
 @dataclass(frozen=True)
-class Needs:
+class PodNeeds:
     """Estimated needs of one process of a run."""
 
     memory: int  # bytes with the smallest micro-batch; 0 if the model is unknown
@@ -41,7 +41,7 @@ class Needs:
         return ROUND_SECONDS * math.ceil(seconds / ROUND_SECONDS)
 
 
-def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> Needs:
+def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> PodNeeds:
     tokens = effective_batch(config.training) * config.window / world_size
     rate = threads * EAGER_FLOPS_PER_SECOND["fp32"]
     try:
@@ -58,12 +58,12 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
             optimizer=choose_optimizer(training.optimizer, work.needed, work.muon),
             world_size=world_size,
         )
-        memory = memory_of(task, config, how).least
-        snapshot = memory_of(task, config, replace(how, world_size=1)).snapshot  # written whole even if sharded
+        memory = estimate_memory(task, config, how).least
+        snapshot = estimate_memory(task, config, replace(how, world_size=1)).snapshot  # written whole even if sharded
     except SansGPUError as error:  # the model is on the claim, or on a Hub that cannot be reached from here
         warn(
             f"{str(error).rstrip('.')}; the grace period of pods assumes a model of "
             f"{ASSUMED_PARAMETERS / 1e9:.0f}B parameters."
         )
-        return Needs(0, ASSUMED_PARAMETERS * BYTES_PER_PARAMETER, 6 * ASSUMED_PARAMETERS * tokens / rate)
-    return Needs(memory, snapshot, work.needed / rate)
+        return PodNeeds(0, ASSUMED_PARAMETERS * BYTES_PER_PARAMETER, 6 * ASSUMED_PARAMETERS * tokens / rate)
+    return PodNeeds(memory, snapshot, work.needed / rate)

@@ -9,7 +9,7 @@ from sansgpu.config import ConfigError
 from sansgpu.data.questions import Question
 from sansgpu.jobs.fine_tuned import load_fine_tuned
 from sansgpu.machine.probe import resolve_device
-from sansgpu.tasks.qa import AnswerReader, QAObjective, asked_of
+from sansgpu.tasks.qa import QAEvaluator, QAObjective, tokenize_questions
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 
@@ -33,11 +33,13 @@ def predict(
         raise ConfigError("--question and --context must not be empty.")
     loaded = load_fine_tuned(target, "qa", snapshot, warn, remote_code)
     assert isinstance(loaded.objective, QAObjective)
-    examples = asked_of([Question("question", question, context, (), impossible=True)], loaded.config, loaded.tokenizer)
+    examples = tokenize_questions(
+        [Question("question", question, context, (), impossible=True)], loaded.config, loaded.tokenizer
+    )
     data = loaded.config.data
     if null_answers is not None:
         data = data.model_copy(update={"null_answers": null_answers})
-    reader = AnswerReader(loaded.objective, examples, data)
+    reader = QAEvaluator(loaded.objective, examples, data)
     evaluate(reader, StepPlan(WINDOWS, resolve_device(loaded.config.training), "fp32"))
     answer = reader.answers["question"]
     chosen = answer.chosen

@@ -11,35 +11,41 @@ from typing import Any, Literal
 
 import torch
 
-from sansgpu.config import RAGGED, Config, ConfigError, TrainingConfig, UnreachableError
+from sansgpu.config import VARIABLE_LENGTH, Config, ConfigError, TrainingConfig, UnreachableError
 from sansgpu.data.order import steps_per_epoch
-from sansgpu.data.shards import Progress
-from sansgpu.jobs.fitting import Shortage, fits, fitting_micro_batches, memory_of
+from sansgpu.data.shards import ReportProgress
+from sansgpu.jobs.fitting import Shortage, estimate_memory, fits, fitting_micro_batches
 from sansgpu.jobs.kernels import load_kernels
 from sansgpu.kernels import native
-from sansgpu.machine.allocator import give_back_memory, keep_freed_memory
-from sansgpu.machine.compilation import is_long, is_long_time, keep_compiled, missing_for_compile, resolve_compile
+from sansgpu.machine.allocator import keep_freed_memory, trim_memory
+from sansgpu.machine.compilation import (
+    compile_pays_off,
+    keep_compiled,
+    missing_compiler,
+    resolve_compile,
+    saves_compile_time,
+)
 from sansgpu.machine.compiled import compiled_cache
-from sansgpu.machine.group import ALONE, Group
-from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batches_each, usual_micro_batch
+from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batches_per_rank, usual_micro_batch
 from sansgpu.machine.probe import (
     Environment,
     cache_dir,
     isa,
     limit_tokenizer_threads,
     memory_for_run,
+    pin_cores,
     resolve_device,
     resolve_precision,
-    take_cores,
 )
-from sansgpu.machine.remembered import remembered
+from sansgpu.machine.remembered import cached_measurement
 from sansgpu.machine.vector_math import choose_vector_math
 from sansgpu.tasks import Corpus, TaskKind, task_of
 from sansgpu.train.budget import finish_time
 from sansgpu.train.calibrate import LONG, Timing, measure
-from sansgpu.train.evaluate import evaluated_share
+from sansgpu.train.evaluate import eval_token_ratio
 from sansgpu.train.optim import choose_optimizer
-from sansgpu.train.schedule import UNKNOWN, total_steps
+from sansgpu.train.schedule import UNKNOWN_STEPS, total_steps
 from sansgpu.train.step import StepPlan
 
 Warn = Callable[[str], None]
@@ -72,13 +78,13 @@ class Prepared:
     memory: Memory
     fits: bool
     timing: Timing | None  # None if no steps were timed
-    group: Group = ALONE
+    group: Group = SINGLE_PROCESS
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per step on each rank."""
         environment = self.environment
-        return micro_batches_each(self.config.training, environment.micro_batch, environment.world_size)
+        return micro_batches_per_rank(self.config.training, environment.micro_batch, environment.world_size)
 
     @property
     def example_tokens(self) -> float:
@@ -105,11 +111,11 @@ class Prepared:
         return corpus.train_tokens / steps
 
     @property
-    def evaluated_share(self) -> float:
+    def eval_token_ratio(self) -> float:
         """Ratio of an evaluation's tokens to a step's tokens."""
         corpus: Corpus | None = self.corpus
         tokens, size = corpus.validation_tokens if corpus else 0, self.environment.micro_batch
-        return evaluated_share(self.config.training, tokens, self.example_tokens, size)
+        return eval_token_ratio(self.config.training, tokens, self.example_tokens, size)
 
     @property
     def step_plan(self) -> StepPlan:
@@ -128,7 +134,7 @@ class Prepared:
             "world_size": self.environment.world_size,
             "window": self.config.window,
             "tokens_per_step": self.tokens_per_step,
-            "total_steps": None if self.total_steps == UNKNOWN else self.total_steps,
+            "total_steps": None if self.total_steps == UNKNOWN_STEPS else self.total_steps,
             "max_hours": training.max_hours,
             "until": training.until,
             "train_tokens": corpus.train_tokens if corpus else None,
@@ -140,11 +146,11 @@ class Prepared:
         }
 
 
-def silent(*arguments: object) -> None:
+def ignore_message(*arguments: object) -> None:
     """Ignores its arguments. Used as a progress or warning callback."""
 
 
-def set_up(config: Config, before: Environment | None, warn: Warn, group: Group = ALONE) -> Machine:
+def set_up(config: Config, before: Environment | None, warn: Warn, group: Group = SINGLE_PROCESS) -> Machine:
     """Configures threads and memory allocation of this process and loads the kernels.
 
     On resume, `before` is the recorded environment, and automatic choices repeat it.
@@ -153,7 +159,7 @@ def set_up(config: Config, before: Environment | None, warn: Warn, group: Group 
     device = resolve_device(training)
     if device.type == "cuda" and group.size > 1:
         device = _gpu_of_rank(training, group)
-    threads = take_cores(group, training, warn)
+    threads = pin_cores(group, training, warn)
     recorded = before.threads if before and before.world_size == group.size else None
     torch.set_num_threads(_recorded_or(recorded, threads, training.threads))
     torch.set_flush_denormal(True)
@@ -170,22 +176,22 @@ def set_up(config: Config, before: Environment | None, warn: Warn, group: Group 
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, compiled, device, warn)
     if kernels == "native":
-        native.keep_blocks(varying=config.kind in RAGGED)
+        native.keep_blocks(varying=config.kind in VARIABLE_LENGTH)
     precision = before.precision if before and training.wanted_precision == "auto" else None
-    precision = group.decide(lambda: precision or resolve_precision(training, device))
-    share = memory_for_run(device, len(group.local))
-    return Machine(device, torch.get_num_threads(), kernels, precision, min(group.gather(share)), cache)
+    precision = group.broadcast_object(lambda: precision or resolve_precision(training, device))
+    share = memory_for_run(device, len(group.local_rank))
+    return Machine(device, torch.get_num_threads(), kernels, precision, min(group.all_gather_object(share)), cache)
 
 
 def prepare(
     config: Config,
     before: Environment | None,
-    progress: Progress,
+    progress: ReportProgress,
     warn: Warn,
     shortage: Shortage = "refuse",
     data: Data = "needed",
     timed: Timed = "if useful",
-    group: Group = ALONE,
+    group: Group = SINGLE_PROCESS,
 ) -> Prepared:
     """Prepares the data and makes every automatic choice. Raises ConfigError before any work that would be lost.
 
@@ -196,17 +202,17 @@ def prepare(
     _require_share(config, group.size)
     machine = set_up(config, before, warn, group)
     task = task_of(config)
-    leads = group.rank == group.local[0]
+    leads = group.rank == group.local_rank[0]
     if not leads:
-        group.gather(None)  # wait until the first process on each machine has filled the cache
+        group.all_gather_object(None)  # wait until the first process on each machine has filled the cache
     config, corpus = (config, None) if data == "unread" else _data(config, machine, progress, warn, data)
     if leads:
-        group.gather(None)
+        group.all_gather_object(None)
     example_tokens = corpus.example_tokens if corpus else config.window
     config, steps, long = _with_length(config, machine, corpus)
     training = config.training
-    long, compiled = group.decide(lambda: (long, resolve_compile(training, long, machine.device.type)))
-    if machine.device.type == "cpu" and training.compile == "auto" and (missing := missing_for_compile()):
+    long, compiled = group.broadcast_object(lambda: (long, resolve_compile(training, long, machine.device.type)))
+    if machine.device.type == "cpu" and training.compile == "auto" and (missing := missing_compiler()):
         warn(f"steps are slower because nothing is compiled: {missing} is missing; install it.")
     elif before and training.compile == "auto":
         compiled = before.compile
@@ -221,7 +227,7 @@ def prepare(
         compile="off" if compiled == "measure" else compiled,
         kernels=machine.kernels,
         optimizer=training.optimizer,
-        most_tokens=corpus.most_tokens if corpus else None,
+        max_tokens=corpus.most_tokens if corpus else None,
         world_size=group.size,
     )
     sizes = fitting_micro_batches(task, config, how, machine.available, shortage, warn)
@@ -232,14 +238,14 @@ def prepare(
     timing = None
     pays = timed == "always" or (timed != "never" and (len(sizes) > 1 or compiled == "measure"))
     if pays and _trial_fits(config, replace(how, micro_batch=sizes[0]), machine.available):
-        whole = fits(memory_of(task, config, replace(how, micro_batch=sizes[-1])), machine.available)
+        whole = fits(estimate_memory(task, config, replace(how, micro_batch=sizes[-1])), machine.available)
         tokens = math.ceil(example_tokens)
-        answer = group.decide(lambda: _measured(config, machine, sizes, compiled, whole, tokens))
+        answer = group.broadcast_object(lambda: _measured(config, machine, sizes, compiled, whole, tokens))
         timing = Timing(**answer)
     how = replace(how, micro_batch=sizes[0])
     if timing:
         how = replace(how, micro_batch=timing.micro_batch, compile=timing.compile)
-    memory = memory_of(task, config, how)
+    memory = estimate_memory(task, config, how)
     environment = _environment(machine, how)
     fitting = fits(memory, machine.available)
     return Prepared(config, machine, environment, corpus, steps, memory, fitting, timing, group)
@@ -256,9 +262,9 @@ def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tup
         steps = total_steps(training, steps_per_epoch(corpus.train_examples, effective), corpus.train_tokens)
     else:
         without = training.model_copy(update={"num_epochs": None})
-        steps = total_steps(without, UNKNOWN, UNKNOWN * tokens_per_step)
-    long = is_long(work.needed * steps, machine.precision, machine.threads)
-    return config, steps, long and is_long_time(seconds_allowed(config))
+        steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
+    long = compile_pays_off(work.needed * steps, machine.precision, machine.threads)
+    return config, steps, long and saves_compile_time(seconds_allowed(config))
 
 
 def _environment(machine: Machine, how: Execution) -> Environment:
@@ -284,7 +290,9 @@ def _with_finish(config: Config) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"until": finish})})
 
 
-def _data(config: Config, machine: Machine, progress: Progress, warn: Warn, data: Data) -> tuple[Config, Corpus | None]:
+def _data(
+    config: Config, machine: Machine, progress: ReportProgress, warn: Warn, data: Data
+) -> tuple[Config, Corpus | None]:
     task, training = task_of(config), config.training
     try:
         config, corpus = task.prepare(config, machine.cache, progress)
@@ -315,9 +323,9 @@ def seconds_allowed(config: Config) -> float:
 
 def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
     """Returns this local rank's GPU. Raises ConfigError if there are fewer GPUs than processes, or with sharding."""
-    local_rank, count = group.local.index(group.rank), torch.cuda.device_count()
-    if len(group.local) > count:
-        raise ConfigError(f"{len(group.local)} processes share {count} GPUs; start one process per GPU.")
+    local_rank, count = group.local_rank.index(group.rank), torch.cuda.device_count()
+    if len(group.local_rank) > count:
+        raise ConfigError(f"{len(group.local_rank)} processes share {count} GPUs; start one process per GPU.")
     if training.sharding != "none":
         raise ConfigError(
             f"training.sharding {training.sharding} works on CPUs only; set it to none, or set device to cpu."
@@ -359,14 +367,14 @@ def _measured(
     def ask() -> dict[str, Any]:
         return measure(task, config, plan, sizes, compiled, whole, tokens).to_json()
 
-    answer = remembered(machine.cache, question, ask)
-    give_back_memory()  # frees what the trials allocated
+    answer = cached_measurement(machine.cache, question, ask)
+    trim_memory()  # frees what the trials allocated
     return answer
 
 
 def _trial_fits(config: Config, how: Execution, available: int) -> bool:
     """Returns whether the timed model fits into memory. It has only a few of the layers."""
-    return fits(memory_of(task_of(config), config, how, LONG), available)
+    return fits(estimate_memory(task_of(config), config, how, LONG), available)
 
 
 def _resumed_micro_batch(
@@ -375,7 +383,7 @@ def _resumed_micro_batch(
     """Returns the recorded micro-batch, or the largest one below it that fits this machine's memory and share."""
     if how.world_size > 1:
         return max((size for size in sizes if size <= recorded), default=min(sizes))
-    if fits(memory_of(task, config, replace(how, micro_batch=recorded)), available):
+    if fits(estimate_memory(task, config, replace(how, micro_batch=recorded)), available):
         return recorded
     size = max((size for size in sizes if size <= recorded), default=min(sizes))
     if size != recorded:

@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.data.shards import Progress
+from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.forecast import forecast_of
 from sansgpu.jobs.plan import plan_prepared, roofline_of, step_limits
-from sansgpu.jobs.prepare import Prepared, Warn, prepare, silent
-from sansgpu.machine.compilation import is_long_time, missing_for_compile
+from sansgpu.jobs.prepare import Prepared, Warn, ignore_message, prepare
+from sansgpu.machine.compilation import missing_compiler, saves_compile_time
 from sansgpu.tasks import Corpus, task_of
-from sansgpu.train.scaling_law import MOST_EPOCHS, expected_bits_per_byte
+from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 from sansgpu.watch.files import write_text
 from sansgpu.watch.outputs import require_file
 
@@ -40,7 +40,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ProposedRun:
     """A model size with the loss that it is expected to reach."""
 
     config: Config
@@ -56,7 +56,7 @@ def propose(
     data: str,
     overrides: Sequence[str],
     output: Path,
-    progress: Progress,
+    progress: ReportProgress,
     warn: Warn,
     say: Callable[[str], None],
 ) -> Result:
@@ -95,7 +95,7 @@ def propose(
     return {**plan_prepared(prepared), "candidates": rows, "file": str(output)}
 
 
-def _base(data: str, overrides: Sequence[str], progress: Progress, warn: Warn) -> Prepared:
+def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: Warn) -> Prepared:
     """Prepares the data with a vocabulary size that suits it."""
     file = Path(data).expanduser()
     size = file.stat().st_size if file.is_file() else DEFAULT_TEXT_BYTES
@@ -125,10 +125,12 @@ def _shape(base: Prepared, width: int) -> Config:
 def _prepared(config: Config, hours: float, timed: bool) -> Prepared:
     """Prepares a run of this many hours, without reading the data again."""
     settings = [f"training.max_hours={hours}"]
-    if is_long_time(hours * 3600) and missing_for_compile() is None:
+    if saves_compile_time(hours * 3600) and missing_compiler() is None:
         settings.append("training.compile='on'")
     changed = change_config(config, settings)
-    return prepare(changed, None, silent, silent, "report", data="unread", timed="always" if timed else "never")
+    return prepare(
+        changed, None, ignore_message, ignore_message, "report", data="unread", timed="always" if timed else "never"
+    )
 
 
 def _measured_efficiency(base: Prepared, width: int, hours: float) -> float:
@@ -143,16 +145,16 @@ def _limit_seconds(prepared: Prepared) -> float:
     return sum(step_limits(prepared, roofline_of(prepared)).values())
 
 
-def _candidate(base: Prepared, width: int, hours: float, efficiencies: list[tuple[int, float]]) -> Candidate | None:
+def _candidate(base: Prepared, width: int, hours: float, efficiencies: list[tuple[int, float]]) -> ProposedRun | None:
     config = _shape(base, width)
     prepared = _prepared(config, hours, timed=False)
     if not prepared.fits:
         return None
     unique = base.corpus.train_tokens
     speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, efficiencies)
-    tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MOST_EPOCHS * unique)
+    tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MAX_EPOCHS * unique)
     parameters = sum(task_of(config).parameters(config).values())
-    return Candidate(
+    return ProposedRun(
         config, parameters, speed, tokens, tokens / unique, expected_bits_per_byte(parameters, tokens, unique)
     )
 
@@ -166,7 +168,7 @@ def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
     return efficiencies[-1][1]
 
 
-def _with_length(best: Candidate, hours: float) -> Config:
+def _with_length(best: ProposedRun, hours: float) -> Config:
     window = best.config.window
     batch = BATCH_TOKENS * 2 ** round(math.log2(max(1.0, (best.tokens / BATCH_REFERENCE_TOKENS) ** 0.5)))
     batch = min(batch, MAX_BATCH_TOKENS)
@@ -174,7 +176,7 @@ def _with_length(best: Candidate, hours: float) -> Config:
     settings = (
         f"training.gradient_accumulation_steps={batch // window}",
         f"training.max_hours={hours}",
-        f"training.num_epochs={MOST_EPOCHS}",
+        f"training.num_epochs={MAX_EPOCHS}",
         f"training.warmup_steps={max(10, min(200, round(steps / 20)))}",
         f"training.eval_steps={max(1, round(steps / EVALUATIONS))}",
         f"training.save_steps={max(1, round(steps / SNAPSHOTS))}",
@@ -182,7 +184,7 @@ def _with_length(best: Candidate, hours: float) -> Config:
     return change_config(best.config, settings)
 
 
-def _write(config: Config, output: Path, best: Candidate, corpus: Corpus) -> None:
+def _write(config: Config, output: Path, best: ProposedRun, corpus: Corpus) -> None:
     values = config.model_dump(mode="json", exclude_defaults=True)
     head = (
         f"# Best configuration for {config.training.max_hours:g} hours of training on {config.data.dataset_name}:\n"

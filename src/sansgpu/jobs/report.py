@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
-from sansgpu.jobs.runs import is_held, require_run
+from sansgpu.jobs.runs import is_locked, require_run
 from sansgpu.watch.files import write_text
 from sansgpu.watch.model_card import model_card
-from sansgpu.watch.outputs import PAGE, README, add_text, filled_folder, require_file, require_folder
+from sansgpu.watch.outputs import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
 from sansgpu.watch.paper_plots import write_plots
-from sansgpu.watch.record import Record
+from sansgpu.watch.record import RunRecord
 from sansgpu.watch.run_report import default_file, run_plots, run_report
 
 FORMS = ("html", "png", "svg")
@@ -26,7 +26,7 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
     """
     if form not in FORMS:
         raise ConfigError(f"--format is {form}, but must be one of {', '.join(FORMS)}.")
-    records = [Record.open(folder) for folder in dict.fromkeys(runs)]
+    records = [RunRecord.open(folder) for folder in dict.fromkeys(runs)]
     for problem in (record.problem for record in records if record.problem):
         warn(problem)
     target = output or default_file(records, form)
@@ -41,33 +41,33 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
             drawn = [plot for _, plots in run_plots(records) for plot in plots]
             if not drawn:
                 raise ConfigError(f"{' '.join(map(str, runs))} has no steps to plot yet; train first.")
-            with filled_folder(target, "plots") as new:
+            with replace_folder(target, "plots") as new:
                 names = [path.name for path in write_plots(drawn, new, form)]
             return [target / name for name in names]
-        write_text(target, run_report(records, [is_held(record.paths) for record in records]))
+        write_text(target, run_report(records, [is_locked(record.paths) for record in records]))
     except OSError as error:
         raise SansGPUError(f"{target} cannot be written: {error.strerror}; choose another --output.") from None
     return [target]
 
 
-def leave_behind(paths: RunPaths, warn: Callable[[str], None]) -> None:
+def write_run_report(paths: RunPaths, warn: Callable[[str], None]) -> None:
     """Writes report.html and the model card at the end of a run. Failures become warnings."""
     with _warned(f"the report of {paths.root}", warn):
-        record = Record.read(paths)
-        if record.ending != "interrupted":
-            leave_card(paths.root, paths.final, None, warn)
+        record = RunRecord.read(paths)
+        if record.end_reason != "interrupted":
+            write_model_card(paths.root, paths.final, None, warn)
         require_file(paths.report, PAGE)
         write_text(paths.report, run_report([record], [False]))
 
 
-def leave_card(run: Path, folder: Path, step: int | None, warn: Callable[[str], None]) -> None:
+def write_model_card(run: Path, folder: Path, step: int | None, warn: Callable[[str], None]) -> None:
     """Writes the model card of a run's final model, or of the snapshot at `step`. Failures become warnings.
 
     Does not overwrite a card that was edited.
     """
     with _warned(f"the model card of {folder}", warn):
         adapter = (folder / "adapter_config.json").is_file()
-        if not add_text(folder, README, model_card(Record.open(run), step, adapter)):
+        if not write_into_folder(folder, README, model_card(RunRecord.open(run), step, adapter)):
             warn(f"{folder / README} was edited, so it is not overwritten; it may describe an earlier model.")
 
 

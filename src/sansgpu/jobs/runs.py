@@ -8,10 +8,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from sansgpu.config import ABANDONED, ConfigError, RunPaths
+from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
 from sansgpu.watch.outputs import require_folder
-from sansgpu.watch.record import Record
-from sansgpu.watch.results import changed, numbers, size_bytes
+from sansgpu.watch.record import RunRecord
+from sansgpu.watch.results import changed_settings, numbers, size_bytes
 
 Row = dict[str, Any]
 RUNS = Path("runs")  # default parent folder of runs
@@ -41,7 +41,7 @@ def run_folders(folder: Path) -> Iterator[Path]:
     except OSError:
         return
     for path in inside:
-        if not path.name.startswith((".", ABANDONED)):
+        if not path.name.startswith((".", ABANDONED_FOLDER)):
             yield from run_folders(path)
 
 
@@ -52,7 +52,7 @@ def require_run(run: Path) -> None:
     require_folder(run.resolve(), "run", "--output")
 
 
-def is_held(paths: RunPaths) -> bool:
+def is_locked(paths: RunPaths) -> bool:
     """Returns whether a process is training the run now."""
     if paths.lock.is_symlink() or not paths.lock.is_file():
         return False
@@ -71,9 +71,9 @@ def _row(found: Path, folder: Path) -> Row:
         row["name"] = str(found.relative_to(folder))
     try:
         row["size_bytes"] = size_bytes(found)
-        record = Record.open(found)
-        row |= {**numbers(record, is_held(record.paths)), "name": row["name"], "problem": record.problem}
-        moment = changed(record)
+        record = RunRecord.open(found)
+        row |= {**numbers(record, is_locked(record.paths)), "name": row["name"], "problem": record.problem}
+        moment = changed_settings(record)
         row["changed"] = moment.isoformat(timespec="seconds") if moment else None
     except (ConfigError, OSError) as error:
         row["problem"] = " ".join(str(error).split())

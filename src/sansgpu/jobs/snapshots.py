@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
-from sansgpu.jobs.claims import claim_run
+from sansgpu.jobs.claims import mark_run
 from sansgpu.jobs.folders import open_run, recorded_file
 from sansgpu.jobs.loading import run_snapshot
-from sansgpu.jobs.runs import is_held
-from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_moves, record_of
-from sansgpu.train.checkpoint import Snapshot, best_of, clear_leftovers, prune, snapshots
-from sansgpu.watch.files import make_folder, scratch
-from sansgpu.watch.jsonl import Metrics
+from sansgpu.jobs.runs import is_locked
+from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
+from sansgpu.train.checkpoint import Snapshot, best_snapshot, clear_leftovers, prune, snapshots
+from sansgpu.watch.files import make_folder, scratch_folder
+from sansgpu.watch.jsonl import MetricsFile
 from sansgpu.watch.marks import MARK, read_mark
-from sansgpu.watch.outputs import filled_folder, require_folder
+from sansgpu.watch.outputs import replace_folder, require_folder
 from sansgpu.watch.unmarked import is_unmarked
 
 
 def list_snapshots(run: Path) -> list[dict[str, Any]]:
     """Returns step, validation loss and size of every snapshot; abandoned branches come last."""
     _, paths = open_run(run)
-    best = best_of(snapshots(paths.snapshots))
+    best = best_snapshot(snapshots(paths.snapshots))
     found = all_snapshots(paths.snapshots)
     return [{**_row(snapshot, paths.snapshots), "best": snapshot == best} for snapshot in found]
 
@@ -65,15 +65,15 @@ def prune_snapshots(run: Path, keep_last: int | None, abandoned: bool = False) -
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"--keep-last {keep_last} would delete every snapshot; keep at least 1.")
     _, paths = open_run(run)
-    if not is_held(paths):  # a training process may still be writing what looks like leftovers
-        finish_moves(paths)
+    if not is_locked(paths):  # a training process may still be writing what looks like leftovers
+        finish_pending_moves(paths)
         clear_leftovers(paths.snapshots)
     deleted: list[str] = []
     for branch in branches(paths.snapshots) if abandoned else []:
         deleted += [_name(snapshot, paths.snapshots) for snapshot in branch.snapshots()]
         branch.delete()
     if keep_last is not None:
-        best = best_of(snapshots(paths.snapshots))
+        best = best_snapshot(snapshots(paths.snapshots))
         deleted += [s.folder.name for s in prune(paths.snapshots, keep_last, keep=(best.step,) if best else ())]
     return deleted
 
@@ -94,18 +94,18 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
     here = config.training.model_copy(update={"checkpoint_dir": None, "logging_dir": None})
     config = config.model_copy(update={"training": here})
     try:
-        best = best_of(ancestors(snapshot, paths.snapshots))
+        best = best_snapshot(ancestors(snapshot, paths.snapshots))
         make_folder(output.parent)
-        with scratch(output.parent, is_folder=True) as new:
+        with scratch_folder(output.parent, is_folder=True) as new:
             forked = RunPaths(new)
             for copied in {snapshot.step: snapshot, **({best.step: best} if best else {})}.values():
                 shutil.copytree(copied.folder, forked.snapshots / copied.folder.name)
-            with filled_folder(forked.tokenizer, "tokenizer") as tokenizer:
+            with replace_folder(forked.tokenizer, "tokenizer") as tokenizer:
                 shutil.copytree(paths.tokenizer, tokenizer, ignore=shutil.ignore_patterns(MARK), dirs_exist_ok=True)
             shutil.copy2(paths.environment, forked.environment)
             shutil.copy2(record_of(snapshot, paths), forked.metrics)
-            Metrics(forked.metrics, snapshot.step).close()
-            claim_run(forked, config)
+            MetricsFile(forked.metrics, snapshot.step).close()
+            mark_run(forked, config)
             save_config(config, forked.config)
             if output.exists():
                 for path in sorted(new.iterdir()):  # the mark first

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, SansGPUError, as_config
-from sansgpu.data.shards import Progress, build_tokenizer
+from sansgpu.data.shards import ReportProgress, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer
 from sansgpu.machine.probe import available_cores, cache_dir, limit_tokenizer_threads
-from sansgpu.watch.outputs import filled_folder, require_folder
+from sansgpu.watch.outputs import replace_folder, require_folder
 
 
-def train_tokenizer(source: str, vocab_size: int, sample_mb: int, output: Path, progress: Progress) -> dict[str, Any]:
+def train_tokenizer(
+    source: str, vocab_size: int, sample_mb: int, output: Path, progress: ReportProgress
+) -> dict[str, Any]:
     """Trains byte-level BPE on a source and writes a folder that AutoTokenizer loads."""
     if vocab_size < 257:
         raise ConfigError(
@@ -25,7 +27,7 @@ def train_tokenizer(source: str, vocab_size: int, sample_mb: int, output: Path, 
     data = as_config({"data": settings}, "the request").data
     tokenizer = build_tokenizer(data, open_sources(data).train, cache_dir(None), progress)
     try:
-        with filled_folder(output, "tokenizer") as new:
+        with replace_folder(output, "tokenizer") as new:
             tokenizer.save(new)
     except OSError as error:
         raise SansGPUError(f"{output} cannot be written: {error.strerror}; choose another --output.") from None

@@ -20,14 +20,14 @@ from sansgpu.config import (
     recorded_values,
     save_config,
 )
-from sansgpu.data.shards import Progress
-from sansgpu.jobs.claims import claim_elsewhere, claim_run, require_own_configuration, require_places
+from sansgpu.data.shards import ReportProgress
+from sansgpu.jobs.claims import mark_other_folders, mark_run, require_own_configuration, require_unclaimed_folders
 from sansgpu.jobs.fitting import Shortage
-from sansgpu.jobs.folders import held_run, open_output, recorded_file, require_allowed, run_paths, write_json
+from sansgpu.jobs.folders import lock_run, open_output, recorded_file, require_allowed, run_paths, write_json
 from sansgpu.jobs.prepare import Prepared, prepare
-from sansgpu.jobs.report import leave_behind
+from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.machine.group import Group, telling
+from sansgpu.machine.group import Group, reporting_failure
 from sansgpu.machine.joining import join, require_backend
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
@@ -35,16 +35,16 @@ from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_
 from sansgpu.machine.world import World
 from sansgpu.tasks import Task, task_of
 from sansgpu.train import Trainer
-from sansgpu.train.branches import finish_moves, go_on_from
+from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot, snapshots
-from sansgpu.train.loop import End
+from sansgpu.train.loop import TrainingResult
 from sansgpu.train.resume import recorded_environment
 from sansgpu.watch.boards import TensorBoard, WeightsAndBiases, require_boards
 from sansgpu.watch.controls import Controls
-from sansgpu.watch.events import Kept, Sink, Sinks, now
-from sansgpu.watch.files import whole_file
-from sansgpu.watch.jsonl import Metrics
-from sansgpu.watch.outputs import filled_folder
+from sansgpu.watch.events import EventBuffer, Sink, Sinks, now
+from sansgpu.watch.files import atomic_write
+from sansgpu.watch.jsonl import MetricsFile
+from sansgpu.watch.outputs import replace_folder
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TrainRequest:
 
 
 @dataclass(frozen=True)
-class Begun:
+class DryRun:
     """Result of a dry run: everything prepared up to the first step."""
 
     prepared: Prepared
@@ -74,7 +74,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class _Target:
+class _RunTarget:
     """Run folder, and on resume the snapshot to continue from."""
 
     folder: Path
@@ -83,7 +83,7 @@ class _Target:
     open_settings: tuple[str, ...]  # recorded values of keys that the configuration leaves to the data
 
 
-def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun | End:
+def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) -> DryRun | TrainingResult:
     """Trains, or with `dry_run` prepares everything and returns it. Raises ConfigError before any work is done.
 
     With several processes only rank 0 writes. An error on one rank ends all ranks with the same message.
@@ -92,8 +92,8 @@ def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun
     training, world = config.training, request.world
     require_backend(training.distributed_backend)
     group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
-    with telling(group), ExitStack() as locks:
-        kept, own_sinks = Kept(), sinks if group.first else []
+    with reporting_failure(group), ExitStack() as locks:
+        kept, own_sinks = EventBuffer(), sinks if group.is_main else []
         early = Sinks([*own_sinks, kept])
         for note in [*notes, *([world.note] if world.note else [])]:
             early.warn(note)
@@ -104,14 +104,14 @@ def train(request: TrainRequest, sinks: list[Sink], progress: Progress) -> Begun
         config = change_config(config, target.open_settings)
         require_boards(list(training.report_to))
         outcome = _train_in(target, config, request, group, sinks, early.warn, kept, progress)
-        group.leave()
+        group.shutdown()
         return outcome
 
 
 def _require_same(config: Config, group: Group) -> None:
     """Raises ConfigError if the ranks' configurations differ, because each would train another model."""
     ours = config.model_dump(mode="json")
-    first = group.decide(lambda: ours)
+    first = group.broadcast_object(lambda: ours)
     for section, values in ours.items():
         for key, value in values.items() if isinstance(values, dict) else ():
             if first[section][key] != value:
@@ -123,21 +123,21 @@ def _require_same(config: Config, group: Group) -> None:
 
 def _find_target(
     request: TrainRequest, config: Config, group: Group, warn: Callable[[str], None], locks: ExitStack
-) -> _Target:
+) -> _RunTarget:
     """Finds, creates and locks the run folder on rank 0. After a launcher's restart, resumes from the last snapshot."""
     resume = request.resume or ("latest" if group.restarted else None)
 
     def find() -> dict[str, Any]:
         folder = open_output(request.output_dir, request.config_file, resume, dry_run=request.dry_run)
         paths = run_paths(folder, config)
-        require_places(paths, bool(resume))
+        require_unclaimed_folders(paths, bool(resume))
         if not request.dry_run:
-            locks.enter_context(held_run(folder))
-            finish_moves(paths)
+            locks.enter_context(lock_run(folder))
+            finish_pending_moves(paths)
             clear_leftovers(paths.snapshots)
             if not resume and snapshots(paths.snapshots):
                 raise ConfigError(f"{paths.snapshots} contains another run's snapshots; choose another checkpoint_dir.")
-            claim_elsewhere(paths)
+            mark_other_folders(paths)
         snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
         if resume and snapshot is None:
             warn(f"{folder} has no snapshot yet; training starts from the first step.")
@@ -149,8 +149,8 @@ def _find_target(
             "open": [] if recorded is None else _open_settings(config, recorded),
         }
 
-    found = group.decide(find)
-    return _Target(
+    found = group.broadcast_object(find)
+    return _RunTarget(
         Path(found["folder"]),
         Snapshot(Path(found["snapshot"])) if found["snapshot"] else None,
         Environment(**found["before"]) if found["before"] else None,
@@ -169,19 +169,19 @@ def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
 
 
 def _train_in(
-    target: _Target,
+    target: _RunTarget,
     config: Config,
     request: TrainRequest,
     group: Group,
     sinks: list[Sink],
     warn: Callable[[str], None],
-    early: Kept,
-    progress: Progress,
-) -> Begun | End:
+    early: EventBuffer,
+    progress: ReportProgress,
+) -> DryRun | TrainingResult:
     paths = run_paths(target.folder, config)
     shortage: Shortage = "begin" if request.force else "refuse"
     prepared = prepare(config, target.before, progress, warn, shortage, group=group)
-    if group.first:
+    if group.is_main:
         _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
     task = task_of(config)(prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
@@ -189,7 +189,7 @@ def _train_in(
     if group.size > 1 and config.training.sharding == "full" and config.training.sample_tokens:
         warn("no text samples are generated, because with training.sharding full no process holds the whole model.")
     if request.dry_run:
-        return Begun(prepared, paths)
+        return DryRun(prepared, paths)
     return _run(prepared, paths, task, target.snapshot, request, sinks, early)
 
 
@@ -218,13 +218,13 @@ def _run(
     snapshot: Snapshot | None,
     request: TrainRequest,
     sinks: list[Sink],
-    early: Kept,
-) -> End:
+    early: EventBuffer,
+) -> TrainingResult:
     config, environment, plan = prepared.config, prepared.environment, prepared.step_plan
     if environment.compile == "on":
         task.compile(True)
     rate = gemm_flops_per_second(environment.precision, environment.device, environment.threads)
-    gemm = sum(prepared.group.gather(rate))
+    gemm = sum(prepared.group.all_gather_object(rate))
     trainer = Trainer(
         task,
         config,
@@ -235,31 +235,31 @@ def _run(
         gemm,
         prepared.total_steps,
         request.started,
-        prepared.evaluated_share,
+        prepared.eval_token_ratio,
         request.controls,
         request.monitor.mean,
     )
     if snapshot:
         trainer.resume(snapshot, request.strict)  # before any file of the old run is overwritten
-    if not prepared.group.first:
+    if not prepared.group.is_main:
         return trainer.train()
     resumed_from = snapshot.folder.name if snapshot else None
     if snapshot:
         snapshot = _make_newest(snapshot, paths, Sinks(sinks).warn)
     _write_run_files(prepared, paths, task)
     step = snapshot.step if snapshot else None
-    metrics = Metrics(paths.metrics, step)
+    metrics = MetricsFile(paths.metrics, step)
     trainer.sinks = Sinks([*sinks, metrics, *_boards(config, paths, step)])
     start = {"event": "start", "step": step or 0, "time": now(), "task": config.task, "output_dir": str(paths.root)}
     facts = {**prepared.facts(), **_environment_facts(environment), "gemm_flops_per_second": gemm}
     group = prepared.group
-    request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local])
+    request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local_rank])
     try:
         trainer.sinks.emit({**start, **facts, **({"resumed_from": resumed_from} if resumed_from else {})})
         for event in early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()
-        leave_behind(paths, partial(trainer.sinks.warn, cause="report"))
+        write_run_report(paths, partial(trainer.sinks.warn, cause="report"))
         return end
     finally:
         request.monitor.stop()
@@ -268,7 +268,7 @@ def _run(
 
 def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None]) -> Snapshot:
     """Moves snapshots of later steps to an abandoned branch, so that `snapshot` becomes the newest."""
-    newest, abandoned = go_on_from(snapshot, paths)
+    newest, abandoned = switch_to(snapshot, paths)
     for folder in abandoned:
         steps = [later.folder.name for later in snapshots(folder)]
         warn(
@@ -281,11 +281,11 @@ def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None
 
 def _write_run_files(prepared: Prepared, paths: RunPaths, task: Task) -> None:
     try:
-        claim_run(paths, prepared.config)
-        with whole_file(paths.config) as partial:
+        mark_run(paths, prepared.config)
+        with atomic_write(paths.config) as partial:
             save_config(prepared.config, partial)
         write_json(paths.environment, describe_machine(prepared.environment))
-        with filled_folder(paths.tokenizer, "tokenizer") as new:
+        with replace_folder(paths.tokenizer, "tokenizer") as new:
             task.save_tokenizer(new)
     except OSError as error:
         raise ConfigError(f"{paths.root} cannot be written: {error.strerror}; choose another --output-dir.") from None

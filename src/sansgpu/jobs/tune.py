@@ -26,21 +26,21 @@ from sansgpu.config import (
     load_space,
     measure_of,
 )
-from sansgpu.config.plain import FlawError, read_json
-from sansgpu.data.shards import Progress
+from sansgpu.config.plain import InvalidDataError, read_json
+from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.folders import require_writable
 from sansgpu.jobs.forecast import forecast_of, length_of
 from sansgpu.jobs.plan import plan_prepared
 from sansgpu.jobs.prepare import Warn, prepare
 from sansgpu.jobs.runs import RUNS
 from sansgpu.jobs.tune_result import result_of, write_files
-from sansgpu.jobs.tune_study import LOCK_SECONDS, Claimed, Study, require_same
+from sansgpu.jobs.tune_study import LOCK_SECONDS, ClaimedTrial, Study, require_same
 from sansgpu.jobs.tune_trial import Length, Outcome, TrialRun, chosen_config, trial_config
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.train.forecast import done_at
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.watch.files import write_text
-from sansgpu.watch.marks import Mark, write_mark
+from sansgpu.watch.marks import FolderMark, write_mark
 from sansgpu.watch.outputs import require_folder, require_no_links
 
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8  # per trial: with fewer than the first, pruning needs the second
@@ -74,7 +74,7 @@ class Interrupted:
     folder: Path
 
 
-def tune(request: TuneRequest, progress: Progress, show: Show, warn: Warn) -> Values | Interrupted:
+def tune(request: TuneRequest, progress: ReportProgress, show: Show, warn: Warn) -> Values | Interrupted:
     """Starts or resumes a search, and writes best.yaml, trials.csv and report.html.
 
     With `dry_run`, returns the space and the estimate. Raises ConfigError before any work is done, and SansGPUError if
@@ -140,7 +140,7 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
     return change_config(config, (f"training.threads={threads // request.workers}",))
 
 
-def _planned_length(config: Config, progress: Progress, warn: Warn) -> Length:
+def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Length:
     """Returns a trial's length, with its duration from a timing. Raises ConfigError if it does not fit into memory."""
     prepared = prepare(config, None, progress, warn, timed="always")
     plan = plan_prepared(prepared)
@@ -189,7 +189,7 @@ def _recorded_length(folder: Path, config: Config, space: Space) -> Length | Non
     if file.is_file():
         try:
             recorded = read_json(file, _RecordedSearch)
-        except (OSError, FlawError) as error:
+        except (OSError, InvalidDataError) as error:
             raise ConfigError(f"{file} cannot be read: {error}; choose another --output-dir.") from None
         require_same(folder, recorded, _identity(config, space))
         return Length(**{field.name: recorded["length"][field.name] for field in fields(Length)})
@@ -199,7 +199,7 @@ def _recorded_length(folder: Path, config: Config, space: Space) -> Length | Non
 def _record(folder: Path, config: Config, space: Space, length: Length) -> None:
     try:
         values = {**_identity(config, space), "length": length.to_json()}
-        write_mark(folder, Mark("search"))
+        write_mark(folder, FolderMark("search"))
         write_text(folder / "tune.json", json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
@@ -307,7 +307,7 @@ class _Search:
             if outcome.state == "failed":
                 self._raise_if_all_fail()
 
-    def _train(self, claimed: Claimed) -> Outcome:
+    def _train(self, claimed: ClaimedTrial) -> Outcome:
         try:
             config = trial_config(self._config, claimed.values, self._length)
         except ConfigError as error:
@@ -335,7 +335,7 @@ class _Search:
             with self._lock:
                 self._running.remove(run)
 
-    def _report(self, claimed: Claimed, run: TrialRun, event: Values, steps: int) -> None:
+    def _report(self, claimed: ClaimedTrial, run: TrialRun, event: Values, steps: int) -> None:
         loss = event[self.measure]
         if loss is not None and self.study.report(claimed, event["step"] / max(1, steps), loss):
             run.stop("pruned")

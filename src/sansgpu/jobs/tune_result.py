@@ -9,9 +9,9 @@ from typing import Any
 import optuna
 
 from sansgpu.config import Config, SansGPUError, save_config
-from sansgpu.jobs.folders import anywhere
+from sansgpu.jobs.folders import open_any
 from sansgpu.jobs.tune_study import STATES, Study
-from sansgpu.watch.files import whole_file
+from sansgpu.watch.files import atomic_write
 from sansgpu.watch.tune_report import write_tune_report
 
 MIN_TRIALS_FOR_IMPORTANCE = 6
@@ -51,8 +51,8 @@ def write_files(result: Values, study: Study, chosen: Callable[[Values], Config]
     """Writes best.yaml, trials.csv and report.html. Raises SansGPUError if they cannot be written."""
     folder = study.folder
     try:
-        with whole_file(folder / "best.yaml") as partial:
-            save_config(anywhere(chosen(result["best"]["parameters"])), partial)
+        with atomic_write(folder / "best.yaml") as partial:
+            save_config(open_any(chosen(result["best"]["parameters"])), partial)
         _write_csv(result, study)
         write_tune_report(result, study.optuna, folder)
     except OSError as error:
@@ -84,7 +84,7 @@ def _importance(study: Study) -> dict[str, float]:
 def _write_csv(result: Values, study: Study) -> None:
     keys = list(dict.fromkeys(key for row in result["trials"] for key in row["parameters"]))
     columns = ("trial", "state", "loss", "bits_per_byte", "step", "seconds", "why")
-    with whole_file(study.folder / "trials.csv") as partial, partial.open("w", encoding="utf-8", newline="") as file:
+    with atomic_write(study.folder / "trials.csv") as partial, partial.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*columns, *keys])
         for row in result["trials"]:

@@ -13,8 +13,8 @@ import optuna
 from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
-from sansgpu.config import ConfigError, Parameter, RunPaths, Space, fold_seed, spread
-from sansgpu.jobs.folders import held_run
+from sansgpu.config import ConfigError, RunPaths, SearchParameter, Space, derive_seed, spaced_values
+from sansgpu.jobs.folders import lock_run
 from sansgpu.jobs.tune_trial import Length, Outcome
 from sansgpu.train.checkpoint import delete_snapshots
 from sansgpu.watch.outputs import remove_folder
@@ -30,7 +30,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Claimed:
+class ClaimedTrial:
     """A trial that this worker has locked."""
 
     number: int
@@ -60,14 +60,14 @@ class Study:
         inside = {key: value for key, value in default.items() if self._space[key].contains(value)}
         for number in range(len(self.trials()), STARTUP_TRIALS):
             if number:
-                self.optuna.enqueue_trial(spread(self._space, number))
+                self.optuna.enqueue_trial(spaced_values(self._space, number))
             else:
                 self.optuna.enqueue_trial(inside, user_attrs={"as_it_is": list(inside)})
 
     def trials(self) -> list[FrozenTrial]:
         return list(self.optuna.get_trials(deepcopy=False))
 
-    def begun(self) -> int:
+    def begun_trials(self) -> int:
         return sum(trial.state != TrialState.WAITING for trial in self.trials())
 
     def finished(self) -> int:
@@ -84,14 +84,14 @@ class Study:
     def run_folder(self, number: int) -> Path:
         return self.folder / "trials" / f"{number:04d}"
 
-    def claim(self, limit: int | None) -> Claimed | None:
+    def claim(self, limit: int | None) -> ClaimedTrial | None:
         """Locks an unfinished trial or a new one. Returns None if `limit` trials were started."""
         with FileLock(self.folder / ".lock", timeout=LOCK_SECONDS):
             for frozen in self.trials():
                 if frozen.state == TrialState.RUNNING and (lock := self._lock(frozen.number)) is not None:
                     self._require_ended(frozen.number)
                     return self._claimed(optuna.Trial(self._sampling(frozen.number), frozen._trial_id), True, lock)
-            if limit is not None and self.begun() >= limit:
+            if limit is not None and self.begun_trials() >= limit:
                 return None
             waiting = [trial.number for trial in self.trials() if trial.state == TrialState.WAITING]
             number = waiting[0] if waiting else len(self.trials())
@@ -99,18 +99,18 @@ class Study:
             assert lock is not None  # new trials start only under the folder's lock
             return self._claimed(self._sampling(number).ask(), False, lock)
 
-    def _claimed(self, trial: optuna.Trial, resumed: bool, lock: FileLock) -> Claimed:
+    def _claimed(self, trial: optuna.Trial, resumed: bool, lock: FileLock) -> ClaimedTrial:
         unchanged = trial.user_attrs.get("as_it_is")  # keys of the unchanged configuration that are in the space
         values = {
             key: _suggest(trial, parameter)
             for key, parameter in self._space.items()
             if unchanged is None or key in unchanged
         }
-        return Claimed(trial.number, values if unchanged is None else {}, resumed, trial, lock)
+        return ClaimedTrial(trial.number, values if unchanged is None else {}, resumed, trial, lock)
 
     def _sampling(self, number: int) -> optuna.Study:
         """Returns the study with a sampler for trial `number` that depends only on the seed and the results so far."""
-        seed = fold_seed(self._seed, "tune", number) % (1 << 32)
+        seed = derive_seed(self._seed, "tune", number) % (1 << 32)
         sampler = optuna.samplers.TPESampler(n_startup_trials=STARTUP_TRIALS, seed=seed, constant_liar=True)
         return optuna.load_study(study_name=NAME, storage=self._storage, sampler=sampler, pruner=self._pruner)
 
@@ -130,10 +130,10 @@ class Study:
             with FileLock(self.run_folder(number) / ".lock", timeout=SHUTDOWN_SECONDS):
                 return
         except Timeout:
-            with held_run(self.run_folder(number)):
+            with lock_run(self.run_folder(number)):
                 return
 
-    def report(self, claimed: Claimed, share: float, loss: float) -> bool:
+    def report(self, claimed: ClaimedTrial, share: float, loss: float) -> bool:
         """Records the loss at this fraction of a trial. Returns True if the trial should be pruned."""
         part = round(share * self._length.evaluations)
         percent = round(100 * part / self._length.evaluations)
@@ -142,7 +142,7 @@ class Study:
         claimed.trial.report(loss, percent)
         return claimed.number > 0 and claimed.trial.should_prune()
 
-    def finish(self, claimed: Claimed, outcome: Outcome, measure: str) -> None:
+    def finish(self, claimed: ClaimedTrial, outcome: Outcome, measure: str) -> None:
         """Records how a trial ended, and deletes the models of all but the best trial."""
         trial = claimed.trial
         try:
@@ -206,7 +206,7 @@ def _flat(values: Values) -> Values:
     return flat
 
 
-def _suggest(trial: optuna.Trial, parameter: Parameter) -> Any:
+def _suggest(trial: optuna.Trial, parameter: SearchParameter) -> Any:
     """Returns a trial's value of one key, sampling it if the trial has none yet."""
     if parameter.choices:
         return trial.suggest_categorical(parameter.key, parameter.choices)

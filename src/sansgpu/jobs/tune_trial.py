@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, change_config, save_config
-from sansgpu.jobs.folders import anywhere
-from sansgpu.machine.children import ending_with_us
+from sansgpu.jobs.folders import open_any
+from sansgpu.machine.children import dying_with_parent
 from sansgpu.machine.memory import effective_batch
 from sansgpu.train.checkpoint import snapshots
-from sansgpu.watch.files import make_folder, whole_file
+from sansgpu.watch.files import atomic_write, make_folder
 from sansgpu.watch.jsonl import read_events
-from sansgpu.watch.marks import Mark, read_mark, write_mark
+from sansgpu.watch.marks import FolderMark, read_mark, write_mark
 from sansgpu.watch.outputs import require_no_links
 from sansgpu.watch.record import seconds_of
 from sansgpu.watch.unmarked import is_unmarked
@@ -101,9 +101,9 @@ class TrialRun:
         self._file = folder / "trial.yaml"
         require_no_links([folder, folder / "log.txt"])
         if read_mark(folder) is None:
-            write_mark(folder, Mark("run", made_by_0_1=is_unmarked(folder, "run")))
-        with whole_file(self._file) as partial:
-            save_config(anywhere(config), partial)
+            write_mark(folder, FolderMark("run", made_by_0_1=is_unmarked(folder, "run")))
+        with atomic_write(self._file) as partial:
+            save_config(open_any(config), partial)
         self._process: subprocess.Popen[str] | None = None
         self._end = threading.Lock()
         self._stop_state: str | None = None
@@ -120,7 +120,7 @@ class TrialRun:
             # A new session, so that a terminal's Ctrl-C reaches only this process: a second signal would end the run
             # without saving.
             process = subprocess.Popen(
-                ending_with_us(command),
+                dying_with_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -23,7 +23,7 @@ _library.define(
 
 
 @dataclass(frozen=True)
-class LossShape:
+class LossOptions:
     """Options of the cross-entropy loss; the defaults give plain cross-entropy."""
 
     label_smoothing: float = 0.0  # probability mass spread evenly over the vocabulary (arXiv 1512.00567)
@@ -31,14 +31,14 @@ class LossShape:
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (arXiv 2408.00118); 0 disables it
 
 
-PLAIN = LossShape()
+DEFAULT_LOSS_OPTIONS = LossOptions()
 
 
 def reference_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    shape: LossShape = PLAIN,
+    shape: LossOptions = DEFAULT_LOSS_OPTIONS,
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """Computes the summed loss from all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
@@ -57,7 +57,7 @@ def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    shape: LossShape = PLAIN,
+    shape: LossOptions = DEFAULT_LOSS_OPTIONS,
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """Computes `reference_cross_entropy` chunk by chunk, skipping positions without a target.
@@ -72,7 +72,7 @@ def linear_cross_entropy_and_hits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    shape: LossShape = PLAIN,
+    shape: LossOptions = DEFAULT_LOSS_OPTIONS,
     ignore_index: int = -100,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `linear_cross_entropy` and the number of targets that have the largest logit: () and () int64."""
@@ -80,7 +80,12 @@ def linear_cross_entropy_and_hits(
 
 
 def _cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shape: LossShape, ignore_index: int, count: bool
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    shape: LossOptions,
+    ignore_index: int,
+    count: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -97,7 +102,7 @@ def _cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shape: LossShape, count: bool
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shape: LossOptions, count: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         head = weight.to(hidden.dtype)
@@ -137,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _losses(
-    logits: torch.Tensor, targets: torch.Tensor, shape: LossShape, with_gradients: bool
+    logits: torch.Tensor, targets: torch.Tensor, shape: LossOptions, with_gradients: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the loss of each row and the gradient of the logits, which are overwritten."""
     if native.available() and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from sansgpu.machine.allocator import also_give_back
+from sansgpu.machine.allocator import register_trim
 from sansgpu.machine.compiled import compiled_in, make_private, require_own_file
 
 SOURCES = Path(__file__).parent / "native"
@@ -40,7 +40,7 @@ def keep_blocks(varying: bool = False) -> None:
     """
     if _loaded:
         torch.ops.sansgpu.use_blocks(varying)
-        also_give_back(torch.ops.sansgpu.give_back)
+        register_trim(torch.ops.sansgpu.give_back)
 
 
 def has_amx() -> bool:

@@ -8,13 +8,13 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest slope a
 STEPS = 5
 
 
-def reference_orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
+def reference_newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
     """Returns U V^T of the SVD. `orthogonalise` approximates it: its singular values are between 0.7 and 1.2."""
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     return torch.matmul(u, vh)
 
 
-def orthogonalise(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def newton_schulz(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Orthogonalizes a batch of matrices (N, rows, columns) by Newton-Schulz iteration in `dtype`.
 
     Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. In fp32 and fp64, long
@@ -50,7 +50,7 @@ def _gram_polynomial(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def orthogonalise_flops(rows: int, columns: int) -> float:
+def newton_schulz_flops(rows: int, columns: int) -> float:
     """Returns the FLOPs to orthogonalize one matrix."""
     short, long = min(rows, columns), max(rows, columns)
     return STEPS * (4.0 * short**2 * long + 2.0 * short**3)

@@ -42,19 +42,19 @@ ZEROS = {signed: int((values < 0).sum()) for signed, values in MAPS.items()}  # 
 VALUES = {signed: values.roll(-ZEROS[signed]) for signed, values in MAPS.items()}  # indexed by code
 
 
-def quantised_zeros(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized_zeros(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (codes, scales) of an all-zero moment, signed or unsigned, with the shape and device of `like`."""
     codes = torch.zeros(like.shape, dtype=torch.uint8, device=like.device)
     return codes, torch.zeros(-(-like.numel() // BLOCK), device=like.device)
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     """Returns fp32 values in the shape of `codes`."""
     values = VALUES[signed].to(codes.device)[codes.flatten().int()]
     return (values * scales.repeat_interleave(BLOCK)[: codes.numel()]).view(codes.shape)
 
 
-def quantise(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds fp32 `values` to the nearest codes; returns (codes, scales). NaN or infinity spoils its whole block.
 
     Unsigned values must be >= 0. A positive unsigned value never gets the code of 0: a second moment rounded to 0 would
@@ -95,12 +95,12 @@ def adamw8(
         settings = (lr, *betas, eps, weight_decay, step, scale, seed)
         torch.ops.sansgpu.adamw8_(weight, *moments, gradient, working, VALUES[True], VALUES[False], *settings)
         return
-    first, second = dequantise(first_codes, first_scales, True), dequantise(second_codes, second_scales, False)
+    first, second = dequantize(first_codes, first_scales, True), dequantize(second_codes, second_scales, False)
     adamw(
         weight, first, second, gradient, working,
         lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, scale=scale, seed=seed,
     )  # fmt: skip
-    for moment, new in zip(moments, (*quantise(first, True), *quantise(second, False)), strict=True):
+    for moment, new in zip(moments, (*quantize(first, True), *quantize(second, False)), strict=True):
         moment.copy_(new)
 
 

@@ -23,13 +23,13 @@ def keep_freed_memory() -> bool:
 _others: list[Callable[[], object]] = []
 
 
-def also_give_back(give: Callable[[], object]) -> None:
+def register_trim(give: Callable[[], object]) -> None:
     """Registers a function of another allocator for `give_back_memory` to call."""
     if give not in _others:
         _others.append(give)
 
 
-def give_back_memory() -> None:
+def trim_memory() -> None:
     """Returns free heap memory to the kernel."""
     for give in _others:
         give()

@@ -10,7 +10,7 @@ _PROGRAM_CACHE_BYTES = 512 << 20  # active page cache that holds program code, s
 _NO_LIMIT = 1 << 60  # without a limit, version 1 reports a number near 2^63
 
 
-def memory_left(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> int | None:
+def available_memory(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> int | None:
     """Returns the bytes left before this process reaches a limit of its group or a parent group; None without a limit.
 
     Page cache does not count as used, because the kernel drops it first, except for the code of running programs.

@@ -14,7 +14,7 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def ending_with_us(command: list[str]) -> list[str]:
+def dying_with_parent(command: list[str]) -> list[str]:
     """Returns `command` wrapped so that the kernel kills it when the thread that starts it ends.
 
     Returns it unchanged on systems other than Linux, whose kernels lack this feature.

@@ -19,12 +19,12 @@ SAVED_RATIO = 0.25  # share of an eager step that compiling saves; measured for 
 EAGER_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
 
 
-def is_long(total_flops: float, precision: str, threads: int) -> bool:
+def compile_pays_off(total_flops: float, precision: str, threads: int) -> bool:
     """Returns whether a run with these total FLOPs is long enough for compilation to pay off."""
-    return is_long_time(total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads))
+    return saves_compile_time(total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads))
 
 
-def is_long_time(seconds: float) -> bool:
+def saves_compile_time(seconds: float) -> bool:
     """Returns whether an eager run of `seconds` is long enough for compilation to pay off."""
     return seconds * SAVED_RATIO > COMPILE_SECONDS
 
@@ -34,7 +34,7 @@ def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:
 
     Raises ConfigError if compilation is requested but impossible here.
     """
-    missing = missing_for_compile() if device == "cpu" else None
+    missing = missing_compiler() if device == "cpu" else None
     if training.compile == "on" and missing:
         raise ConfigError(f"training.compile is on, but {missing} is missing; install it or set compile to auto.")
     if training.compile != "auto":
@@ -47,7 +47,7 @@ def cxx() -> str | None:
     return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 
 
-def missing_for_compile() -> str | None:
+def missing_compiler() -> str | None:
     """Returns the name of the first requirement of torch.compile that this machine lacks, or None."""
     if cxx() is None:
         return "a C++ compiler"

@@ -22,11 +22,11 @@ IDLE_SECONDS = 2.0  # after which a child exits, because copy-on-write slows thi
 _NO_MEMORY, _FAILED = 3, 4  # exit codes of the child
 
 
-class ContainedError(Exception):
+class SandboxError(Exception):
     """Raised if a request ended its child. The message is a verb phrase, e.g. "does not end within 2 seconds"."""
 
 
-class Contained:
+class Sandbox:
     """A function from bytes to bytes that runs in a child process with bounded time and memory.
 
     `cpu_seconds` limits the CPU time of a request, so that results do not depend on the load of the machine.
@@ -39,7 +39,7 @@ class Contained:
         self._child = self._parent = 0
         self._pipe: Connection | None = None
 
-    def ask(self, request: bytes) -> bytes:
+    def call(self, request: bytes) -> bytes:
         """Returns the function's result. Raises ContainedError if the child failed or was killed."""
         if not hasattr(os, "fork"):
             return self._serve(request)
@@ -54,7 +54,7 @@ class Contained:
                 except (EOFError, OSError):
                     status = self._reap()
                     if status != 0:  # otherwise it was idle and exited between two requests
-                        raise ContainedError(_reason(status, self._cpu_seconds)) from None
+                        raise SandboxError(_reason(status, self._cpu_seconds)) from None
                 except BaseException:  # an interrupt: its pending answer must not be read by the next request
                     os.kill(self._child, signal.SIGKILL)
                     self._reap()

@@ -46,7 +46,7 @@ def physical(of: list[Cpu]) -> list[list[Cpu]]:
     return list(cores.values())
 
 
-def share(of: list[Cpu], index: int, parts: int) -> list[Cpu]:
+def partition(of: list[Cpu], index: int, parts: int) -> list[Cpu]:
     """Returns part `index` of `parts`: contiguous whole cores, or one core if there are more parts than cores."""
     cores = physical(of)
     if parts > len(cores):

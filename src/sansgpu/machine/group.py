@@ -47,30 +47,30 @@ class Group:
         return len(self.peers)
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """True on rank 0, which writes files and reports."""
         return self.rank == 0
 
     @property
-    def local(self) -> list[int]:
+    def local_rank(self) -> list[int]:
         """The ranks on this machine."""
         mine = self.peers[self.rank].machine
         return [rank for rank, peer in enumerate(self.peers) if peer.machine == mine]
 
     # JSON values through the store. These wait without a timeout for every rank that sends heartbeats.
 
-    def decide(self, ask: Callable[[], Answer]) -> Answer:
+    def broadcast_object(self, ask: Callable[[], Answer]) -> Answer:
         """Calls `ask` on rank 0 and broadcasts its JSON-serializable result."""
         if self._shared is None:
             return ask()
         self._exchanges += 1
         key = f"decided/{self._exchanges}"
-        if self.first:
+        if self.is_main:
             self._shared[0].set(key, json.dumps(ask()))
         answer: Answer = self._await_keys({0: key})[0]
         return answer
 
-    def gather(self, value: Answer) -> list[Answer]:
+    def all_gather_object(self, value: Answer) -> list[Answer]:
         """Returns the JSON-serializable values of all ranks, in rank order."""
         if self._shared is None:
             return [value]
@@ -78,29 +78,29 @@ class Group:
         self._shared[0].set(f"gathered/{self._exchanges}/{self.rank}", json.dumps(value))
         return self._await_keys({rank: f"gathered/{self._exchanges}/{rank}" for rank in range(self.size)})
 
-    def leave(self) -> None:
+    def shutdown(self) -> None:
         """Waits until all ranks are done, because a rank that exits early would look lost.
 
         Rank 0 exits last, as it may host the store.
         """
         if self._shared is None:
             return
-        self.gather(None)
+        self.all_gather_object(None)
         store, heartbeats = self._shared
-        heartbeats.leave()
+        heartbeats.sign_off()
         limit = time.monotonic() + LINGER_SECONDS
         with suppress(RuntimeError):
             store.set(f"left/{self.rank}", "")
-            others = [f"left/{rank}" for rank in range(self.size)] if self.first else []
+            others = [f"left/{rank}" for rank in range(self.size)] if self.is_main else []
             while others and not store.check(others) and time.monotonic() < limit:
                 time.sleep(POLL_SECONDS)
 
-    def fail(self, error: BaseException) -> bool:
+    def report_failure(self, error: BaseException) -> bool:
         """Reports to the other ranks why this process ends; returns whether rank 0 reports the same error."""
         if self._shared is None or isinstance(error, LostRankError):
             return False
         code = error.exit_code if isinstance(error, SansGPUError) else 1
-        return self._shared[1].fail(str(error) or type(error).__name__, code)
+        return self._shared[1].report_failure(str(error) or type(error).__name__, code)
 
     def _await_keys(self, keys: dict[int, str]) -> list[Any]:
         """Waits for keys of the store, given by the rank that sets each, and returns their values."""
@@ -147,7 +147,7 @@ class Group:
             self.wait(self._begin(lambda: dist.irecv(received, source)))
             return received
         elif self._shared is not None:
-            self._shared[1].begin()  # counts the operation on uninvolved ranks, too
+            self._shared[1].start()  # counts the operation on uninvolved ranks, too
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -187,7 +187,7 @@ class Group:
 
     def _begin(self, start: Callable[[], dist.Work | None]) -> dist.Work:
         assert self._shared is not None
-        self._shared[1].begin()
+        self._shared[1].start()
         try:
             work = start()
         except RuntimeError as error:
@@ -196,11 +196,11 @@ class Group:
         return work
 
 
-ALONE = Group(0, [this_process()], restarted=False, timeout=0.0, shared=None)
+SINGLE_PROCESS = Group(0, [this_process()], restarted=False, timeout=0.0, shared=None)
 
 
 @contextmanager
-def telling(group: Group) -> Iterator[None]:
+def reporting_failure(group: Group) -> Iterator[None]:
     """Reports an error that ends this process to the other ranks; if rank 0 reports it, this process exits silently."""
     try:
         yield
@@ -208,9 +208,9 @@ def telling(group: Group) -> Iterator[None]:
         reported = isinstance(error, LostRankError) and error.reported
         if reported:
             time.sleep(REPORT_SECONDS)
-        if reported or group.fail(error):
+        if reported or group.report_failure(error):
             raise SystemExit(error.exit_code) from None
         raise
     except BaseException as error:
-        group.fail(error)
+        group.report_failure(error)
         raise

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import FlawError, read_regular
+from sansgpu.config.plain import InvalidDataError, read_regular
 
-MOST_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
+MAX_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
 MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
 
 
-def require_ordinary(path: Path) -> None:
+def require_regular_file(path: Path) -> None:
     """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{path} is a pipe, a device or a socket; give a regular file or a folder.")
 
 
-def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
+def read_text(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> str:
     """Returns the text of a UTF-8 file. Raises ConfigError if it is unreadable, too large or not a regular file."""
     try:
         return read_regular(path, most_bytes).decode()
@@ -27,7 +27,7 @@ def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: it is not UTF-8 text (byte {error.start:,}).") from None
-    except FlawError as error:
+    except InvalidDataError as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
 
 

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from sansgpu.config import ConfigError
 from sansgpu.machine import cores
-from sansgpu.machine.group import ALONE, Group
-from sansgpu.machine.network import interface_for, interfaces, is_loopback, way_to
+from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.machine.network import interface_for, interfaces, is_loopback, route_to
 from sansgpu.machine.peers import POLL_SECONDS, Heartbeats, LostRankError, Peer, this_process
 from sansgpu.machine.world import World
 
@@ -32,10 +32,10 @@ def require_backend(backend: str) -> None:
 def join(world: World, backend: str, timeout: float, interface: str | None) -> Group:
     """Waits for all ranks and returns their process group. Raises ConfigError, or LostRankError for a missing rank."""
     if world.size == 1:
-        return Group(0, ALONE.peers, world.restarts > 0, timeout, shared=None)
+        return Group(0, SINGLE_PROCESS.peers, world.restarts > 0, timeout, shared=None)
     if world.unbound:
         cores.unbind()
-    own, first = way_to(world.address)
+    own, first = route_to(world.address)
     name, address = interface_for(own, interface)
     deadline = time.monotonic() + timeout
     root = _shared_store(world, timeout)

@@ -15,7 +15,7 @@ CONTENDED_SPINS = 3_000
 SPARE_CORES = 0.5  # tolerance: the load may exceed the cores left to other programs by this
 
 
-def share_cores() -> None:
+def set_openmp_spin() -> None:
     """Lets OpenMP threads spin briefly before they sleep, unless the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT.
 
     GNU OpenMP spins for milliseconds by default. That gains nothing on an idle machine, and slows a step down several
@@ -34,7 +34,7 @@ def _contended() -> bool:
     return (os.cpu_count() or 1) - os.getloadavg()[0] < usable - SPARE_CORES
 
 
-def settle_randomness() -> None:
+def make_deterministic() -> None:
     """Sets environment variables for reproducible runs, without overriding the user's.
 
     Python fixes its hash seed at startup, so if PYTHONHASHSEED is not set, this re-executes the process.

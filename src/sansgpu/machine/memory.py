@@ -21,14 +21,14 @@ class Execution:
     compile: str  # on | off
     kernels: str  # native | torch
     optimizer: str  # adamw | muon
-    most_tokens: Callable[[int], int] | None = None  # examples -> maximum tokens; None: all have the maximum length
+    max_tokens: Callable[[int], int] | None = None  # examples -> maximum tokens; None: all have the maximum length
     copies: bool = True  # snapshots are copied in memory and written in the background
     world_size: int = 1
 
     def tokens(self, window: int) -> int:
         """Returns the tokens of the largest micro-batch of examples with up to `window` tokens."""
         most = self.micro_batch * window
-        return most if self.most_tokens is None else min(most, self.most_tokens(self.micro_batch))
+        return most if self.max_tokens is None else min(most, self.max_tokens(self.micro_batch))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def effective_batch(training: TrainingConfig) -> int:
     return accumulated if training.batch_size == "auto" else training.batch_size * accumulated
 
 
-def micro_batches_each(training: TrainingConfig, micro_batch: int, world_size: int = 1) -> int:
+def micro_batches_per_rank(training: TrainingConfig, micro_batch: int, world_size: int = 1) -> int:
     """Returns the number of micro-batches per step and rank."""
     return -(-effective_batch(training) // (micro_batch * world_size))
 

@@ -16,7 +16,7 @@ from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.inspect import energy_joules
 from sansgpu.machine.peers import Peer
 from sansgpu.machine.probe import available_memory, held_memory, total_memory
-from sansgpu.machine.usage import Strain
+from sansgpu.machine.usage import LoadMeter
 
 SECONDS = 1.0  # sampling interval; a sample takes a millisecond
 _CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ class _Moment:
 
     def __init__(self, folder: Path, peers: Sequence[Peer]) -> None:
         self._at, self._folder = time.perf_counter(), folder
-        self._strain = Strain(children=False, peers=peers)
+        self._strain = LoadMeter(children=False, peers=peers)
         self._cores = _try(lambda: psutil.cpu_times(percpu=True)) or []
         major, minor = _try(_faults) or (None, None)
         read, written = _try(lambda: psutil.Process().io_counters()[2:4]) or (None, None)
@@ -113,7 +113,7 @@ class _Moment:
 
     def since(self, before: _Moment) -> System:
         """Returns a sample of the interval between two moments."""
-        seen, wall = before._strain.seen(), self._at - before._at
+        seen, wall = before._strain.sample(), self._at - before._at
         rates = {key: _rate(now, before._counts[key], wall) for key, now in self._counts.items()}
         withheld, folder = rates.pop("withheld"), self._folder
         return {

@@ -26,7 +26,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def way_to(host: str) -> tuple[str, str]:
+def route_to(host: str) -> tuple[str, str]:
     """Returns (local address, remote address) of the route to `host`. Raises ConfigError if there is none."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]

@@ -69,15 +69,15 @@ class Heartbeats:
         self._last_beats: dict[int, tuple[bytes, float]] = {}
         threading.Thread(target=self._send_beats, daemon=True, name="heartbeats").start()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Counts a collective. Heartbeats carry the count, which shows which ranks are behind."""
         self._collectives += 1
 
-    def leave(self) -> None:
+    def sign_off(self) -> None:
         """Stops the heartbeats at a regular end of the process."""
         self._left.set()
 
-    def fail(self, reason: str, exit_code: int) -> bool:
+    def report_failure(self, reason: str, exit_code: int) -> bool:
         """Reports to the other ranks why this process ends; returns whether rank 0 reports the same error."""
         try:
             self._store.set(f"error/{self._rank}", json.dumps([reason, exit_code]))

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median_low
 
-from sansgpu.machine.allocator import give_back_memory
+from sansgpu.machine.allocator import trim_memory
 
-LEAST_FREE_BYTES = 256 << 20  # with less free memory the micro-batch is halved; a reserve for heap growth
+MIN_FREE_BYTES = 256 << 20  # with less free memory the micro-batch is halved; a reserve for heap growth
 COMPILER_BYTES = 256 << 20  # additional reserve for compiling a new shape
 CHECK_SECONDS = 0.1  # minimum time between checks, which take a tenth of a millisecond
 TREND_SECONDS = 2.0  # window over which the memory growth of other processes is estimated
@@ -38,7 +38,7 @@ class MemoryGuard:
     ) -> None:
         self.micro_batch = micro_batch
         self._room, self._own, self._warn, self._shed, self._clock = room, own, warn, shed, clock
-        self._least = LEAST_FREE_BYTES + (COMPILER_BYTES if compiled else 0)
+        self._least = MIN_FREE_BYTES + (COMPILER_BYTES if compiled else 0)
         self._samples: deque[tuple[float, int]] = deque()  # (time, bytes available to this process in total)
         self._started: float | None = None  # start time of the current micro-batch
         self._passes: deque[float] = deque(maxlen=9)  # seconds of the last micro-batches
@@ -81,7 +81,7 @@ class MemoryGuard:
 
     def _relieve(self) -> None:
         held, room = self._own(), self._room()
-        give_back_memory()
+        trim_memory()
         freed, growth, size = held - self._own(), self._expected_growth(), self.micro_batch
         while self.micro_batch > 1:
             self.micro_batch = -(-self.micro_batch // 2)

@@ -86,7 +86,7 @@ def available_memory(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     free: int = psutil.virtual_memory().available
-    left = cgroup.memory_left()
+    left = cgroup.available_memory()
     return free if left is None else min(free, left)
 
 
@@ -115,21 +115,21 @@ def resolve_threads(training: TrainingConfig) -> int:
     return (usual_threads() or available_cores()) if training.threads == "auto" else training.threads
 
 
-def take_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
+def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
     """Pins this process to its share of the machine's cores and returns its number of compute threads.
 
     An affinity that the launcher set per process is left alone. Raises ConfigError if the run's processes here would
     have more threads than there are processors.
     """
     mine = group.peers[group.rank].cpus
-    same = [rank for rank in group.local if group.peers[rank].cpus == mine]
+    same = [rank for rank in group.local_rank if group.peers[rank].cpus == mine]
     if len(same) > 1:
-        cores.bind(cores.share(cores.cpus(), same.index(group.rank), len(same)))
-    quota, here = cgroup.cpu_quota(), len(group.local)
+        cores.bind(cores.partition(cores.cpus(), same.index(group.rank), len(same)))
+    quota, here = cgroup.cpu_quota(), len(group.local_rank)
     threads = resolve_threads(training)
     if training.threads == "auto" and quota and usual_threads() is None:
         threads = max(1, min(threads, int(quota / here)))
-    cpus = len({cpu for rank in group.local for cpu in group.peers[rank].cpus})
+    cpus = len({cpu for rank in group.local_rank for cpu in group.peers[rank].cpus})
     setting = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
     if threads > (limit := max(MAX_THREADS, MAX_THREADS_PER_CPU * cpus)):  # OpenMP aborts if it cannot start them
         raise ConfigError(f"{setting} is {threads}, but at most {limit:,} threads can run here; lower it.")
@@ -143,7 +143,7 @@ def take_cores(group: Group, training: TrainingConfig, warn: Callable[[str], Non
             f"{threads} threads share {usable} processors, which slows them down; set training.threads to {usable} or "
             "auto."
         )
-    if here > cpus and group.rank == group.local[0]:
+    if here > cpus and group.rank == group.local_rank[0]:
         host = group.peers[group.rank].host
         warn(f"{here} processes share {cpus} processors of {host}, which slows them down; start fewer processes.")
     return threads

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.machine.inspect import processor
-from sansgpu.machine.usage import Strain
+from sansgpu.machine.usage import LoadMeter
 
 BUSY_CORES = 0.25  # a measurement is not cached if other programs used more cores than this
 MIN_SECONDS = 0.5  # shorter measurements are always cached: the kernel's CPU times are too coarse to judge them
 
 
-def remembered(cache: Path, question: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns the cached result for this question and processor model, or calls `measure` and caches its result.
 
     Results are not cached if other programs kept cores busy meanwhile. Read and write errors of the cache are ignored.
@@ -31,9 +31,9 @@ def remembered(cache: Path, question: dict[str, Any], measure: Callable[[], dict
             return dict(known["answer"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    start, strain = time.perf_counter(), Strain()
+    start, strain = time.perf_counter(), LoadMeter()
     answer = measure()
-    seen = strain.seen()
+    seen = strain.sample()
     disturbed = seen["other_cores"] + seen["stolen_cores"] > BUSY_CORES
     if disturbed and time.perf_counter() - start > MIN_SECONDS:
         return answer

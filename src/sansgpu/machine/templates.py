@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config.plain import first_line
-from sansgpu.machine.contained import Contained, ContainedError
+from sansgpu.machine.contained import Sandbox, SandboxError
 
 CPU_SECONDS = 2  # for all prefixes of a conversation, which usually take milliseconds
 MAX_RENDERED_CHARS = 64 << 20  # per conversation
-Turn = Mapping[str, Any]
+TemplateMessage = Mapping[str, Any]
 
 
 class UnusableTemplateError(Exception):
@@ -36,7 +36,7 @@ class Rendered:
 
 
 def render_prefixes(
-    template: str, names: Mapping[str, Any], turns: Sequence[Turn], wanted: Sequence[tuple[int, bool]]
+    template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage], wanted: Sequence[tuple[int, bool]]
 ) -> list[Rendered]:
     """Renders the first N turns for each (N, whether to add the generation prompt) in `wanted`.
 
@@ -46,7 +46,7 @@ def render_prefixes(
     return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "wanted": list(wanted)})
 
 
-def render_spans(template: str, names: Mapping[str, Any], turns: Sequence[Turn]) -> Rendered:
+def render_spans(template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage]) -> Rendered:
     """Renders all turns with the spans in `{% generation %}` blocks. Raises UnusableTemplateError."""
     return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "wanted": None})[0]
 
@@ -55,8 +55,8 @@ def _render_in_child(request: dict[str, Any]) -> list[Rendered]:
     import transformers.utils.chat_template_utils  # noqa: F401  imported before the fork, so that the child has it
 
     try:
-        answer = json.loads(_RENDERER.ask(json.dumps(request, default=_placeholder).encode()))
-    except ContainedError as error:
+        answer = json.loads(_RENDERER.call(json.dumps(request, default=_placeholder).encode()))
+    except SandboxError as error:
         raise UnusableTemplateError(f"the chat template {error}") from None
     if isinstance(answer, str):
         raise UnusableTemplateError(answer)
@@ -101,4 +101,4 @@ def _render(
     return text, found[0] if spans else [], None
 
 
-_RENDERER = Contained(_serve, CPU_SECONDS)
+_RENDERER = Sandbox(_serve, CPU_SECONDS)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain import first_line
-from sansgpu.machine.contained import Contained, ContainedError, is_panic
+from sansgpu.machine.contained import Sandbox, SandboxError, is_panic
 
 CPU_SECONDS = 5  # the largest tokenizers take two
 MAX_EMBEDDING_ROWS = 1 << 24  # an embedding needs a row for each id up to the largest; 262,144 is the most in use
@@ -40,10 +40,10 @@ def tokenizer_flaw(text: str) -> str | None:
     digest = hashlib.sha256(content).digest()
     if digest in _valid:
         return None
-    child = Contained(_try, CPU_SECONDS)
+    child = Sandbox(_try, CPU_SECONDS)
     try:
-        flaw = child.ask(content).decode()
-    except ContainedError as error:
+        flaw = child.call(content).decode()
+    except SandboxError as error:
         flaw = f"it {error}"
     finally:
         child.close()

@@ -34,7 +34,7 @@ class Usage:
         return percent
 
 
-class Strain:
+class LoadMeter:
     """Measures the load of this process, other programs and the host from construction until `seen`.
 
     The run's processes `peers` on this machine do not count as other programs, nor do child processes if `children` is
@@ -47,7 +47,7 @@ class Strain:
         self._start, self._own, self._machine = time.perf_counter(), self._own_seconds(), psutil.cpu_times()
         self._throttled, self._frequency = throttled(), frequency_hz()
 
-    def seen(self) -> dict[str, Any]:
+    def sample(self) -> dict[str, Any]:
         """Returns CPU use in cores (own, others, stolen by the host), frequencies and heat; None if unreadable."""
         wall, now = time.perf_counter() - self._start, psutil.cpu_times()
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import cut
+from sansgpu.config.plain import truncate
 
 LOOPBACK = "127.0.0.1"
 # Variables of each launcher: rank, world size, and processes on this machine.
@@ -87,7 +87,7 @@ def _number(environment: Mapping[str, str], key: str) -> int | None:
     if not text:
         return None
     if not _WHOLE.fullmatch(text):
-        raise ConfigError(f"{key} is {cut(text)}, but launchers set it to an integer; unset or correct it.")
+        raise ConfigError(f"{key} is {truncate(text)}, but launchers set it to an integer; unset or correct it.")
     return int(text)
 
 

@@ -25,12 +25,12 @@ class PretrainedReader:
         self._model = model
         text: Any = model.config.get_text_config()
         self.context = int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT)
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._cache, self.length = DynamicCache(config=self._model.config), 0
 
-    def read(self, ids: list[int]) -> torch.Tensor:
+    def forward_new(self, ids: list[int]) -> torch.Tensor:
         inputs = torch.tensor([ids], device=self._model.device)
         with autocast_of(self._model):
             output = self._model(inputs, past_key_values=self._cache, use_cache=True)

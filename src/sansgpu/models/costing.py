@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.newton_schulz import orthogonalise_flops
+from sansgpu.kernels.newton_schulz import newton_schulz_flops
 from sansgpu.machine.memory import Execution, Memory
 
 FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: master weights, and compute dtype by precision
@@ -19,7 +19,7 @@ _OVERLAP_SAVING = 0.25  # share of the smaller of gradients and activations; one
 Shapes = dict[tuple[int, int], int]  # (inputs, outputs) of the matrices of a block -> number of such matrices
 
 
-def counted(shapes: Iterable[tuple[int, int]]) -> Shapes:
+def counting_mode(shapes: Iterable[tuple[int, int]]) -> Shapes:
     return dict(Counter(shapes))
 
 
@@ -30,7 +30,7 @@ def numbers_of(shapes: Shapes) -> int:
 
 def muon_flops(shapes: Shapes) -> float:
     """Returns the FLOPs to orthogonalize the matrices of a block."""
-    return sum(count * orthogonalise_flops(outputs, inputs) for (inputs, outputs), count in shapes.items())
+    return sum(count * newton_schulz_flops(outputs, inputs) for (inputs, outputs), count in shapes.items())
 
 
 def master_bytes(numbers: int, precision: str, masters: str) -> int:

@@ -17,7 +17,7 @@ from sansgpu.models.costing import (
     Shapes,
     activation_bytes,
     beside_gradients,
-    counted,
+    counting_mode,
     gradient_bytes,
     muon_flops,
     numbers_of,
@@ -50,16 +50,16 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     kv = model.kv_heads * model.head_dim
     matrices = 3 if model.activation == "swiglu" else 2
     attention, feed_forward, norms = 2 * d * d + 2 * d * kv, matrices * d * f, 2 * d
-    if model.modern:
+    if model.uses_rope:
         norms += 2 * model.head_dim
     else:
         attention, feed_forward, norms = attention + 4 * d, feed_forward + f + d, 4 * d
     parts = {
         "embedding": vocabulary * d,
-        "positions": 0 if model.modern else model.max_seq_len * d,
+        "positions": 0 if model.uses_rope else model.max_seq_len * d,
         "attention": layers * attention,
         "feed_forward": layers * feed_forward,
-        "norms": layers * norms + (d if model.modern else 2 * d),
+        "norms": layers * norms + (d if model.uses_rope else 2 * d),
         "head": 0 if model.tie_embeddings else vocabulary * d,
     }
     return {name: count for name, count in parts.items() if count}
@@ -69,12 +69,12 @@ def block_products(model: ModelConfig) -> Shapes:
     """Returns the shapes of the linear layers of a block."""
     d, f, kv = model.d_model, model.d_ff, model.kv_heads * model.head_dim
     shapes = [(d, d), (d, kv), (d, kv), (d, d), (d, f), (f, d)] + ([(d, f)] if model.activation == "swiglu" else [])
-    return counted(shapes)
+    return counting_mode(shapes)
 
 
 def kept_bytes(model: ModelConfig, window: int, how: Execution) -> int:
     """Returns the bytes that one block saves for the backward pass of a micro-batch, including its output."""
-    layout = model.activation if model.modern else "classic"
+    layout = model.activation if model.uses_rope else "classic"
     width, kv, feed_forward = _SAVED_BYTES[layout, how.compile, how.precision]
     per_token = (width + FULL) * model.d_model + kv * model.kv_heads * model.head_dim + feed_forward * model.d_ff
     per_token += _SAVED_BYTES_PER_HEAD[layout] * model.n_heads
@@ -109,15 +109,15 @@ def decoder_memory(model: ModelConfig, window: int, how: Execution) -> Memory:
 
 
 @dataclass(frozen=True)
-class Products:
+class LinearShapes:
     """The shapes of the linear layers of a block, and (inputs, outputs) of the output head."""
 
     block: Shapes
     head: tuple[int, int]
 
 
-def decoder_products(model: ModelConfig) -> Products:
-    return Products(block_products(model), (model.d_model, vocabulary_of(model)))
+def decoder_products(model: ModelConfig) -> LinearShapes:
+    return LinearShapes(block_products(model), (model.d_model, vocabulary_of(model)))
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.attention import attention, causal_ranges
-from sansgpu.kernels.cross_entropy import PLAIN, LossShape, linear_cross_entropy
+from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.compilation import expect_shapes
-from sansgpu.models.modules import Table, without_values
+from sansgpu.models.modules import Table, materialize_empty
 
 RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # modern layouts and GPT-2; written to the exported config.json
 INIT_STD = 0.02  # as in GPT-2 and Qwen
@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
 
 
 def _norm(config: ModelConfig, width: int) -> nn.Module:
-    return RMSNorm(width) if config.modern else nn.LayerNorm(width, eps=LAYER_EPS)
+    return RMSNorm(width) if config.uses_rope else nn.LayerNorm(width, eps=LAYER_EPS)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -73,13 +73,13 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
         self.dropout = config.attention_dropout
-        bias = not config.modern
+        bias = not config.uses_rope
         self.q = Linear(config.d_model, self.heads * self.head_dim, bias=bias)
         self.k = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.v = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.o = Linear(self.heads * self.head_dim, config.d_model, bias=bias)
-        self.q_norm = _norm(config, self.head_dim) if config.modern else None
-        self.k_norm = _norm(config, self.head_dim) if config.modern else None
+        self.q_norm = _norm(config, self.head_dim) if config.uses_rope else None
+        self.k_norm = _norm(config, self.head_dim) if config.uses_rope else None
 
     def forward(
         self,
@@ -121,7 +121,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        bias = not config.modern
+        bias = not config.uses_rope
         self.activation = config.activation
         self.gate = Linear(config.d_model, config.d_ff, bias=False) if config.activation == "swiglu" else None
         self.up = Linear(config.d_model, config.d_ff, bias=bias)
@@ -141,7 +141,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One pre-norm transformer block."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -180,19 +180,19 @@ class TransformerLM(nn.Module):
         self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
         with torch.device("meta"):  # weights are drawn below, from a separate generator
             self.embedding = Table(config.vocab_size, config.d_model)
-            self.position = None if config.modern else Table(config.max_seq_len, config.d_model)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+            self.position = None if config.uses_rope else Table(config.max_seq_len, config.d_model)
+            self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
             self.norm = _norm(config, config.d_model)
             self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         if seed is not None:
-            without_values(self)
-            self._initialise(torch.Generator().manual_seed(seed))
+            materialize_empty(self)
+            self._initialize(torch.Generator().manual_seed(seed))
         frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
         self.frequencies: torch.Tensor | None
-        self.register_buffer("frequencies", frequencies if config.modern else None, persistent=False)
+        self.register_buffer("frequencies", frequencies if config.uses_rope else None, persistent=False)
 
     @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
+    def _initialize(self, generator: torch.Generator) -> None:
         """Initializes as GPT-2 does. Residual projections are scaled by depth; in modern layouts they are zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
@@ -200,7 +200,7 @@ class TransformerLM(nn.Module):
                 continue
             std = INIT_STD
             if name.endswith(("attention.o.weight", "feed_forward.down.weight")):
-                std = 0.0 if self.config.modern else INIT_STD / (2 * self.config.n_layers) ** 0.5
+                std = 0.0 if self.config.uses_rope else INIT_STD / (2 * self.config.n_layers) ** 0.5
             parameter.normal_(0.0, std, generator=generator) if std else parameter.zero_()
 
     def summed_loss(
@@ -209,7 +209,7 @@ class TransformerLM(nn.Module):
         targets: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        shape: LossShape = PLAIN,
+        shape: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
         """Returns the cross-entropy summed over targets (B, T), skipping -100; full logits are never in memory."""
         hidden = self.hidden(inputs, positions, document_ids)

@@ -31,14 +31,14 @@ class EntityTable(nn.Module):
         self.relation, self.tail_norm = Table(relations + 1, width), nn.LayerNorm(width, eps=NORM_EPS)
 
     @torch.no_grad()
-    def initialise(self, std: float, generator: torch.Generator) -> None:
+    def initialize(self, std: float, generator: torch.Generator) -> None:
         """Draws weights so that projected vectors have elements with standard deviation `std`."""
         self.own.weight.normal_(0.0, std, generator=generator)
         self.own.weight[0] = 0.0
         self.project.weight.normal_(0.0, self.own.embedding_dim**-0.5, generator=generator)
         self.relation.weight.normal_(0.0, 1.0, generator=generator)
 
-    def tails(self, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
+    def predict_tails(self, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
         """Predicts tail vectors (M, D) fp32 from head vectors (M, D) and relations (M,).
 
         Its dot product with an entity vector is the score of ComplEx (arXiv 1606.06357), except for the LayerNorm. This

@@ -27,13 +27,13 @@ class Sampling:
     seed: int = 0
 
 
-def require_possible(sampling: Sampling) -> None:
+def require_valid_sampling(sampling: Sampling) -> None:
     """Raises ConfigError if an option is out of range."""
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise ConfigError("--temperature and --top-k must not be negative, and --top-p must be in (0, 1].")
 
 
-class Reader(Protocol):
+class IncrementalReader(Protocol):
     """A language model with a cache of the tokens it has read."""
 
     @property
@@ -44,10 +44,10 @@ class Reader(Protocol):
     def length(self) -> int:
         """Number of tokens in the cache."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Empties the cache."""
 
-    def read(self, ids: list[int]) -> torch.Tensor:
+    def forward_new(self, ids: list[int]) -> torch.Tensor:
         """Appends `ids` to the cached tokens; returns the logits (V,) of the next token."""
 
 
@@ -56,16 +56,16 @@ class DecoderReader:
 
     def __init__(self, model: TransformerLM) -> None:
         self._model, self.context = model, model.config.max_seq_len
-        self.forget()
+        self.reset()
 
     @property
     def length(self) -> int:
         return self._caches[0].length
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._caches = self._model.new_caches(1)
 
-    def read(self, ids: list[int]) -> torch.Tensor:
+    def forward_new(self, ids: list[int]) -> torch.Tensor:
         inputs = torch.tensor([ids], device=self._model.embedding.weight.device)
         hidden = self._model.hidden(inputs, caches=self._caches)[0, -1]
         return hidden @ self._model.head_weight.T
@@ -75,7 +75,7 @@ def generate(
     model: TransformerLM, tokenizer: TextCodec, prompt: str, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
     """Yields text until the end-of-text token or `max_new_tokens`. The prompt starts a document, as in training."""
-    ids = [*tokenizer.before, *tokenizer.encode(prompt)] or [tokenizer.end_id]
+    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)] or [tokenizer.end_id]
     with reading(model):
         yield from write(DecoderReader(model), ids, {tokenizer.end_id}, tokenizer.decode, max_new_tokens, sampling)
 
@@ -92,7 +92,7 @@ def reading(model: nn.Module) -> Iterator[None]:
 
 
 def write(
-    reader: Reader,
+    reader: IncrementalReader,
     ids: list[int],
     ends: Container[int],
     decode: Callable[[list[int]], str],
@@ -119,15 +119,15 @@ def write(
 
 
 def _tokens(
-    reader: Reader, ids: list[int], count: int, sampling: Sampling, generator: torch.Generator
+    reader: IncrementalReader, ids: list[int], count: int, sampling: Sampling, generator: torch.Generator
 ) -> Iterator[int]:
     all_ids, pending = list(ids), ids[-reader.context :]
     for _ in range(count):
         if reader.length + len(pending) > reader.context:
-            reader.forget()
+            reader.reset()
             pending = all_ids[-(reader.context // 2) :]
         with torch.inference_mode():
-            token = sample_token(reader.read(pending), sampling, generator)
+            token = sample_token(reader.forward_new(pending), sampling, generator)
         all_ids.append(token)
         pending = [token]
         yield token

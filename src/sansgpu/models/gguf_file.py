@@ -18,26 +18,26 @@ from gguf import GGMLQuantizationType as Encoding
 from gguf import Keys, LlamaFileType
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import cut
+from sansgpu.config.plain import truncate
 from sansgpu.machine.contained import is_panic
-from sansgpu.machine.inputs import require_ordinary
+from sansgpu.machine.inputs import require_regular_file
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_reader import read_gguf
 from sansgpu.models.gguf_settings import (
     ACTIVATIONS,
     KNOWN,
     ROPE_FACTORS,
-    completed,
     read_settings,
     require_expressible,
     rope_factors,
+    with_default_settings,
     write_settings,
     xielu_weights,
 )
 from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
 from sansgpu.models.layouts import TRANSPOSED, Weights, module_names
 from sansgpu.models.model_folder import require_layers
-from sansgpu.models.whole_folder import written_whole_file
+from sansgpu.models.whole_folder import write_file_atomically
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
 TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matrices; vectors are always f32
@@ -52,7 +52,7 @@ _EMBEDDING, _HEAD, _POSITIONS = "token_embd.weight", "output.weight", "position_
 
 
 @dataclass(frozen=True)
-class About:
+class ModelDescription:
     """Descriptive metadata of a GGUF file."""
 
     name: str
@@ -64,7 +64,7 @@ class About:
 def is_gguf(target: str) -> bool:
     """Returns True for a file, or a .gguf name that is not a folder. Raises ConfigError for a pipe or device."""
     path = Path(target).expanduser()
-    require_ordinary(path)
+    require_regular_file(path)
     return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
 
 
@@ -75,13 +75,18 @@ def starts_as_gguf(path: Path) -> bool:
 
 
 def write_gguf(
-    path: Path, settings: Mapping[str, Any], weights: Weights, tokenizer: TokenizerParts, kind: GGUFType, about: About
+    path: Path,
+    settings: Mapping[str, Any],
+    weights: Weights,
+    tokenizer: TokenizerParts,
+    kind: GGUFType,
+    about: ModelDescription,
 ) -> list[str]:
     """Writes a model with the `settings` of its config.json atomically; returns the matrices that q8_0 cannot encode.
 
     Raises ConfigError if llama.cpp would compute other results than transformers.
     """
-    settings = completed(settings)
+    settings = with_default_settings(settings)
     require_expressible(settings)
     architecture = settings["model_type"]
     tensors = _renamed(settings, weights)
@@ -112,7 +117,7 @@ def write_gguf(
         finally:
             writer.close()
 
-    written_whole_file(path, write)
+    write_file_atomically(path, write)
     wanted = TYPES[kind][0]
     return [n for n, encoding in encodings.items() if encoding not in (wanted, Encoding.F32)]
 
@@ -144,7 +149,7 @@ class GGUFFile:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         except METADATA_ERRORS as error:
-            reason = cut(str(error))
+            reason = truncate(str(error))
             raise ConfigError(f"{path}: the metadata describe no model ({reason} is missing or invalid).") from None
 
     @property
@@ -158,7 +163,7 @@ class GGUFFile:
         except BaseException as error:  # `tokenizers` raises bare Exception for invalid merges, or panics
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            raise ConfigError(f"{self.path}: its tokenizer is invalid ({cut(str(error))}).") from None
+            raise ConfigError(f"{self.path}: its tokenizer is invalid ({truncate(str(error))}).") from None
         if flaw is not None:
             raise ConfigError(f"{self.path}: its tokenizer is invalid ({flaw}).")
         return parts
@@ -198,7 +203,7 @@ def _open_cached(path: Path, mtime_ns: int, size: int) -> GGUFFile:
     return GGUFFile(path)
 
 
-def _describe(writer: gguf.GGUFWriter, about: About, kind: GGUFType, parameters: int) -> None:
+def _describe(writer: gguf.GGUFWriter, about: ModelDescription, kind: GGUFType, parameters: int) -> None:
     writer.add_type("model")
     writer.add_name(about.name)
     writer.add_description(about.description)

@@ -57,7 +57,7 @@ _XIELU = {
 }
 
 
-def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings with defaults for the sizes that config.json may leave out."""
     present = {key: value for key, value in settings.items() if value is not None}
     if present["model_type"] == "gpt2":
@@ -121,7 +121,7 @@ def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, A
         "dtype": "float32",
     }
     if architecture == "gpt2":
-        return completed({**settings, "activation_function": "gelu_new"})
+        return with_default_settings({**settings, "activation_function": "gelu_new"})
     scaling = metadata.get(Keys.Rope.SCALING_TYPE.format(arch=architecture), "none")
     if scaling != "none":
         raise ConfigError(f"its RoPE scaling type {scaling} is not supported.")
@@ -131,7 +131,7 @@ def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, A
     activation = ACTIVATIONS[architecture][0]
     if architecture == "apertus" and not _is_relu_squared(metadata):
         activation = "xielu"
-    return completed({**settings, "rope_parameters": rope, "hidden_act": activation})
+    return with_default_settings({**settings, "rope_parameters": rope, "hidden_act": activation})
 
 
 def rope_factors(settings: Mapping[str, Any]) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from sansgpu.models.costing import (
     activation_bytes,
     beside_gradients,
     copy_bytes,
-    counted,
+    counting_mode,
     gradient_bytes,
     master_bytes,
     muon_flops,
@@ -25,7 +25,7 @@ from sansgpu.models.costing import (
     vocabulary_of,
     with_process,
 )
-from sansgpu.models.costs import Products, StepTraffic, StepWork
+from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 
 # Bytes per node that a block saves for its backward pass, including its output, per unit of D and F, by (compile,
 # precision). Counted from the code; a test compares them with real blocks.
@@ -130,13 +130,13 @@ def graph_traffic(model: ModelConfig, memory: Memory, how: Execution) -> StepTra
     return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
 
 
-def graph_products(model: ModelConfig) -> Products:
-    return Products(_block_products(model), (model.d_model, vocabulary_of(model)))
+def graph_products(model: ModelConfig) -> LinearShapes:
+    return LinearShapes(_block_products(model), (model.d_model, vocabulary_of(model)))
 
 
 def _block_products(model: ModelConfig) -> Shapes:
     d, f = model.d_model, model.d_ff
-    return counted([(d, d)] * 4 + [(d, f), (f, d)])
+    return counting_mode([(d, d)] * 4 + [(d, f), (f, d)])
 
 
 def _hidden_matrices(model: ModelConfig, longest_span: int | None) -> int:

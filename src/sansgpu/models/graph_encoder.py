@@ -21,7 +21,7 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.compilation import expect_shapes
 from sansgpu.models.entities import NORM_EPS, EntityTable
-from sansgpu.models.modules import Table, without_values
+from sansgpu.models.modules import Table, materialize_empty
 from sansgpu.models.relations import RelationFusion
 
 INIT_STD = 0.02
@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """One post-norm transformer block."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -127,16 +127,16 @@ class GraphEncoder(nn.Module):
             self.entities = EntityTable(entities, relations, config.entity_rank, width) if entities else None
             self.embedding_norm = nn.LayerNorm(width, eps=NORM_EPS) if config.embedding_norm else None
             self.decay_center = nn.Parameter(torch.ones(config.n_heads)) if config.decay != "none" else None
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+            self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_layers))
             self.transform = Linear(width, width)
             self.transform_norm = nn.LayerNorm(width, eps=NORM_EPS)
             self.boundary = SpanBoundary(width, longest_span) if longest_span else None
         if seed is not None:
-            without_values(self)
-            self._initialise(torch.Generator().manual_seed(seed))
+            materialize_empty(self)
+            self._initialize(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
+    def _initialize(self, generator: torch.Generator) -> None:
         """Draws N(0, INIT_STD); attention follows Glorot and Bengio (2010), with q, k and v scaled by 1 / sqrt(2)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
@@ -150,7 +150,7 @@ class GraphEncoder(nn.Module):
             if name.startswith("fusion."):
                 parameter[0] = 0.0  # row 0 stands for no relation
         if self.entities is not None:
-            self.entities.initialise(INIT_STD, generator)
+            self.entities.initialize(INIT_STD, generator)
 
     def compile_blocks(self, on: bool = True) -> None:
         """Compiles each block; all share one graph, which accepts any number of nodes."""

@@ -19,9 +19,9 @@ from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.machine.inputs import read_object
 from sansgpu.models.entities import NORM_EPS
 from sansgpu.models.graph_encoder import INIT_STD, GraphEncoder
-from sansgpu.models.model_folder import require_layers, require_sound_folder
+from sansgpu.models.model_folder import require_layers, validate_model_folder
 from sansgpu.models.weights_file import load_weights
-from sansgpu.models.whole_folder import written_whole
+from sansgpu.models.whole_folder import write_folder_atomically
 
 MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout
 Weights = dict[str, torch.Tensor]
@@ -76,7 +76,7 @@ def export_graph_model(
         (partial / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
         codec.save(partial)
 
-    written_whole(folder, write)
+    write_folder_atomically(folder, write)
 
 
 def is_graph_folder(folder: Path) -> bool:
@@ -84,7 +84,7 @@ def is_graph_folder(folder: Path) -> bool:
     return _settings(folder).get("model_type") == MODEL_TYPE
 
 
-def fills_gaps(folder: Path) -> bool:
+def is_masked_lm_folder(folder: Path) -> bool:
     """Returns True if the folder holds a transformers model with a masked LM head."""
     names = _settings(folder).get("architectures")
     return isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names)
@@ -115,7 +115,7 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
 def _settings(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         return {}
-    require_sound_folder(folder)
+    validate_model_folder(folder)
     return read_object(folder / "config.json")
 
 

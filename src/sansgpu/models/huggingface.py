@@ -14,20 +14,20 @@ from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.config.plain import first_line
-from sansgpu.kernels.cross_entropy import LossShape, linear_cross_entropy
+from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.machine.inputs import read_object
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
-from sansgpu.models.model_folder import require_layers, require_sound_folder
+from sansgpu.models.model_folder import require_layers, validate_model_folder
 from sansgpu.models.text import TextCodec
 from sansgpu.models.weights_file import load_weights, readable_weights
-from sansgpu.models.whole_folder import written_whole
+from sansgpu.models.whole_folder import write_folder_atomically
 
 
 def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
     """Writes a folder for AutoModelForCausalLM and AutoTokenizer, atomically."""
-    written_whole(folder, lambda partial: _write_model(model, tokenizer, partial))
+    write_folder_atomically(folder, lambda partial: _write_model(model, tokenizer, partial))
 
 
 def _write_model(model: TransformerLM, tokenizer: TextCodec, partial: Path) -> None:
@@ -84,7 +84,7 @@ def decoder_config(source: Path) -> ModelConfig | None:
         return _config_from(open_gguf(source).settings, source)
     if not (source / "config.json").exists():
         raise ConfigError(f"{source} is not a Hugging Face model folder: it has no config.json.")
-    require_sound_folder(source)
+    validate_model_folder(source)
     return _config_from(read_object(source / "config.json"), source)
 
 
@@ -104,16 +104,16 @@ class HuggingFaceLM(torch.nn.Module):
 
     def __init__(self, name: str, remote_code: bool = False) -> None:
         super().__init__()
-        from sansgpu.models.patches import use_our_kernels  # transformers takes seconds to import
+        from sansgpu.models.patches import patch_model  # transformers takes seconds to import
         from sansgpu.models.pretrained import load_pretrained
         from sansgpu.models.rotary import LengthDependentRotary
         from sansgpu.models.unpadded import head_is_plain
 
         self.model = load_pretrained(ModelConfig(name_or_path=name, trust_remote_code=remote_code), "causal", seed=0)
-        use_our_kernels(self.model)
+        patch_model(self.model)
         self.model.eval()
         self._rotary = LengthDependentRotary(self.model)
-        self._loss_shape = LossShape(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
+        self._loss_shape = LossOptions(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
         with torch.no_grad():
             self._fused = head_is_plain(self.model, self._loss_shape.softcap)
 
@@ -139,7 +139,7 @@ class HuggingFaceLM(torch.nn.Module):
         lengths = (valid * torch.arange(1, targets.shape[1] + 1, device=valid.device)).amax(dim=1).tolist()
         losses = []
         for rows in self._rotary.groups(lengths):  # RoPE depends on the row length, which must not include padding
-            self._rotary.forget()
+            self._rotary.reset()
             stop = max(1, max(lengths[row] for row in rows))
             losses.append(self._loss(inputs[rows, :stop], targets[rows, :stop]))
         return torch.stack(losses).sum()

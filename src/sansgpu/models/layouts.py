@@ -67,11 +67,11 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
     names = _NAMES[config.activation]
     renamed: Weights = {}
     for name, tensor in weights.items():
-        if not config.modern and ".attention." in name and ".o." not in name:
+        if not config.uses_rope and ".attention." in name and ".o." not in name:
             continue
         hf_name = _translate(name, names)
         renamed[hf_name] = (tensor.T if TRANSPOSED.search(hf_name) else tensor).contiguous()
-    if not config.modern:
+    if not config.uses_rope:
         for layer in range(config.n_layers):
             for kind in ("weight", "bias"):
                 fused = torch.cat([weights[f"blocks.{layer}.attention.{part}.{kind}"] for part in "qkv"])
@@ -84,13 +84,13 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
 def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     """Inverts `to_hugging_face`."""
     names = {hf_name: name for name, hf_name in _NAMES[config.activation].items()}
-    prefix = "model." if config.modern else "transformer."
+    prefix = "model." if config.uses_rope else "transformer."
     renamed: Weights = {}
     for name, value in weights.items():
         hf_name = name if name.startswith((prefix, "lm_head.")) else prefix + name  # base models lack the prefix
         if _MASK.search(hf_name) or (hf_name == "lm_head.weight" and config.tie_embeddings):
             continue
-        tensor = (value.T if TRANSPOSED.search(hf_name) and not config.modern else value).contiguous()
+        tensor = (value.T if TRANSPOSED.search(hf_name) and not config.uses_rope else value).contiguous()
         if ".c_attn." in hf_name:
             layer = _LAYER.search(hf_name)
             assert layer is not None
@@ -135,7 +135,7 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
         "initializer_range": INIT_STD,
         "dtype": "float32",
     }
-    if config.modern:
+    if config.uses_rope:
         architecture, model_type, hidden_act = _MODERN[config.activation]
         return {
             "architectures": [architecture],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.machine.inputs import read_json, read_object, require_ordinary
+from sansgpu.machine.inputs import read_json, read_object, require_regular_file
 
 MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
 MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
@@ -17,13 +17,13 @@ _WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
 _PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
 
 
-def require_sound_folder(folder: Path) -> None:
+def validate_model_folder(folder: Path) -> None:
     """Raises ConfigError if a model folder holds a pipe or device, or settings with impossible sizes.
 
     An index of weights may only name files in its own folder.
     """
     for path in sorted(folder.iterdir()):
-        require_ordinary(path)
+        require_regular_file(path)
         if path.suffix == ".safetensors":
             require_short_header(path)
         if path.name.endswith(".index.json"):

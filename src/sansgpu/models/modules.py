@@ -16,7 +16,7 @@ class Table(nn.Embedding):
             super().reset_parameters()
 
 
-def without_values(model: nn.Module) -> None:
+def materialize_empty(model: nn.Module) -> None:
     """Allocates uninitialized weights for a model on the meta device. Unlike `to_empty`, does not import sympy."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

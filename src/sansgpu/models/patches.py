@@ -26,7 +26,7 @@ class Dropout(nn.Dropout):
         return dropout(input, self.p, self.training)
 
 
-def use_our_layers(model: nn.Module) -> None:
+def patch_layers(model: nn.Module) -> None:
     """Makes the Linear, Dropout and Embedding layers of a model use our kernels."""
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -37,9 +37,9 @@ def use_our_layers(model: nn.Module) -> None:
             module.__class__ = Embedding
 
 
-def use_our_kernels(model: PreTrainedModel) -> list[str]:
+def patch_model(model: PreTrainedModel) -> list[str]:
     """Patches a model in place; returns descriptions of the parts that do not use our kernels."""
     unpatched = [] if use_our_attention(model) else ["attention"]
-    use_our_layers(model)
+    patch_layers(model)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return unpatched + [f"layers of type {name}" for name in others]

@@ -24,17 +24,17 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, fold_seed
+from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
 from sansgpu.config.plain import first_line, shown
 from sansgpu.machine.contained import is_panic
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
-from sansgpu.machine.inputs import read_text, require_ordinary
+from sansgpu.machine.inputs import read_text, require_regular_file
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
-from sansgpu.models.model_folder import require_sound_folder
-from sansgpu.models.whole_folder import written_whole
+from sansgpu.models.model_folder import validate_model_folder
+from sansgpu.models.whole_folder import write_folder_atomically
 
 Head = Literal["causal", "qa", "masked"]
 _AUTO: dict[Head, Any] = {
@@ -114,20 +114,20 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedMode
         raise ConfigError(
             f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has another shape."
         )
-    return prepared_for_training(loaded, model)
+    return prepare_for_training(loaded, model)
 
 
-def made_up(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
+def random_model(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
     """Builds a model with random weights, optionally with another number of layers, to time its steps."""
-    return prepared_for_training(_from_config(model, head, layers), model)
+    return prepare_for_training(_from_config(model, head, layers), model)
 
 
-def shape_only(model: ModelConfig, head: Head) -> PreTrainedModel:
+def meta_model(model: ModelConfig, head: Head) -> PreTrainedModel:
     """Builds a model with its adapter on the meta device, to count its parameters."""
     with torch.device("meta"):
         loaded = _from_config(model, head)
         if model.adapter != "none":
-            with_adapter(loaded, model, 0)
+            add_adapter(loaded, model, 0)
         return loaded
 
 
@@ -150,7 +150,7 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return config
 
 
-def prepared_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+def prepare_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
     """Enables gradient checkpointing if configured, disables the cache, and converts biases and norms to fp32."""
     if model.gradient_checkpointing:
         if not loaded.supports_gradient_checkpointing:
@@ -167,7 +167,7 @@ def prepared_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTra
     return loaded
 
 
-def with_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
+def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
     """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353); a QA head is trained, too."""
     from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
 
@@ -229,7 +229,7 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
-def merged(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
+def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Merges the adapter into the weights in fp32, rounding once to `dtype`; returns the model without the adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -253,7 +253,7 @@ def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
         adapted.save_pretrained(partial, save_embedding_layers=False)
         save_tokenizer(tokenizer, partial)
 
-    written_whole(folder, write)
+    write_folder_atomically(folder, write)
 
 
 def save_pretrained(whole: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
@@ -264,7 +264,7 @@ def save_pretrained(whole: PreTrainedModel, tokenizer: Any, folder: Path) -> Non
         whole.save_pretrained(partial)
         save_tokenizer(tokenizer, partial)
 
-    written_whole(folder, write)
+    write_folder_atomically(folder, write)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -324,10 +324,10 @@ def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
         raise ConfigError(f"{name} is not a model folder: it has no config.json.")
     if path.is_dir():
-        require_sound_folder(path)
+        validate_model_folder(path)
         _require_no_import(path / "adapter_config.json")
     else:
-        require_ordinary(path)
+        require_regular_file(path)
     options = {"revision": model.revision} if model.revision else {}
     return str(path) if path.is_dir() else name, {**options, "trust_remote_code": model.trust_remote_code}
 
@@ -367,7 +367,7 @@ class _seeded:  # noqa: N801
     """Seeds torch's generator from `seed` and a purpose, and restores its state on exit."""
 
     def __init__(self, seed: int, purpose: str) -> None:
-        self._seed, self._fork = fold_seed(seed, purpose), torch.random.fork_rng(devices=[])
+        self._seed, self._fork = derive_seed(seed, purpose), torch.random.fork_rng(devices=[])
 
     def __enter__(self) -> None:
         self._fork.__enter__()

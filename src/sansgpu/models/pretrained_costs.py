@@ -21,14 +21,14 @@ from sansgpu.models.costing import (
     activation_bytes,
     beside_gradients,
     copy_bytes,
-    counted,
+    counting_mode,
     gradient_bytes,
     master_bytes,
     numbers_of,
 )
-from sansgpu.models.costs import Products, StepTraffic, StepWork
+from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 from sansgpu.models.modules import blocks_of
-from sansgpu.models.pretrained import Head, shape_only
+from sansgpu.models.pretrained import Head, meta_model
 
 # Bytes per token that a block saves for its backward pass, per unit of D, and per unit of F for each (D, F) matrix, by
 # precision. Measured on the layouts of Qwen2 and BERT, not compiled.
@@ -80,7 +80,7 @@ def pretrained_shape(model: ModelConfig, head: Head) -> PretrainedShape:
 
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> PretrainedShape:
-    model = shape_only(ModelConfig.model_validate_json(model_json), head)
+    model = meta_model(ModelConfig.model_validate_json(model_json), head)
     config: Any = model.config.get_text_config()
     blocks = blocks_of(model)
     inside = {id(p) for block in blocks for p in block.parameters()}
@@ -106,7 +106,7 @@ def _shape(model_json: str, head: Head) -> PretrainedShape:
         adapter=adapter,
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
-        products=tuple(counted((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
+        products=tuple(counting_mode((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
     )
 
 
@@ -165,5 +165,5 @@ def pretrained_traffic(shape: PretrainedShape, memory: Memory, how: Execution) -
     return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
 
 
-def pretrained_products(shape: PretrainedShape) -> Products:
-    return Products(dict(shape.products), (shape.width, shape.outputs))
+def pretrained_products(shape: PretrainedShape) -> LinearShapes:
+    return LinearShapes(dict(shape.products), (shape.width, shape.outputs))

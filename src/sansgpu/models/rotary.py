@@ -40,7 +40,7 @@ class LengthDependentRotary:
             groups.setdefault((*grown, *switched), []).append(index)
         return list(groups.values())
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Resets dynamic scaling, which otherwise keeps the frequencies of the longest sequence so far."""
         for module, name in self._dynamic:
             cached = f"{name}_max_seq_len_cached" if name else "max_seq_len_cached"

@@ -11,7 +11,7 @@ class TextCodec(Protocol):
     """A tokenizer; implemented by `data.tokenizer.Tokenizer`."""
 
     end_id: int
-    before: tuple[int, ...]  # ids to prepend to a text
+    prefix_ids: tuple[int, ...]  # ids to prepend to a text
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""

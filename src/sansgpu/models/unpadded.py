@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges
-from sansgpu.kernels.cross_entropy import PLAIN, LossShape, linear_cross_entropy
+from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
 from sansgpu.models.attention_interface import NAME, ranges_mask
 from sansgpu.models.generate import reading
 from sansgpu.models.modules import blocks_of
@@ -81,17 +81,21 @@ class UnpaddedModel:
         return inputs, lambda output: output[examples, positions]
 
     def summed_loss(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossShape = PLAIN
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        targets: torch.Tensor,
+        shape: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
         """Returns the cross-entropy of a causal model summed over targets (N,), skipping -100: ()."""
         losses = [self._loss(tokens[p], group, targets[p], shape) for p, group in self._groups(lengths)]
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _loss(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossShape
+        self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossOptions
     ) -> torch.Tensor:
         inputs, flat = self.inputs(tokens, lengths)
-        shape = LossShape(shape.label_smoothing, shape.z_loss, self._softcap)
+        shape = LossOptions(shape.label_smoothing, shape.z_loss, self._softcap)
         head: Any = self.model.get_output_embeddings()
         if self.fused and isinstance(head, nn.Linear):  # peft may have replaced the head since
             hidden = flat(self.model.base_model(**inputs, use_cache=False).last_hidden_state)
@@ -102,7 +106,7 @@ class UnpaddedModel:
         loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=shape.label_smoothing)
         return loss + shape.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if shape.z_loss else loss
 
-    def spans(
+    def qa_logits(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns start and end logits of each token from a question answering model: (N,) and (N,), fp32."""
@@ -115,7 +119,7 @@ class UnpaddedModel:
         starts, ends = self._by_token(lengths, start_and_end).unbind(dim=1)
         return starts, ends
 
-    def gap_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
+    def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a masked LM at the M tokens where `gaps` (N,) is true: (M, V)."""
         parts = [(p[gaps[p]], self._masked_logits(tokens[p], group, gaps[p])) for p, group in self._groups(lengths)]
         return _in_order(parts)
@@ -142,7 +146,7 @@ class UnpaddedModel:
         if not self._rotary:
             yield all_tokens, lengths
         for group in groups:
-            self._rotary.forget()
+            self._rotary.reset()
             chosen = torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
             chosen[group] = True
             yield all_tokens[torch.repeat_interleave(chosen, lengths)], lengths[chosen]

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import cut
-from sansgpu.machine.inputs import require_ordinary
+from sansgpu.config.plain import truncate
+from sansgpu.machine.inputs import require_regular_file
 
 UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError)
 
@@ -20,13 +20,13 @@ UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeErro
 @contextmanager
 def readable_weights(path: Path) -> Iterator[None]:
     """Converts the errors of safetensors and torch for invalid headers, dtypes and shapes to ConfigError."""
-    require_ordinary(path)
+    require_regular_file(path)
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except UNREADABLE as error:
-        reason = cut(" ".join(str(error).split())).removesuffix(".")
+        reason = truncate(" ".join(str(error).split())).removesuffix(".")
         raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
 
 

@@ -14,7 +14,7 @@ import torch
 
 from sansgpu.data.graph import Entity
 from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
-from sansgpu.tasks.gaps import NONE, GapFiller, Question, Tail
+from sansgpu.tasks.gaps import NONE, PredictedTail, TailPredictor, TailQuery
 
 
 def normal(text: str) -> str:
@@ -39,24 +39,24 @@ class Candidates(ABC):
         np.minimum.at(self._first, self.column[self.column >= 0], np.flatnonzero(self.column >= 0))
 
     @abstractmethod
-    def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
+    def pieces(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
         """Yields the ranges [start, stop) of questions for which one call of `scores` fits into memory."""
 
     @abstractmethod
-    def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
+    def scores(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
         """Returns the log-probability of each column, (Q, S) fp32 on the CPU."""
 
-    def best(self, scores: np.ndarray, count: int, without: str) -> list[Tail]:
+    def best(self, scores: np.ndarray, count: int, without: str) -> list[PredictedTail]:
         """Returns the `count` best distinct names by scores (S,), best first, except the name `without`."""
         columns = self.column[self._same.get(normal(without), [])]
         scores = scores.copy()
         scores[columns[columns >= 0]] = NONE
-        found: dict[str, Tail] = {}
+        found: dict[str, PredictedTail] = {}
         for number in sorted(range(len(scores)), key=lambda n: (-scores[n], n)):
             if len(found) == count or scores[number] == NONE:
                 break
             name = self.names[self._first[number]]
-            found.setdefault(name, Tail(name, float(scores[number])))
+            found.setdefault(name, PredictedTail(name, float(scores[number])))
         return list(found.values())
 
 
@@ -74,10 +74,10 @@ class SpelledCandidates(Candidates):
             if rows := [tokens for tokens in distinct if len(tokens) == length]:
                 self._by_length.append(torch.tensor(rows))
 
-    def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
+    def pieces(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
         return filler.pieces(questions, self._leaves, self._leaves * filler.vocabulary + 2 * self.columns)
 
-    def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
+    def scores(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
         found = [torch.zeros(len(questions), 0)]
         for rows in self._by_length:  # one forward pass for each number of tokens
             length = rows.shape[1]
@@ -95,7 +95,9 @@ class EntityCandidates(Candidates):
     The vector of an entity outside the model's table depends only on the tokens of its name.
     """
 
-    def __init__(self, filler: GapFiller, tokenizer: MaskTokenizer, table: EntityTableIndex, asked: Sequence[Entity]):
+    def __init__(
+        self, filler: TailPredictor, tokenizer: MaskTokenizer, table: EntityTableIndex, asked: Sequence[Entity]
+    ):
         names = [entity.name for entity in asked]
         ids = [tuple(tokens) for tokens in tokenizer.encode_names(names)]
         keys = [(number, tokens) for number, tokens in zip(map(table.number, asked), ids, strict=True)]
@@ -105,10 +107,10 @@ class EntityCandidates(Candidates):
             self._table = filler.objective.entity_vectors()
         self._vectors = filler.candidate_vectors([tokens for _, tokens in distinct], [number for number, _ in distinct])
 
-    def pieces(self, filler: GapFiller, questions: Sequence[Question]) -> Iterator[tuple[int, int]]:
+    def pieces(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
         return filler.pieces(questions, 1, 3 * self.columns)
 
-    def scores(self, filler: GapFiller, questions: Sequence[Question]) -> torch.Tensor:
+    def scores(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
         """Returns log-probabilities normalized over the candidates, (Q, S) fp32 on the CPU, from one forward pass."""
         return filler.entity_log_probabilities(questions, self._vectors, self._table).cpu()
 
@@ -137,7 +139,7 @@ class EntityTableIndex:
 
 
 def candidates_of(
-    filler: GapFiller, codec: GraphCodec, table: EntityTableIndex, leaves: int, names: Sequence[str]
+    filler: TailPredictor, codec: GraphCodec, table: EntityTableIndex, leaves: int, names: Sequence[str]
 ) -> Candidates:
     """Builds candidates that use the model's entity table if it has one, else the tokens of the names."""
     if table:

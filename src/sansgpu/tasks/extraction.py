@@ -15,11 +15,11 @@ import numpy as np
 from tokenizers import Encoding
 
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
-from sansgpu.data.leafy import LeafyRules, TokenText, places_of, window_spans
+from sansgpu.data.leafy import LeafyRules, TokenText, token_positions, window_spans
 from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
-from sansgpu.data.shards import Progress
+from sansgpu.data.shards import ReportProgress
 from sansgpu.tasks.candidates import EntityTableIndex, candidates_of, normal
-from sansgpu.tasks.gaps import BeamSearch, GapFiller, Question, Tail
+from sansgpu.tasks.gaps import BeamSearch, PredictedTail, TailPredictor, TailQuery
 
 QUESTIONS = 4096  # minimum number of questions to collect from documents before running the model
 DECIMALS = 4  # of a score
@@ -42,7 +42,7 @@ class ExtractionRules:
     min_score: float | None = None
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def wanted_relations(self) -> tuple[str, ...]:
         """Returns the relations to extract."""
         return self.only or tuple(name for name in self.relations if not name.startswith(INVERSE))
 
@@ -52,7 +52,7 @@ class ExtractionRules:
         return named and (not self.only or triple.relation in self.only)
 
 
-class Found(NamedTuple):
+class ExtractedTriple(NamedTuple):
     """An extracted triple."""
 
     head: str
@@ -61,11 +61,11 @@ class Found(NamedTuple):
     score: float  # mean log-probability of the tail's tokens, rounded
 
 
-class Extracted(NamedTuple):
+class DocumentTriples(NamedTuple):
     """The triples extracted from a document, and the best tail for each head and relation of its own triples."""
 
     document: GraphDocument
-    triples: list[Found]
+    triples: list[ExtractedTriple]
     given: dict[tuple[str, str], str | None]  # None: head not in the text or unknown relation
 
 
@@ -83,12 +83,12 @@ class _DocumentQueries:
     """The queries of one document."""
 
     document: GraphDocument
-    questions: dict[_Query, Question] = field(default_factory=dict)
+    questions: dict[_Query, TailQuery] = field(default_factory=dict)
     floors: dict[_Query, float] = field(default_factory=dict)  # minimum score of a useful tail
     heads: list[tuple[str, _Query]] = field(default_factory=list)
     given: dict[tuple[str, str], _Query | None] = field(default_factory=dict)
 
-    def ask(self, query: _Query, question: Question, floor: float) -> None:
+    def ask(self, query: _Query, question: TailQuery, floor: float) -> None:
         """Adds a question; a repeated question gets the lowest floor."""
         self.questions[query] = question
         self.floors[query] = min(floor, self.floors.get(query, floor))
@@ -99,17 +99,17 @@ class _DocumentQueries:
         return given | {query: head for head, query in self.heads}
 
 
-class Extraction:
+class TripleExtractor:
     """Extracts triples from texts with an encoder."""
 
-    def __init__(self, filler: GapFiller, codec: GraphCodec, rules: ExtractionRules) -> None:
+    def __init__(self, filler: TailPredictor, codec: GraphCodec, rules: ExtractionRules) -> None:
         self._filler, self._codec, self._tokenizer, self._rules = filler, codec, codec.tokenizer, rules
         self._table = EntityTableIndex(codec.entities)
         self._numbers = {name: number for number, name in enumerate(rules.relations, 1)}
         self._search = BeamSearch(filler, codec.tokenizer, rules.windows.leaves, rules.beams, rules.per_query)
         self._names = candidates_of(filler, codec, self._table, rules.windows.leaves, rules.tails)
 
-    def read(self, documents: Sequence[GraphDocument], progress: Progress) -> Iterator[Extracted]:
+    def read(self, documents: Sequence[GraphDocument], progress: ReportProgress) -> Iterator[DocumentTriples]:
         """Yields the extracted triples of each document, in order."""
         batch: list[_DocumentQueries] = []
         for number, document in enumerate(documents, 1):
@@ -130,7 +130,7 @@ class Extraction:
         for head in self._heads(document, encoding):
             entity = self._table.number(head.entities[0])
             for found in text.first_mentions(head):
-                for relation in self._rules.asked:
+                for relation in self._rules.wanted_relations:
                     query = _Query(*found, relation)
                     queries.heads.append((head.head, query))
                     queries.ask(query, text.question(query, self._numbers[relation], entity), floor)
@@ -155,30 +155,30 @@ class Extraction:
             return list(firsts.values())
         return [Triple(name, "", "") for name in dict.fromkeys(names or _words(document.text, encoding))]
 
-    def _answers(self, batch: list[_DocumentQueries]) -> list[dict[_Query, list[Tail]]]:
+    def _answers(self, batch: list[_DocumentQueries]) -> list[dict[_Query, list[PredictedTail]]]:
         """Returns the best tails of every query, per document."""
         if self._rules.closed:
             return [self._chosen(queries) for queries in batch]
         questions = [question for queries in batch for question in queries.questions.values()]
         floors = [queries.floors[query] for queries in batch for query in queries.questions]
-        found = iter(self._search.tails(questions, np.array(floors)))
+        found = iter(self._search.predict_tails(questions, np.array(floors)))
         return [{query: next(found) for query in queries.questions} for queries in batch]
 
-    def _chosen(self, queries: _DocumentQueries) -> dict[_Query, list[Tail]]:
+    def _chosen(self, queries: _DocumentQueries) -> dict[_Query, list[PredictedTail]]:
         """Returns the best candidate names for every query, without the head's own name."""
         entities, leaves = queries.document.entities, self._rules.windows.leaves
         names = self._names
         if entities:
             names = candidates_of(self._filler, self._codec, self._table, leaves, entities)
         keys, questions, heads = list(queries.questions), list(queries.questions.values()), queries.head_names()
-        answers: dict[_Query, list[Tail]] = {}
+        answers: dict[_Query, list[PredictedTail]] = {}
         for start, stop in names.pieces(self._filler, questions):
             scores = names.scores(self._filler, questions[start:stop]).numpy()
             for query, row in zip(keys[start:stop], scores, strict=True):
                 answers[query] = names.best(row, self._rules.per_query, heads[query])
         return answers
 
-    def _extracted(self, queries: _DocumentQueries, answers: dict[_Query, list[Tail]]) -> Extracted:
+    def _extracted(self, queries: _DocumentQueries, answers: dict[_Query, list[PredictedTail]]) -> DocumentTriples:
         """Returns the distinct triples of a document with their best scores, if these reach `min_score`."""
         best: dict[tuple[str, str, str], float] = {}
         for head, query in queries.heads:
@@ -186,10 +186,10 @@ class Extraction:
                 key = head, query.relation, tail.text
                 best[key] = max(best.get(key, _NO_FLOOR), round(tail.score, DECIMALS))
         least = _NO_FLOOR if self._rules.min_score is None else self._rules.min_score
-        triples = [Found(*key, score) for key, score in best.items() if score >= least]
+        triples = [ExtractedTriple(*key, score) for key, score in best.items() if score >= least]
         given = {pair: answers[query] if query else [] for pair, query in queries.given.items()}
         first = {pair: tails[0].text if tails else None for pair, tails in given.items()}
-        return Extracted(queries.document, triples, first)
+        return DocumentTriples(queries.document, triples, first)
 
 
 class _WindowedText:
@@ -203,15 +203,15 @@ class _WindowedText:
     def first_mentions(self, head: Triple) -> Iterator[tuple[int, int, int]]:
         """Yields (window, root, tokens) of the first complete mention of the head in each window."""
         found: dict[int, None] = {}
-        for window, root, tokens in places_of(self._text.mentions(head), self._windows, self._rules):
+        for window, root, tokens in token_positions(self._text.mentions(head), self._windows, self._rules):
             if window not in found:
                 found[window] = None
                 yield window, root, tokens
 
-    def question(self, query: _Query, relation: int, entity: int) -> Question:
+    def question(self, query: _Query, relation: int, entity: int) -> TailQuery:
         start, stop = self._windows[query.window]
         tokens = self._tokenizer.enclosed(self._ids[start:stop])
-        return Question(tokens, query.root, query.head_length, relation, entity)
+        return TailQuery(tokens, query.root, query.head_length, relation, entity)
 
 
 def _words(text: str, encoding: Encoding) -> Iterable[str]:
@@ -233,7 +233,7 @@ class Agreement:
         self._scored: list[tuple[float, bool]] = []  # for each triple: score, whether it is correct
         self._given: list[bool | None] = []  # per head and relation: whether the best tail is correct; None: no query
 
-    def add(self, extracted: Extracted) -> None:
+    def add(self, extracted: DocumentTriples) -> None:
         """Adds the result of one document."""
         self._documents += 1
         self._triples += len(extracted.triples)

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.config import GRAPH, Config, fold_seed
+from sansgpu.config import GRAPH, Config, derive_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import LEAVES, TAIL, GraphBatch
-from sansgpu.data.leafy import LeafyGraphs
+from sansgpu.data.leafy import LeafyDataset
 from sansgpu.data.mask_tokenizer import MaskTokenizer
-from sansgpu.data.masking import MaskRules, masked, with_queries
+from sansgpu.data.masking import MaskRules, add_entity_queries, mask_example
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.tasks.task import Sums, add_sums
 
@@ -28,7 +28,7 @@ SBO = "sbo"  # span boundary objective: masked tokens predicted from the tokens 
 Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (indices of a batch, all lengths) -> reordered indices
 
 
-class Filler(Protocol):
+class MaskedModel(Protocol):
     """A model that predicts masked nodes."""
 
     @property
@@ -67,7 +67,7 @@ class Facts:
     each: int  # K
 
     @classmethod
-    def of(cls, graphs: LeafyGraphs, each: int) -> Facts | None:
+    def of(cls, graphs: LeafyDataset, each: int) -> Facts | None:
         """Collects the distinct triples with both ends in the entity table; None if there are none or K is 0."""
         placed = (p for _, placed in graphs.examples for p in placed)
         found = dict.fromkeys((p.entities[0], p.relation, p.entities[1]) for p in placed if all(p.entities))
@@ -75,7 +75,7 @@ class Facts:
 
     def drawn(self, seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
         """Samples the facts for the examples with these indices, (B, K, 3)."""
-        seeds = (fold_seed(seed, "facts", epoch, int(number)) for number in numbers)
+        seeds = (derive_seed(seed, "facts", epoch, int(number)) for number in numbers)
         draws = (np.random.Generator(np.random.PCG64(seed)) for seed in seeds)
         rows = np.array([draw.integers(len(self.triples), size=self.each) for draw in draws])
         drawn: np.ndarray = self.triples[rows]
@@ -86,7 +86,7 @@ class Facts:
 class Masking:
     """Examples with new masks in each epoch."""
 
-    graphs: LeafyGraphs
+    graphs: LeafyDataset
     rules: MaskRules
     seed: int
     ordered: Ordered = _keep_order
@@ -96,11 +96,11 @@ class Masking:
         """Masks the examples with these indices."""
         numbers = self.ordered(numbers, self.graphs.lengths)
         examples = [
-            with_queries(self.graphs.example(int(number)), self.rules, self.seed, epoch, int(number))
+            add_entity_queries(self.graphs.example(int(number)), self.rules, self.seed, epoch, int(number))
             for number in numbers
         ]
         masked_examples = [
-            masked(example, self.rules, self.seed, epoch, int(number))
+            mask_example(example, self.rules, self.seed, epoch, int(number))
             for example, number in zip(examples, numbers, strict=True)
         ]
         facts = self.facts.drawn(self.seed, epoch, numbers) if self.facts else None
@@ -112,12 +112,12 @@ class Masking:
         return self.batch(batch_indices(self.seed, step, len(self.graphs), size), epoch)
 
 
-def held_masking(graphs: LeafyGraphs, rules: MaskRules, seed: int, ordered: Ordered = _keep_order) -> Masking:
+def validation_masking(graphs: LeafyDataset, rules: MaskRules, seed: int, ordered: Ordered = _keep_order) -> Masking:
     """Masks held-out examples with a separate seed, in the same way at every evaluation."""
-    return Masking(graphs, rules, fold_seed(seed, "validation"), ordered)
+    return Masking(graphs, rules, derive_seed(seed, "validation"), ordered)
 
 
-class FillingSums:
+class MetricSums:
     """Accumulates the sums for training metrics."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class FillingSums:
         return sums
 
 
-def filling_metrics(sums: Sums) -> dict[str, float]:
+def masked_metrics(sums: Sums) -> dict[str, float]:
     """Computes loss, accuracy and counts for each kind of target that occurred."""
     metrics: dict[str, float] = {}
     for name in (*KINDS, ENTITY):
@@ -155,7 +155,7 @@ class Majority:
     leaf: int
 
 
-def majority_of(graphs: LeafyGraphs) -> Majority:
+def majority_of(graphs: LeafyDataset) -> Majority:
     """Finds the most frequent tokens, a baseline for accuracy."""
     roots: Counter[int] = Counter()
     for tokens, _ in graphs.windows:
@@ -165,12 +165,12 @@ def majority_of(graphs: LeafyGraphs) -> Majority:
     return Majority(*first)
 
 
-class Filling:
+class MaskedEvaluation:
     """Evaluates a model on masked held-out examples."""
 
     def __init__(
         self,
-        filler: Filler,
+        filler: MaskedModel,
         masking: Masking,
         majority: Majority,
         weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
@@ -208,7 +208,7 @@ class Filling:
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Computes means. `loss` is their weighted sum as in training, but never pools tokens and leaves."""
-        metrics = filling_metrics(sums)
+        metrics = masked_metrics(sums)
         losses = (w * metrics.get(f"{name}_loss", 0.0) for name, w in zip((*KINDS, ENTITY), self._weights, strict=True))
         metrics = {"loss": sum(losses), **metrics}
         for name in KINDS:
@@ -232,10 +232,10 @@ def _whole_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor)
     return {"tails": float(len(tails)), "whole_tails": float(whole.sum())}
 
 
-class FillingTask:
+class MaskedTask:
     """Base of tasks with masked targets: evaluates on held-out masks and generates no text."""
 
-    _measured: Filling
+    _measured: MaskedEvaluation
 
     def validation_batches(self, size: int) -> Iterator[GraphBatch]:
         return self._measured.validation_batches(size)

@@ -12,32 +12,32 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from sansgpu.config import Config, ConfigError, fold_seed
+from sansgpu.config import Config, ConfigError, derive_seed
 from sansgpu.machine.compilation import expect_shapes
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import pretrained_costs as costs
-from sansgpu.models.costs import Products, StepTraffic, StepWork
+from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 from sansgpu.models.modules import blocks_of
-from sansgpu.models.patches import use_our_kernels, use_our_layers
+from sansgpu.models.patches import patch_layers, patch_model
 from sansgpu.models.pretrained import (
     Head,
+    add_adapter,
     load_pretrained,
-    made_up,
-    merged,
+    merge_adapter,
     plain_name,
+    random_model,
     restore_frozen,
     save_adapter,
     save_pretrained,
     stored_dtype,
-    with_adapter,
 )
 from sansgpu.models.unpadded import UnpaddedModel
-from sansgpu.tasks.ragged_corpus import P, RaggedCorpus
+from sansgpu.tasks.ragged_corpus import P, VariableLengthCorpus
 from sansgpu.tasks.task import Sums
 
 
 @dataclass(frozen=True)
-class FineTuningCorpus(RaggedCorpus[P]):
+class FineTuningCorpus(VariableLengthCorpus[P]):
     """Examples tokenized by a tokenizer of transformers."""
 
     tokenizer: Any
@@ -51,14 +51,14 @@ class FineTuning(ABC):
     def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
         self.config, settings, seed = config, config.model, config.training.seed
         if random:
-            self.model = made_up(settings, self.head, layers)
+            self.model = random_model(settings, self.head, layers)
         else:
             self.model = load_pretrained(settings, self.head, seed)
         self._loaded_as = {n: p.dtype for n, p in self.model.named_parameters(remove_duplicate=False)}
-        kept = use_our_kernels(self.model)
+        kept = patch_model(self.model)
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
-        self._adapted = with_adapter(self.model, settings, seed) if settings.adapter != "none" else None
-        use_our_layers(self.model)  # for the adapter
+        self._adapted = add_adapter(self.model, settings, seed) if settings.adapter != "none" else None
+        patch_layers(self.model)  # for the adapter
         self.notes: Sequence[str] = list(self._notes(kept))
         self._blocks = blocks_of(self.model)
         self._callback: Callable[[], None] = lambda: None
@@ -121,7 +121,7 @@ class FineTuning(ABC):
         if self._frozen_are_rounded():
             restore_frozen(self.model, self.config.model, self.head, self.config.training.seed)
         if self._adapted is not None:
-            return merged(self._adapted, dtype)
+            return merge_adapter(self._adapted, dtype)
         self.model.to(dtype)  # type: ignore[arg-type]
         return self.model
 
@@ -172,7 +172,7 @@ class FineTuning(ABC):
         return costs.pretrained_traffic(cls.shape(config), cls.memory(config, how), how)
 
     @classmethod
-    def products(cls, config: Config) -> Products:
+    def products(cls, config: Config) -> LinearShapes:
         return costs.pretrained_products(cls.shape(config))
 
     @classmethod
@@ -183,7 +183,7 @@ class FineTuning(ABC):
     def random_tokens(cls, config: Config, size: int, tokens: int | None) -> list[np.ndarray]:
         """Returns `size` examples of `tokens` random tokens."""
         length = min(tokens or config.window, config.window)
-        draws = torch.Generator().manual_seed(fold_seed(config.training.seed, "trial"))
+        draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
         return list(torch.randint(0, cls.shape(config).vocabulary, (size, length), generator=draws).numpy())
 
 

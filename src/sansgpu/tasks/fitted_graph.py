@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from sansgpu.config import GRAPH, MOST_LEAVES, Config, ConfigError, change_config
+from sansgpu.config import GRAPH, MAX_LEAVES, Config, ConfigError, change_config
 from sansgpu.data.graph import Entity, GraphDocument, entities_of
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 
@@ -28,10 +28,10 @@ def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, co
         return change_config(config, [f"model.leaves={config.model.leaf_slots}"])
     needed = next(n for n in sorted(tokens) if _share_within(tokens, n) >= FITTING)
     given = config.model.leaves
-    leaves = min(max(1, needed), MOST_LEAVES) if given is None else given
+    leaves = min(max(1, needed), MAX_LEAVES) if given is None else given
     lost = sum(count for length, count in tokens.items() if length > leaves)
     if lost > (1 - FITTING) * triples and config.data.long_tails == "refuse":
-        remedy = f"raise it to {needed}, or leave it out" if needed <= MOST_LEAVES else "shorten the tails"
+        remedy = f"raise it to {needed}, or leave it out" if needed <= MAX_LEAVES else "shorten the tails"
         raise ConfigError(
             f"model.leaves {leaves} has too few slots for the tails of {lost:,} of {triples:,} training triples "
             f"({lost / triples:.0%}), which would be dropped; {remedy}, or set data.long_tails to drop."

@@ -15,9 +15,9 @@ import torch
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
 from sansgpu.data.graph_batch import GraphBatch
-from sansgpu.data.leafy import Leafy, Placed
+from sansgpu.data.leafy import LeafyExample, PlacedTriple
 from sansgpu.data.mask_tokenizer import MaskTokenizer
-from sansgpu.data.masking import Masked
+from sansgpu.data.masking import MaskedExample
 from sansgpu.models.entities import NameBags
 from sansgpu.tasks.graph import GraphObjective
 
@@ -27,14 +27,14 @@ _NO_TRIPLE = Triple("", "", "")  # a question has no tail
 NONE = float("-inf")  # score of an impossible answer
 
 
-class Tail(NamedTuple):
+class PredictedTail(NamedTuple):
     """A predicted tail."""
 
     text: str
     score: float  # mean log-probability of its tokens
 
 
-class Question(NamedTuple):
+class TailQuery(NamedTuple):
     """A (head, relation, ?) question about a head in its window."""
 
     tokens: np.ndarray  # (R,) int64, of the window, including its first and last special token
@@ -45,7 +45,7 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GapFiller:
+class TailPredictor:
     """A trained encoder in evaluation mode on `device`, with matrix products in `precision`."""
 
     objective: GraphObjective
@@ -58,7 +58,7 @@ class GapFiller:
         """Returns V."""
         return self.objective.model.embedding.num_embeddings
 
-    def pieces(self, questions: Sequence[Question], leaves: int, numbers: int) -> Iterator[tuple[int, int]]:
+    def pieces(self, questions: Sequence[TailQuery], leaves: int, numbers: int) -> Iterator[tuple[int, int]]:
         """Yields the ranges [start, stop) of questions for one pass, if each needs `numbers` fp32 values."""
         start = nodes = 0
         for stop, question in enumerate(questions):
@@ -72,7 +72,7 @@ class GapFiller:
 
     @torch.no_grad()
     def log_probabilities(
-        self, questions: Sequence[Question], leaves: np.ndarray, slots: slice = slice(None)
+        self, questions: Sequence[TailQuery], leaves: np.ndarray, slots: slice = slice(None)
     ) -> torch.Tensor:
         """Returns the log-probabilities of all tokens on the chosen slots from one forward pass, (Q, slots, V) fp32.
 
@@ -85,7 +85,7 @@ class GapFiller:
 
     @torch.no_grad()
     def entity_log_probabilities(
-        self, questions: Sequence[Question], candidates: torch.Tensor, table: torch.Tensor
+        self, questions: Sequence[TailQuery], candidates: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
         """Returns the log-probability of each candidate from one forward pass, (Q, S) fp32.
 
@@ -105,7 +105,7 @@ class GapFiller:
         chosen = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         return model.entities.own_vectors(chosen).float() + bags.means(model.embedding.weight)
 
-    def _leaf_states(self, questions: Sequence[Question], leaves: np.ndarray) -> torch.Tensor:
+    def _leaf_states(self, questions: Sequence[TailQuery], leaves: np.ndarray) -> torch.Tensor:
         """Returns the hidden states of the leaves, (Q, L, D) fp32."""
         graphs = [_leafy(question, row) for question, row in zip(questions, leaves, strict=True)]
         batch = GraphBatch.of(graphs, [_without_targets(graph) for graph in graphs]).to(self.device)
@@ -113,19 +113,21 @@ class GapFiller:
             states = self.objective.states(batch)
         return states[batch.is_leaf].float().view(*leaves.shape, -1)
 
-    def empty(self, questions: Sequence[Question], leaves: int) -> np.ndarray:
+    def empty(self, questions: Sequence[TailQuery], leaves: int) -> np.ndarray:
         """Returns masked leaves for each question, (Q, L)."""
         return np.full((len(questions), leaves), self.mask_id, np.int64)
 
 
-def _leafy(question: Question, leaves: np.ndarray) -> Leafy:
-    placed = Placed(question.place, question.head_length, question.relation, leaves, _NO_TRIPLE, (question.entity, 0))
-    return Leafy(question.tokens, np.zeros(len(question.tokens), bool), [placed])
+def _leafy(question: TailQuery, leaves: np.ndarray) -> LeafyExample:
+    placed = PlacedTriple(
+        question.place, question.head_length, question.relation, leaves, _NO_TRIPLE, (question.entity, 0)
+    )
+    return LeafyExample(question.tokens, np.zeros(len(question.tokens), bool), [placed])
 
 
-def _without_targets(graph: Leafy) -> Masked:
+def _without_targets(graph: LeafyExample) -> MaskedExample:
     tokens = np.concatenate([graph.tokens, *(placed.tail for placed in graph.placed)])
-    return Masked(tokens, np.full(len(tokens), IGNORE), np.zeros((len(tokens), 2), np.int64))
+    return MaskedExample(tokens, np.full(len(tokens), IGNORE), np.zeros((len(tokens), 2), np.int64))
 
 
 class BeamSearch:
@@ -135,14 +137,14 @@ class BeamSearch:
     the same token on each of them.
     """
 
-    def __init__(self, filler: GapFiller, tokenizer: MaskTokenizer, leaves: int, width: int, count: int) -> None:
+    def __init__(self, filler: TailPredictor, tokenizer: MaskTokenizer, leaves: int, width: int, count: int) -> None:
         """Searches for the `count` best tails of up to `leaves` tokens, with `width` beams for each length."""
         self._filler, self._tokenizer, self._leaves = filler, tokenizer, leaves
         self._width, self._count = min(width, filler.vocabulary), count
         self._allowed = torch.full((filler.vocabulary,), NONE, device=filler.device)
         self._allowed[torch.from_numpy(tokenizer.ordinary_ids()).to(filler.device)] = 0.0
 
-    def tails(self, questions: Sequence[Question], floors: np.ndarray) -> list[list[Tail]]:
+    def predict_tails(self, questions: Sequence[TailQuery], floors: np.ndarray) -> list[list[PredictedTail]]:
         """Returns the best tails of each question with scores above its floor (Q,), best first."""
         best: list[dict[str, float]] = [{} for _ in questions]
         bounds = floors.astype(np.float64)
@@ -154,10 +156,10 @@ class BeamSearch:
                 best[number] = dict(sorted(found.items(), key=lambda item: -item[1])[: self._count])
                 if len(best[number]) == self._count:
                     bounds[number] = max(bounds[number], min(best[number].values()))
-        return [[Tail(text, score) for text, score in found.items()] for found in best]
+        return [[PredictedTail(text, score) for text, score in found.items()] for found in best]
 
     def _beams(
-        self, questions: Sequence[Question], length: int, bounds: np.ndarray
+        self, questions: Sequence[TailQuery], length: int, bounds: np.ndarray
     ) -> tuple[list[int], list[list[int]], list[float]]:
         """Returns the beams of `length` tokens: question index, token ids and score of each.
 
@@ -177,7 +179,7 @@ class BeamSearch:
             ids[:, slot] = tokens.ravel()[selected]
         return rows.tolist(), ids.tolist(), (totals / length).tolist()
 
-    def _top_tokens(self, questions: Sequence[Question], ids: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    def _top_tokens(self, questions: Sequence[TailQuery], ids: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the log-probabilities and ids of the best tokens of one leaf, each (M, width)."""
         values, tokens = np.zeros((len(questions), self._width)), np.zeros((len(questions), self._width), np.int64)
         for start, stop in self._filler.pieces(questions, ids.shape[1], 2 * self._filler.vocabulary):

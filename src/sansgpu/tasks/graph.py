@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, change_config, fold_seed
+from sansgpu.config import Config, ConfigError, change_config, derive_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
 from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL, GraphBatch
-from sansgpu.data.leafy import Leafy, Placed
-from sansgpu.data.masking import MaskRules, masked
-from sansgpu.data.shards import Progress
+from sansgpu.data.leafy import LeafyExample, PlacedTriple
+from sansgpu.data.masking import MaskRules, mask_example
+from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_and_hits
 from sansgpu.kernels.embedding import embed
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import graph_costs as costs
-from sansgpu.models.costs import Products, StepTraffic, StepWork
+from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 from sansgpu.models.entities import NameBags
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import export_graph_model
@@ -30,14 +30,14 @@ from sansgpu.tasks.filling import (
     KINDS,
     SBO,
     Facts,
-    Filling,
-    FillingSums,
-    FillingTask,
+    MaskedEvaluation,
+    MaskedTask,
     Masking,
-    filling_metrics,
-    held_masking,
+    MetricSums,
     majority_of,
     mask_rules,
+    masked_metrics,
+    validation_masking,
 )
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
 from sansgpu.tasks.task import Sums
@@ -53,8 +53,10 @@ class GraphObjective:
         self, config: Config, model: GraphEncoder | None = None, names: Sequence[Sequence[int]] | None = None
     ) -> None:
         """Uses `names`, the tokens of each entity's name; without data, they are made up."""
-        self.config, self._sums = config, FillingSums()
-        self.model = model or GraphEncoder(config.model, fold_seed(config.training.seed, "model"), longest_span(config))
+        self.config, self._sums = config, MetricSums()
+        self.model = model or GraphEncoder(
+            config.model, derive_seed(config.training.seed, "model"), longest_span(config)
+        )
         self._names = names
         self._bags: NameBags | None = None
 
@@ -97,7 +99,7 @@ class GraphObjective:
         return total
 
     def _query_loss(
-        self, batch: GraphBatch, states: torch.Tensor, vectors: torch.Tensor, sums: FillingSums
+        self, batch: GraphBatch, states: torch.Tensor, vectors: torch.Tensor, sums: MetricSums
     ) -> torch.Tensor:
         """Computes the summed cross-entropy of entity queries over all entities."""
         triples = batch.placed_triples()
@@ -118,20 +120,20 @@ class GraphObjective:
         """
         assert self.model.entities is not None
         known = embed((heads - 1).clamp(min=0)[None], vectors)[0]
-        tails = self.model.entities.tails(known, relations)
+        tails = self.model.entities.predict_tails(known, relations)
         return self.model.predicted(states) + torch.where(heads[:, None] > 0, tails, 0.0)
 
-    def _fact_loss(self, batch: GraphBatch, vectors: torch.Tensor, sums: FillingSums) -> torch.Tensor:
+    def _fact_loss(self, batch: GraphBatch, vectors: torch.Tensor, sums: MetricSums) -> torch.Tensor:
         """Computes the summed cross-entropy of the tails of the batch's facts, predicted without text."""
         assert self.model.entities is not None
         head, relation, tail = batch.facts.flatten(0, 1).unbind(1)
-        predicted = self.model.entities.tails(embed(head[None] - 1, vectors)[0], relation)
+        predicted = self.model.entities.predict_tails(embed(head[None] - 1, vectors)[0], relation)
         loss = linear_cross_entropy(predicted, vectors, tail - 1)
         sums.add(KGE, loss=float(loss.detach()), count=float(len(tail)))
         return loss
 
     def query_sums(self, batch: GraphBatch) -> Sums:
-        sums = FillingSums()
+        sums = MetricSums()
         if batch.queries:
             self._query_loss(batch, self.states(batch), self.entity_vectors(), sums)
         return sums.take()
@@ -153,7 +155,7 @@ class GraphObjective:
         return self._sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        metrics = filling_metrics(sums)
+        metrics = masked_metrics(sums)
         for name in (SBO, KGE):
             if count := sums.get(f"{name}_count"):
                 metrics[f"{name}_loss"] = sums[f"{name}_loss"] / count
@@ -166,7 +168,7 @@ class GraphObjective:
         self.model.before_block = callback
 
 
-class Graph(FillingTask, GraphObjective):
+class Graph(MaskedTask, GraphObjective):
     """`task: graph`."""
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
@@ -174,20 +176,20 @@ class Graph(FillingTask, GraphObjective):
         self.corpus, self._effective_batch = corpus, effective_batch
         self.fingerprint = corpus.fingerprint
         self.notes: Sequence[str] = ()
-        masked = corpus.train_gaps / corpus.train_tokens
+        masked = corpus.train_targets / corpus.train_tokens
         self.flops_per_token = costs.graph_work(
             config.model, corpus.example_tokens, 1, masked, longest_span(config)
         ).needed
         training, rules = config.training, mask_rules(config, corpus.codec.tokenizer)
         facts = Facts.of(corpus.train, config.data.kge_triples)
         self._masking = Masking(corpus.train, rules, training.seed, facts=facts)
-        held = held_masking(corpus.validation, rules, training.seed)
-        self._measured = Filling(
+        held = validation_masking(corpus.validation, rules, training.seed)
+        self._measured = MaskedEvaluation(
             self, held, majority_of(corpus.train), (training.mlm_weight, training.mnm_weight, training.entity_weight)
         )
 
     @staticmethod
-    def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, GraphCorpus]:
+    def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, GraphCorpus]:
         corpus = graph_corpus(config, cache, progress)
         config = with_vocabulary_of(config, corpus.codec.tokenizer.vocab_size)
         return _with_data_settings(config, corpus), corpus
@@ -214,13 +216,13 @@ class Graph(FillingTask, GraphObjective):
     def random_batch(config: Config, size: int, tokens: int | None = None) -> GraphBatch:
         """Builds `size` random graphs of `tokens` nodes each, or with every leaf slot filled."""
         model, nodes = config.model, min(tokens or config.window, config.window)
-        draws = np.random.Generator(np.random.PCG64(fold_seed(config.training.seed, "trial")))
+        draws = np.random.Generator(np.random.PCG64(derive_seed(config.training.seed, "trial")))
         examples = [_random_example(config, nodes, draws) for _ in range(size)]
         assert model.vocab_size is not None
         data = config.data
         ids = np.arange(model.vocab_size)
         rules = MaskRules(data.mask_ratio, config.max_span, data.leaf_mask_ratio, data.min_leaf_groups, 0, ids)
-        masked_examples = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
+        masked_examples = [mask_example(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
         return GraphBatch.of(examples, masked_examples, _random_facts(config, size, draws))
 
     @staticmethod
@@ -245,7 +247,7 @@ class Graph(FillingTask, GraphObjective):
         return costs.graph_traffic(config.model, Graph.memory(config, how), how)
 
     @staticmethod
-    def products(config: Config) -> Products:
+    def products(config: Config) -> LinearShapes:
         return costs.graph_products(config.model)
 
     def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
@@ -309,7 +311,7 @@ def _random_facts(config: Config, size: int, draws: np.random.Generator) -> np.n
     return np.stack((ends[0], ends[1], ends[0]), axis=2)
 
 
-def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> Leafy:
+def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> LeafyExample:
     """Draws roots and attaches tails to the first ones up to `nodes` nodes; the first tail is an entity query."""
     model, entities = config.model, config.model.n_entities or 0
     assert model.vocab_size is not None
@@ -323,6 +325,6 @@ def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> L
             relation = 1 + int(draws.integers(model.n_relations or 1))
             numbers = (1, 1 + int(draws.integers(entities))) if entities and not place else (0, 0)
             is_query = entities > 0 and not place
-            placed.append(Placed(place, 1, relation, tail, Triple("", "", ""), numbers, is_query))
+            placed.append(PlacedTriple(place, 1, relation, tail, Triple("", "", ""), numbers, is_query))
             left -= leaves
-    return Leafy(tokens, np.ones(roots, bool), placed)
+    return LeafyExample(tokens, np.ones(roots, bool), placed)

@@ -12,20 +12,20 @@ import numpy as np
 from sansgpu.config import Config, ConfigError
 from sansgpu.data.graph import GraphDocument
 from sansgpu.data.graph_sources import GraphSource, GraphSources, open_graphs
-from sansgpu.data.leafy import LeafyGraphs, LeafyRules, build_leafy, relations_of
+from sansgpu.data.leafy import LeafyDataset, LeafyRules, build_leafy, relations_of
 from sansgpu.data.mask_tokenizer import GraphCodec, build_mask_tokenizer
-from sansgpu.data.shards import Progress
+from sansgpu.data.shards import ReportProgress
 from sansgpu.data.split import split_examples
 from sansgpu.tasks.fitted_graph import table_entities, with_leaves
-from sansgpu.tasks.ragged_corpus import RaggedCorpus
+from sansgpu.tasks.ragged_corpus import VariableLengthCorpus
 
 
 @dataclass(frozen=True)
-class GraphCorpus(RaggedCorpus[LeafyGraphs]):
+class GraphCorpus(VariableLengthCorpus[LeafyDataset]):
     """Windows with their triples, for training and validation."""
 
     codec: GraphCodec
-    train_gaps: float  # expected number of masked tokens and entity queries per epoch
+    train_targets: float  # expected number of masked tokens and entity queries per epoch
     leaves: int  # leaf slots per root
     entity_names: Sequence[Sequence[int]]  # tokens of the name of each of the codec's entities
 
@@ -37,7 +37,7 @@ class GraphCorpus(RaggedCorpus[LeafyGraphs]):
         return " ".join([self.codec.tokenizer.decode(example.tokens.tolist()), *shown])
 
 
-def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCodec | None = None) -> GraphCorpus:
+def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: GraphCodec | None = None) -> GraphCorpus:
     """Reads, splits and tokenizes the data, with `codec` or else as configured. Raises ConfigError."""
     notes: list[str] = []
     data, given_codec = config.data, codec
@@ -60,7 +60,7 @@ def graph_corpus(config: Config, cache: Path, progress: Progress, codec: GraphCo
         build_leafy(train, codec.tokenizer, codec.relations, rules, entities=codec.entities),
         build_leafy(held, codec.tokenizer, codec.relations, rules, known, codec.entities),
     )
-    target_counts = [gaps_of(part, config) for part in parts]
+    target_counts = [count_targets(part, config) for part in parts]
     for name, part, masked in zip(("training", "validation"), parts, target_counts, strict=True):
         if not len(part):
             raise ConfigError(
@@ -82,7 +82,7 @@ def names_of(codec: GraphCodec) -> list[list[int]]:
     return codec.tokenizer.encode_names(entity.name for entity in codec.entities)
 
 
-def gaps_of(graphs: LeafyGraphs, config: Config) -> float:
+def count_targets(graphs: LeafyDataset, config: Config) -> float:
     """Computes the expected number of masked tokens and entity queries per epoch."""
     ratio, least = config.data.leaf_mask_ratio if leaves_of(config) else 0.0, config.data.min_leaf_groups
     targets = 0.0
@@ -96,7 +96,7 @@ def gaps_of(graphs: LeafyGraphs, config: Config) -> float:
     return targets
 
 
-def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts: tuple[LeafyGraphs, ...]) -> str:
+def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts: tuple[LeafyDataset, ...]) -> str:
     """Identifies the examples of both splits."""
     held = sources.validation.fingerprint if sources.validation else ""
     inputs = (held, codec.tokenizer.backend.to_str(), codec.relations, config.data.validation_split)
@@ -114,7 +114,7 @@ def leaves_of(config: Config) -> int:
     return config.model.leaf_slots if config.kind == "graph" else 0
 
 
-def read_graphs(source: GraphSource, config: Config, progress: Progress) -> list[GraphDocument]:
+def read_graphs(source: GraphSource, config: Config, progress: ReportProgress) -> list[GraphDocument]:
     """Reads all documents of a source, without their triples if the model has no leaves."""
     documents, done = [], 0
     for document in source.documents():

@@ -29,7 +29,7 @@ class CausalModel(Protocol):
         """Computes the cross-entropy summed over the targets, ()."""
 
 
-class LanguageModelling:
+class LanguageModeling:
     """A causal model and its validation windows."""
 
     def __init__(self, model: nn.Module, windows: Windows) -> None:

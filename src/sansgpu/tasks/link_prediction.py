@@ -16,24 +16,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sansgpu.config import fold_seed
+from sansgpu.config import derive_seed
 from sansgpu.data.graph import INVERSE, Entity, GraphDocument, Triple
 from sansgpu.data.leafy import LeafyRules, build_leafy
 from sansgpu.data.mask_tokenizer import GraphCodec
-from sansgpu.data.shards import Progress
+from sansgpu.data.shards import ReportProgress
 from sansgpu.tasks.candidates import Candidates, EntityCandidates, EntityTableIndex, SpelledCandidates
-from sansgpu.tasks.gaps import GapFiller, Question
+from sansgpu.tasks.gaps import TailPredictor, TailQuery
 
 HITS = (1, 3, 10)
 ANY_LENGTH = 1 << 30  # tokens of a tail
 EULER = 0.5772  # the harmonic number of N is about ln N + EULER
 
 
-class Query(NamedTuple):
+class LinkQuery(NamedTuple):
     """A triple whose tail is to be predicted."""
 
     triple: Triple
-    question: Question | None  # None: head in no window, tail too long or unknown relation
+    question: TailQuery | None  # None: head in no window, tail too long or unknown relation
 
 
 class KnownFacts:
@@ -84,7 +84,7 @@ class LinkPrediction:
 
     def __init__(
         self,
-        filler: GapFiller,
+        filler: TailPredictor,
         codec: GraphCodec,
         rules: LeafyRules,
         known: KnownFacts,
@@ -103,32 +103,32 @@ class LinkPrediction:
         self._sharing = torch.from_numpy(np.bincount(scored, minlength=self._candidates.columns)).int()
 
     def report(
-        self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None, progress: Progress
+        self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None, progress: ReportProgress
     ) -> dict[str, Any]:
         """Returns the metrics of the documents' triples: `tail`, and with `inverse` relations `head`.
 
         All triples must be known facts. With `limit`, uses a fixed random subset of that many triples per side.
         """
-        sides: dict[str, list[Query]] = {"tail": [], "head": []}
+        sides: dict[str, list[LinkQuery]] = {"tail": [], "head": []}
         for query in self._queries(list(documents)):
             sides["head" if inverse and query.triple.relation.startswith(INVERSE) else "tail"].append(query)
         chosen = {side: _subset(queries, limit) for side, queries in sides.items() if queries}
         ranks = iter(self._ranks([query for queries in chosen.values() for query in queries], progress))
         return {side: self._metrics(queries, [next(ranks) for _ in queries]) for side, queries in chosen.items()}
 
-    def _queries(self, documents: list[GraphDocument]) -> list[Query]:
+    def _queries(self, documents: list[GraphDocument]) -> list[LinkQuery]:
         """Returns a query for every triple, in order."""
         codec = self._codec
         graphs = build_leafy(documents, codec.tokenizer, codec.relations, self._rules, entities=codec.entities)
-        questions: dict[Triple, deque[Question]] = defaultdict(deque)
+        questions: dict[Triple, deque[TailQuery]] = defaultdict(deque)
         for window, placed in graphs.examples:
             tokens = graphs.windows[window][0].astype(np.int64)
             for p in placed:
-                questions[p.triple].append(Question(tokens, p.place, p.head_length, p.relation, p.entities[0]))
+                questions[p.triple].append(TailQuery(tokens, p.place, p.head_length, p.relation, p.entities[0]))
         triples = _triples(documents)
-        return [Query(triple, questions[triple].popleft() if questions[triple] else None) for triple in triples]
+        return [LinkQuery(triple, questions[triple].popleft() if questions[triple] else None) for triple in triples]
 
-    def _ranks(self, queries: list[Query], progress: Progress) -> np.ndarray:
+    def _ranks(self, queries: list[LinkQuery], progress: ReportProgress) -> np.ndarray:
         """Returns the filtered rank of each query's tail, (Q,); the middle rank if the query has no question."""
         ranks = np.full(len(queries), (len(self._known.entities) + 1) / 2)
         numbers = [number for number, query in enumerate(queries) if query.question is not None]
@@ -158,7 +158,7 @@ class LinkPrediction:
         ranks: np.ndarray = 1 + better + equal / 2
         return ranks
 
-    def _metrics(self, queries: list[Query], ranks: list[float]) -> dict[str, Any]:
+    def _metrics(self, queries: list[LinkQuery], ranks: list[float]) -> dict[str, Any]:
         entities, baseline = len(self._known.entities), self._frequency_ranks(queries)
         names = sorted({query.triple.relation for query in queries})
         by_relation = {name: [n for n, query in enumerate(queries) if query.triple.relation == name] for name in names}
@@ -180,7 +180,7 @@ class LinkPrediction:
             },
         }
 
-    def _frequency_ranks(self, queries: list[Query]) -> list[float]:
+    def _frequency_ranks(self, queries: list[LinkQuery]) -> list[float]:
         """Ranks by a baseline, the frequency of the tail in the relation's training facts; empty if there are none."""
         return [self._frequency_rank(query.triple) for query in queries] if self._known.trained else []
 
@@ -193,10 +193,10 @@ class LinkPrediction:
         return 1 + better + equal / 2
 
 
-def _subset(queries: list[Query], limit: int | None) -> list[Query]:
+def _subset(queries: list[LinkQuery], limit: int | None) -> list[LinkQuery]:
     if limit is None or limit >= len(queries):
         return queries
-    draws = np.random.Generator(np.random.PCG64(fold_seed(0, "link prediction")))
+    draws = np.random.Generator(np.random.PCG64(derive_seed(0, "link prediction")))
     return [queries[number] for number in np.sort(draws.permutation(len(queries))[:limit])]
 
 

@@ -13,21 +13,21 @@ import torch.nn.functional as F
 from sansgpu.config import Config, ConfigError
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import GraphBatch
-from sansgpu.data.leafy import Leafy
-from sansgpu.data.mask_tokenizer import GraphCodec, of_pretrained
-from sansgpu.data.masking import MaskRules, masked
-from sansgpu.data.shards import Progress
+from sansgpu.data.leafy import LeafyExample
+from sansgpu.data.mask_tokenizer import GraphCodec, from_pretrained
+from sansgpu.data.masking import MaskRules, mask_example
+from sansgpu.data.shards import ReportProgress
 from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, save_tokenizer, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.filling import (
-    Filling,
-    FillingSums,
-    FillingTask,
+    MaskedEvaluation,
+    MaskedTask,
     Masking,
-    filling_metrics,
-    held_masking,
+    MetricSums,
     majority_of,
     mask_rules,
+    masked_metrics,
+    validation_masking,
 )
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
@@ -41,10 +41,10 @@ class MaskedObjective(FineTuning):
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
         super().__init__(config, random, layers)
-        self._sums = FillingSums()
+        self._sums = MetricSums()
 
     def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
-        return self.unpadded.gap_logits(batch.tokens, batch.lengths, batch.targets != IGNORE)
+        return self.unpadded.masked_lm_logits(batch.tokens, batch.lengths, batch.targets != IGNORE)
 
     def query_sums(self, batch: GraphBatch) -> Sums:
         return Sums()  # text alone has no entities
@@ -62,10 +62,10 @@ class MaskedObjective(FineTuning):
         return self._sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        return filling_metrics(sums)
+        return masked_metrics(sums)
 
 
-class MaskedLM(FillingTask, MaskedObjective):
+class MaskedLM(MaskedTask, MaskedObjective):
     """`task: graph` with `model.name_or_path`."""
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
@@ -76,11 +76,11 @@ class MaskedLM(FillingTask, MaskedObjective):
         self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
         rules, seed = mask_rules(config, corpus.codec.tokenizer), config.training.seed
         self._masking = Masking(corpus.train, rules, seed, self.ordered)
-        held = held_masking(corpus.validation, rules, seed, self.ordered)
-        self._measured = Filling(self, held, majority_of(corpus.train))
+        held = validation_masking(corpus.validation, rules, seed, self.ordered)
+        self._measured = MaskedEvaluation(self, held, majority_of(corpus.train))
 
     @classmethod
-    def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, GraphCorpus]:
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, GraphCorpus]:
         """Reads and tokenizes texts. Raises ConfigError if there are too few, or windows are too long for the model."""
         tokenizer = load_tokenizer_of(config.model)
         places = getattr(pretrained_config(config.model), "max_position_embeddings", config.roots)
@@ -90,7 +90,7 @@ class MaskedLM(FillingTask, MaskedObjective):
                 f"data.max_length {config.roots} exceeds the maximum of {longest} tokens of "
                 f"{config.model.name_or_path}; lower it."
             )
-        return config, graph_corpus(config, cache, progress, GraphCodec(of_pretrained(tokenizer), ()))
+        return config, graph_corpus(config, cache, progress, GraphCodec(from_pretrained(tokenizer), ()))
 
     @classmethod
     def objective(cls, config: Config, layers: int | None = None) -> MaskedObjective:
@@ -100,8 +100,8 @@ class MaskedLM(FillingTask, MaskedObjective):
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> GraphBatch:
         ids = np.arange(cls.shape(config).vocabulary)
         rules = MaskRules(config.data.mask_ratio, 1, 0.0, 0, 0, ids)
-        examples = [Leafy(t, np.ones(len(t), bool), []) for t in cls.random_tokens(config, size, tokens)]
-        masked_examples = [masked(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
+        examples = [LeafyExample(t, np.ones(len(t), bool), []) for t in cls.random_tokens(config, size, tokens)]
+        masked_examples = [mask_example(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
         return GraphBatch.of(examples, masked_examples)
 
     def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import Config, ConfigError, fold_seed
+from sansgpu.config import Config, ConfigError, derive_seed
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.pack import Windows, make_windows, piece_length
-from sansgpu.data.shards import Progress, TokenStore, build_store, build_tokenizer
+from sansgpu.data.shards import ReportProgress, TokenStore, build_store, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.tokenizer import Tokenizer
-from sansgpu.kernels.cross_entropy import LossShape
+from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import TransformerLM
 from sansgpu.models.costs import (
-    Products,
+    LinearShapes,
     StepTraffic,
     StepWork,
     decoder_memory,
@@ -31,7 +31,7 @@ from sansgpu.models.costs import (
 )
 from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.huggingface import export_model
-from sansgpu.tasks.language_modelling import LanguageModelling
+from sansgpu.tasks.language_modelling import LanguageModeling
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
 
@@ -67,8 +67,8 @@ class PretrainObjective:
     """A decoder and its loss."""
 
     def __init__(self, config: Config) -> None:
-        self._loss_shape = LossShape(config.training.label_smoothing, config.training.z_loss)
-        self.model = TransformerLM(config.model, fold_seed(config.training.seed, "model"))
+        self._loss_shape = LossOptions(config.training.label_smoothing, config.training.z_loss)
+        self.model = TransformerLM(config.model, derive_seed(config.training.seed, "model"))
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
@@ -96,12 +96,12 @@ class Pretrain(PretrainObjective):
         super().__init__(config)
         self.corpus, self._config = corpus, config
         self._effective_batch = effective_batch
-        self._measured = LanguageModelling(self.model, corpus.validation)
+        self._measured = LanguageModeling(self.model, corpus.validation)
         self.fingerprint, self.notes = corpus.fingerprint, ()
         self.flops_per_token = self.work(config, 1).needed
 
     @staticmethod
-    def prepare(config: Config, cache: Path, progress: Progress) -> tuple[Config, TextCorpus]:
+    def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TextCorpus]:
         """Tokenizes the data and sets model.vocab_size.
 
         Raises ConfigError if there is not enough data, or a configured vocabulary is smaller than the tokenizer's.
@@ -143,7 +143,7 @@ class Pretrain(PretrainObjective):
     def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
         """Builds `size` windows of random tokens, each a single document. Windows are full, so `tokens` is ignored."""
         assert config.model.vocab_size is not None
-        draws = torch.Generator().manual_seed(fold_seed(config.training.seed, "trial"))
+        draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
         shape = (size, config.window + 1)
         drawn = torch.randint(0, config.model.vocab_size, shape, generator=draws)
         inputs, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
@@ -174,7 +174,7 @@ class Pretrain(PretrainObjective):
         return step_traffic(config.model, config.window, how)
 
     @staticmethod
-    def products(config: Config) -> Products:
+    def products(config: Config) -> LinearShapes:
         return decoder_products(config.model)
 
     def batch(self, step: int, total_steps: int | None = None) -> Batch:

@@ -17,8 +17,8 @@ from sansgpu.config import Config, DataConfig, SansGPUError
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.data.order import batch_indices
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
-from sansgpu.data.sequences import Sequences
-from sansgpu.data.shards import Progress
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
@@ -31,7 +31,7 @@ PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.jso
 
 
 @dataclass(frozen=True)
-class Asked:
+class TokenizedQuestions:
     """Questions with their tokenized windows."""
 
     questions: list[Question]
@@ -51,16 +51,16 @@ class Asked:
             groups[window.question].append(number)
         return groups
 
-    def batch(self, numbers: np.ndarray) -> Sequences:
+    def batch(self, numbers: np.ndarray) -> PackedSequences:
         """Returns the windows with these indices; targets are the start and end positions of the answer, (B, 2)."""
         windows = [self.windows[number] for number in numbers]
         types = [w.type_ids for w in windows if w.type_ids is not None]
         places = np.array([(w.start, w.end) for w in windows], np.int64).reshape(-1, 2)
-        return Sequences.of([w.ids for w in windows], places, types or None, numbers)
+        return PackedSequences.of([w.ids for w in windows], places, types or None, numbers)
 
 
 @dataclass(frozen=True)
-class QuestionCorpus(FineTuningCorpus[Asked]):
+class QuestionCorpus(FineTuningCorpus[TokenizedQuestions]):
     """Questions and their windows for training and validation."""
 
     def preview(self) -> str | None:
@@ -76,14 +76,14 @@ class QAObjective(FineTuning):
 
     head = "qa"
 
-    def summed_loss(self, batch: Sequences) -> torch.Tensor:
+    def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
         """Sums the mean cross-entropy of the start and end positions over windows, ()."""
         losses = [(_position_loss(s, t[0]) + _position_loss(e, t[1])) / 2 for s, e, t in self.scores(batch)]
         return torch.stack(losses).sum()
 
-    def scores(self, batch: Sequences) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def scores(self, batch: PackedSequences) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yields start logits (T,), end logits (T,) and target positions (2,) for each window."""
-        starts, ends = self.unpadded.spans(batch.tokens, batch.lengths, batch.types)
+        starts, ends = self.unpadded.qa_logits(batch.tokens, batch.lengths, batch.types)
         lengths = batch.lengths.tolist()
         return zip(starts.split(lengths), ends.split(lengths), batch.targets, strict=True)
 
@@ -100,10 +100,10 @@ class QA(QAObjective):
         self.corpus, self._effective_batch = corpus, effective_batch
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
         self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1).needed
-        self._reader = AnswerReader(self, corpus.validation, config.data)
+        self._reader = QAEvaluator(self, corpus.validation, config.data)
 
     @classmethod
-    def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, QuestionCorpus]:
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, QuestionCorpus]:
         """Reads and tokenizes the questions. Raises ConfigError if there are too few, or one is invalid."""
         sources, data = open_sources(config.data), config.data
         tokenizer = load_tokenizer_of(config.model)
@@ -125,7 +125,7 @@ class QA(QAObjective):
         for part in (train, held):
             size = sum(len(question.context) for question in part)
             progress("tokenizing", size, size)
-            asked.append(asked_of(part, config, tokenizer))
+            asked.append(tokenize_questions(part, config, tokenizer))
         if data.null_answers is None:
             null = any(question.impossible for question in train)
             config = config.model_copy(update={"data": data.model_copy(update={"null_answers": null})})
@@ -137,20 +137,20 @@ class QA(QAObjective):
         return QAObjective(config, random=True, layers=layers)
 
     @classmethod
-    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Sequences:
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
         """Builds `size` windows of random tokens with the answer at the first token."""
         drawn = cls.random_tokens(config, size, tokens)
-        return Sequences.of(drawn, np.zeros((size, 2), np.int64))
+        return PackedSequences.of(drawn, np.zeros((size, 2), np.int64))
 
-    def batch(self, step: int, total_steps: int | None = None) -> Sequences:
+    def batch(self, step: int, total_steps: int | None = None) -> PackedSequences:
         part = self.corpus.train
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
         return part.batch(self.ordered(indices, part.lengths))
 
-    def validation_batches(self, size: int) -> Iterator[Sequences]:
+    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
         return self._reader.validation_batches(size)
 
-    def evaluate(self, batch: Sequences) -> Sums:
+    def evaluate(self, batch: PackedSequences) -> Sums:
         return self._reader.evaluate(batch)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
@@ -171,10 +171,10 @@ class QA(QAObjective):
         self._reader.save(folder.parent)
 
 
-class AnswerReader:
+class QAEvaluator:
     """Answers questions with a model and computes exact match and F1."""
 
-    def __init__(self, objective: QAObjective, asked: Asked, data: DataConfig) -> None:
+    def __init__(self, objective: QAObjective, asked: TokenizedQuestions, data: DataConfig) -> None:
         self._objective, self._asked = objective, asked
         self._rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
         self._may_be_null = bool(data.null_answers)
@@ -184,7 +184,7 @@ class AnswerReader:
     def model(self) -> torch.nn.Module:
         return self._objective.model
 
-    def validation_batches(self, size: int) -> Iterator[Sequences]:
+    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
         """Yields about `size` windows at a time; all windows of a question are in one batch."""
         self.answers = {}
         windows_of = self._asked.by_question()
@@ -199,7 +199,7 @@ class AnswerReader:
         if pending:
             yield self._asked.batch(np.array(pending))
 
-    def evaluate(self, batch: Sequences) -> Sums:
+    def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the loss, the counts of windows and questions, and the sums of exact match and F1."""
         assert batch.numbers is not None
         scored = list(self._objective.scores(batch))
@@ -254,14 +254,16 @@ def _questions(source: Source, data: DataConfig, notes: list[str]) -> list[Quest
     return read_questions(source.rows(), data.on_bad_row, lambda note: notes.append(f"{source.name}: {note}"))
 
 
-def whole_source(source: Source, config: Config, tokenizer: Any, notes: list[str]) -> Asked:
+def whole_source(source: Source, config: Config, tokenizer: Any, notes: list[str]) -> TokenizedQuestions:
     """Reads all questions of a source. Raises ConfigError if one is invalid."""
-    return asked_of(_questions(source, config.data, notes), config, tokenizer)
+    return tokenize_questions(_questions(source, config.data, notes), config, tokenizer)
 
 
-def asked_of(questions: list[Question], config: Config, tokenizer: Any) -> Asked:
+def tokenize_questions(questions: list[Question], config: Config, tokenizer: Any) -> TokenizedQuestions:
     """Tokenizes questions into windows."""
-    return Asked(questions, make_windows(questions, tokenizer, _longest(config, tokenizer), config.data.doc_stride))
+    return TokenizedQuestions(
+        questions, make_windows(questions, tokenizer, _longest(config, tokenizer), config.data.doc_stride)
+    )
 
 
 def _longest(config: Config, tokenizer: Any) -> int:

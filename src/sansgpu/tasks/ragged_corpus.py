@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 
-class Part(Protocol):
+class CorpusPart(Protocol):
     """The examples of one split."""
 
     def __len__(self) -> int: ...
@@ -19,11 +19,11 @@ class Part(Protocol):
         """Returns the number of input tokens of each example."""
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=CorpusPart)
 
 
 @dataclass(frozen=True)
-class RaggedCorpus(Generic[P]):
+class VariableLengthCorpus(Generic[P]):
     """Examples of different lengths for training and validation."""
 
     train: P

@@ -13,14 +13,14 @@ import torch
 
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.chat import Examples, build_examples, show_masked
-from sansgpu.data.files import Row
+from sansgpu.data.chat import TokenizedConversations, show_masked, tokenize_conversations
+from sansgpu.data.files import SourceRow
 from sansgpu.data.order import batch_indices
-from sansgpu.data.sequences import Sequences
-from sansgpu.data.shards import Progress
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
-from sansgpu.kernels.cross_entropy import PLAIN, LossShape
+from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.models.chat import answer
 from sansgpu.models.generate import Sampling
 from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
@@ -31,10 +31,10 @@ from sansgpu.tasks.task import Sums
 
 
 @dataclass(frozen=True)
-class Conversations:
+class ConversationExamples:
     """A subset of examples, by index."""
 
-    examples: Examples
+    examples: TokenizedConversations
     numbers: np.ndarray
 
     def __len__(self) -> int:
@@ -51,11 +51,11 @@ class Conversations:
         """Returns the number of tokens with a loss."""
         return sum(int(self.examples.example(number)[1][1:].sum()) for number in self.numbers)
 
-    def batch(self, indices: np.ndarray) -> Sequences:
+    def batch(self, indices: np.ndarray) -> PackedSequences:
         """Returns the examples with these indices, with targets shifted by one token."""
         pairs = [self.examples.example(self.numbers[index]) for index in indices]
         targets = [np.where(learned[1:], ids[1:], IGNORE) for ids, learned in pairs]
-        return Sequences.of([ids[:-1] for ids, _ in pairs], targets, numbers=self.numbers[indices])
+        return PackedSequences.of([ids[:-1] for ids, _ in pairs], targets, numbers=self.numbers[indices])
 
     def target_bytes(self, numbers: np.ndarray) -> int:
         """Returns the UTF-8 bytes of text with a loss in the examples with these numbers."""
@@ -63,7 +63,7 @@ class Conversations:
 
 
 @dataclass(frozen=True)
-class ChatCorpus(FineTuningCorpus[Conversations]):
+class ChatCorpus(FineTuningCorpus[ConversationExamples]):
     """Tokenized conversations with loss masks, for training and validation."""
 
     def preview(self) -> str | None:
@@ -76,16 +76,16 @@ class SFTObjective(FineTuning):
 
     head = "causal"
 
-    def summed_loss(self, batch: Sequences) -> torch.Tensor:
+    def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
         """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
         training = self.config.training
-        return self._cross_entropy(batch, LossShape(training.label_smoothing, training.z_loss))
+        return self._cross_entropy(batch, LossOptions(training.label_smoothing, training.z_loss))
 
-    def plain_loss(self, batch: Sequences) -> torch.Tensor:
+    def plain_loss(self, batch: PackedSequences) -> torch.Tensor:
         """Computes the summed cross-entropy without label smoothing and z-loss, ()."""
-        return self._cross_entropy(batch, PLAIN)
+        return self._cross_entropy(batch, DEFAULT_LOSS_OPTIONS)
 
-    def _cross_entropy(self, batch: Sequences, shape: LossShape) -> torch.Tensor:
+    def _cross_entropy(self, batch: PackedSequences, shape: LossOptions) -> torch.Tensor:
         return self.unpadded.summed_loss(batch.tokens, batch.lengths, batch.targets, shape)
 
 
@@ -95,27 +95,27 @@ class SFT(SFTObjective):
     def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
         super().__init__(config)
         self.corpus, self._effective_batch = corpus, effective_batch
-        self._measured = AnswerLoss(self, corpus.validation)
+        self._measured = SFTEvaluator(self, corpus.validation)
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
         share = corpus.train.targets / corpus.train_tokens
         self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
 
     @classmethod
-    def prepare(cls, config: Config, cache: Path, progress: Progress) -> tuple[Config, ChatCorpus]:
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
         tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
         notes: list[str] = []
         examples = _examples(sources.train, config, tokenizer, progress, notes)
         if sources.validation is not None:
-            train = Conversations(examples, np.arange(len(examples)))
+            train = ConversationExamples(examples, np.arange(len(examples)))
             validation = whole_source(sources.validation, config, tokenizer, progress, notes)
         else:
             if len(examples) < 2:
                 raise too_few(sources.train.name, len(examples), "rows")
             contents = [examples.example(number)[0].tobytes() for number in range(len(examples))]
             split = split_examples(contents, examples.lengths(), config.data.validation_split)
-            train, validation = (Conversations(examples, numbers) for numbers in split)
+            train, validation = (ConversationExamples(examples, numbers) for numbers in split)
         if not len(train) or not len(validation):
             raise too_few(sources.train.name, len(examples), "rows")
         tokens = int(train.lengths.sum())
@@ -127,20 +127,20 @@ class SFT(SFTObjective):
         return SFTObjective(config, random=True, layers=layers)
 
     @classmethod
-    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Sequences:
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
         """Builds `size` examples of random tokens, all with a loss."""
         drawn = cls.random_tokens(config, size, tokens)
-        return Sequences.of(drawn, drawn)
+        return PackedSequences.of(drawn, drawn)
 
-    def batch(self, step: int, total_steps: int | None = None) -> Sequences:
+    def batch(self, step: int, total_steps: int | None = None) -> PackedSequences:
         part = self.corpus.train
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
         return part.batch(self.ordered(indices, part.lengths))
 
-    def validation_batches(self, size: int) -> Iterator[Sequences]:
+    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
         return self._measured.validation_batches(size)
 
-    def evaluate(self, batch: Sequences) -> Sums:
+    def evaluate(self, batch: PackedSequences) -> Sums:
         return self._measured.evaluate(batch)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
@@ -159,22 +159,22 @@ class SFT(SFTObjective):
         self.export_to(self.corpus.tokenizer, folder)
 
 
-class AnswerLoss:
+class SFTEvaluator:
     """Evaluates a model on the assistant turns of conversations."""
 
-    def __init__(self, objective: SFTObjective, part: Conversations) -> None:
+    def __init__(self, objective: SFTObjective, part: ConversationExamples) -> None:
         self._objective, self._part = objective, part
 
     @property
     def model(self) -> torch.nn.Module:
         return self._objective.model
 
-    def validation_batches(self, size: int) -> Iterator[Sequences]:
+    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
         order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
         for start in range(0, len(self._part), size):
             yield self._part.batch(order[start : start + size])
 
-    def evaluate(self, batch: Sequences) -> Sums:
+    def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the loss, the number of targets and the bytes of text that they cover."""
         assert batch.numbers is not None
         size = self._part.target_bytes(batch.numbers.cpu().numpy())
@@ -185,25 +185,29 @@ class AnswerLoss:
         return text_metrics(sums)
 
 
-def whole_source(source: Source, config: Config, tokenizer: Any, progress: Progress, notes: list[str]) -> Conversations:
+def whole_source(
+    source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
+) -> ConversationExamples:
     """Reads all rows of a source. Raises ConfigError if one is invalid."""
     examples = _examples(source, config, tokenizer, progress, notes)
-    return Conversations(examples, np.arange(len(examples)))
+    return ConversationExamples(examples, np.arange(len(examples)))
 
 
-def _examples(source: Source, config: Config, tokenizer: Any, progress: Progress, notes: list[str]) -> Examples:
+def _examples(
+    source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
+) -> TokenizedConversations:
     data = config.data
     assert data.max_length is not None
     window, done = data.max_length, 0
 
-    def rows_with_progress() -> Iterator[Row]:
+    def rows_with_progress() -> Iterator[SourceRow]:
         nonlocal done
         for row in source.rows():
             done += len(str(row.value))
             progress("tokenizing", done, max(done, source.size_bytes))
             yield row
 
-    examples = build_examples(rows_with_progress(), tokenizer, window, data.long_rows, data.on_bad_row)
+    examples = tokenize_conversations(rows_with_progress(), tokenizer, window, data.long_rows, data.on_bad_row)
     if examples.truncated:
         notes.append(
             f"{source.name}: {examples.truncated} rows are longer than {window} tokens and were cut at the start."

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from sansgpu.config import Config
-from sansgpu.data.batch import Examples
-from sansgpu.data.shards import Progress
+from sansgpu.data.batch import ExampleBatch
+from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.memory import Execution, Memory
-from sansgpu.models.costs import Products, StepTraffic, StepWork
+from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 
 Gather = Callable[[Any], list[Any]]
 Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
@@ -25,13 +25,13 @@ def add_sums(total: Sums, more: Sums) -> None:
         total[name] = total.get(name, 0.0) + value
 
 
-class Evaluated(Protocol):
+class Evaluator(Protocol):
     """A model and its validation data."""
 
     @property
     def model(self) -> nn.Module: ...
 
-    def validation_batches(self, size: int) -> Iterator[Examples]:
+    def validation_batches(self, size: int) -> Iterator[ExampleBatch]:
         """Yields the validation data in order, `size` examples at a time."""
 
     def evaluate(self, batch: Any) -> Sums:
@@ -105,14 +105,14 @@ class Corpus(Protocol):
         """Identifies the data, to detect on resume that it changed."""
 
 
-class Task(Evaluated, Objective, Protocol):
+class Task(Evaluator, Objective, Protocol):
     """A model with its training data. The loop refers to no task by name."""
 
     fingerprint: str  # of the data
     flops_per_token: float  # needed for training
     notes: Sequence[str]  # messages for the user about the model
 
-    def batch(self, step: int, total_steps: int | None = None) -> Examples:
+    def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         """Returns the global batch of a step, a pure function of the seed and the step.
 
         Tasks that change batches over the run also use its length, `total_steps`.
@@ -132,7 +132,7 @@ class TaskKind(Protocol):
 
     def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task: ...
 
-    def prepare(self, config: Config, cache: Path, progress: Progress) -> tuple[Config, Any]:
+    def prepare(self, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, Any]:
         """Reads and tokenizes the data, and fills in settings that depend on it. Raises ConfigError."""
 
     def with_vocabulary(self, config: Config) -> Config:
@@ -150,7 +150,7 @@ class TaskKind(Protocol):
     def traffic(self, config: Config, how: Execution) -> StepTraffic:
         """Estimates the minimum memory traffic of a step in bytes."""
 
-    def products(self, config: Config) -> Products:
+    def products(self, config: Config) -> LinearShapes:
         """Returns the shapes of the matrix products of a step."""
 
     def layers(self, config: Config) -> int:
@@ -159,5 +159,5 @@ class TaskKind(Protocol):
     def objective(self, config: Config, layers: int | None = None) -> Objective:
         """Builds a model with its loss but without data, with `layers` blocks if given."""
 
-    def random_batch(self, config: Config, size: int, tokens: int | None = None) -> Examples:
+    def random_batch(self, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
         """Builds a random micro-batch of `size` examples; `tokens` is the length of each if lengths may vary."""

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sansgpu.config import ABANDONED, ConfigError, RunPaths, SansGPUError
+from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths, SansGPUError
 from sansgpu.train.checkpoint import Snapshot, snapshots
 from sansgpu.watch.files import sync_to_disk, write_text
 
 JOURNAL = ".moves.json"  # planned moves; if this process is killed, the next one finishes them
-_FOLDER = rf"{ABANDONED}(\d{{6,}})(?:-(\d+))?"
+_FOLDER = rf"{ABANDONED_FOLDER}(\d{{6,}})(?:-(\d+))?"
 _BRANCH = re.compile(_FOLDER)
 _STEP = r"step-\d{6,}"
 _MOVABLE = re.compile(rf"{_STEP}|\.{_FOLDER}\.partial|{_FOLDER}(/{_STEP})?")
@@ -63,7 +63,7 @@ class Branch:
 
 def branches(folder: Path) -> list[Branch]:
     """Returns the abandoned branches in a run's `snapshots/` folder, ordered by step."""
-    found = [Branch(p) for p in folder.glob(f"{ABANDONED}*") if _BRANCH.fullmatch(p.name)]
+    found = [Branch(p) for p in folder.glob(f"{ABANDONED_FOLDER}*") if _BRANCH.fullmatch(p.name)]
     real = [branch for branch in found if branch.folder.is_dir() and not branch.folder.is_symlink()]
     return sorted(real, key=lambda branch: branch._key)
 
@@ -92,7 +92,7 @@ def record_of(snapshot: Snapshot, paths: RunPaths) -> Path:
     return branch.record if branch else paths.metrics
 
 
-def go_on_from(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path]]:
+def switch_to(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path]]:
     """Makes `snapshot` the newest in `snapshots/` and moves the snapshots that are not its ancestors into a branch.
 
     Returns the snapshot at its new path and the folders of newly abandoned branches. If the process is killed, either
@@ -130,11 +130,11 @@ def go_on_from(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path
                 f"the snapshots after step {base} cannot be set aside in {folder}: {error.strerror or error}; nothing "
                 "was moved: free some space and resume."
             ) from None
-    finish_moves(paths)
+    finish_pending_moves(paths)
     return Snapshot.of(folder, snapshot.step) if home else snapshot, abandoned
 
 
-def finish_moves(paths: RunPaths) -> None:
+def finish_pending_moves(paths: RunPaths) -> None:
     """Completes the moves that an earlier process planned and deletes its partial folders.
 
     Raises ConfigError if the list of moves was not written by this program, SansGPUError if a move fails.
@@ -162,7 +162,7 @@ def finish_moves(paths: RunPaths) -> None:
             f"the snapshots in {folder} cannot be moved: {error.strerror or error}; none is lost: free some space and "
             "run train --resume again to finish the moves."
         ) from None
-    for path in folder.glob(f".{ABANDONED}*.partial"):
+    for path in folder.glob(f".{ABANDONED_FOLDER}*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -201,9 +201,9 @@ def _copy_files(folder: Path, files: Iterable[Path]) -> None:
 
 def _free_name(step: int, taken: set[str]) -> str:
     """Returns an unused branch name and adds it to `taken`."""
-    name, number = f"{ABANDONED}{step:06d}", 1
+    name, number = f"{ABANDONED_FOLDER}{step:06d}", 1
     while name in taken:
         number += 1
-        name = f"{ABANDONED}{step:06d}-{number}"
+        name = f"{ABANDONED_FOLDER}{step:06d}-{number}"
     taken.add(name)
     return name

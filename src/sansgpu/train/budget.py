@@ -64,15 +64,15 @@ class Budget:
             limits.append((datetime.fromisoformat(self.training.until) - self.wall_clock()).total_seconds())
         return min(limits)
 
-    def stepped(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         """Records the duration of a step. The first step of a process is excluded because it compiles."""
         self._steps.append(seconds)
 
-    def evaluated(self, seconds: float) -> None:
+    def record_evaluation(self, seconds: float) -> None:
         """Records how long the loop waited for an evaluation, its sample and its snapshot."""
         self._evaluation_seconds = seconds
 
-    def saved(self, seconds: float) -> None:
+    def record_save(self, seconds: float) -> None:
         """Records how long the loop waited for a snapshot."""
         self._save_seconds = seconds
 
@@ -104,7 +104,7 @@ class Budget:
         hours = self.training.max_hours or 0.0
         return self.seconds_left() > 2 * self._reserve() + MIN_USEFUL_RATIO * hours * 3600
 
-    def due(self) -> bool:
+    def should_replan(self) -> bool:
         """Returns whether to re-plan the number of steps now: often at the start and near the end."""
         if not self.training.time_limited:
             return False

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import Config, TrainingConfig, fold_seed
-from sansgpu.data.batch import Examples
-from sansgpu.machine.memory import micro_batches_each
+from sansgpu.config import Config, TrainingConfig, derive_seed
+from sansgpu.data.batch import ExampleBatch
+from sansgpu.machine.memory import micro_batches_per_rank
 from sansgpu.tasks import Objective, TaskKind
 from sansgpu.train.optim import Optimizer
-from sansgpu.train.profile import synchronise
+from sansgpu.train.profile import synchronize
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan
 
@@ -121,8 +121,8 @@ def _timed(
     """Returns the median seconds of a pass and of an update for a model with `layers` blocks."""
     with _trial(task, config, plan, compiled, layers) as (trial, optimizer):
         batch = task.random_batch(config, size, tokens).to(plan.device)
-        accumulation = micro_batches_each(config.training, size)
-        optimizer.expect_sum(accumulation > 1)
+        accumulation = micro_batches_per_rank(config.training, size)
+        optimizer.set_accumulation(accumulation > 1)
         passes: list[float] = []
         updates: list[float] = []
         for number in range(1 + REPEATS):
@@ -130,8 +130,8 @@ def _timed(
             more = accumulation - 1  # passes that accumulate into the gradients of the first
             rest = more * _forward_and_backward(trial, batch, plan, config.training) if more else 0.0
             start = time.perf_counter()
-            optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.norm() + 1e-6)))
-            synchronise(plan.device)
+            optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.grad_norm() + 1e-6)))
+            synchronize(plan.device)
             if number:
                 passes.append((first + rest) / accumulation)
                 updates.append(time.perf_counter() - start)
@@ -146,20 +146,20 @@ def _trial(
 ) -> Iterator[tuple[Objective, Optimizer]]:
     trial = task.objective(config, layers)
     trial.compile(compiled == "on")
-    optimizer = TrainState.begin(trial.model, config.training, plan.device, plan.compute_dtype).optimizer
+    optimizer = TrainState.create(trial.model, config.training, plan.device, plan.compute_dtype).optimizer
     try:
         yield trial, optimizer
     finally:
-        optimizer.release()
+        optimizer.release_state()
 
 
-def _forward_and_backward(trial: Objective, batch: Examples, plan: StepPlan, training: TrainingConfig) -> float:
+def _forward_and_backward(trial: Objective, batch: ExampleBatch, plan: StepPlan, training: TrainingConfig) -> float:
     """Runs one pass and returns its duration in seconds."""
     start = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(fold_seed(training.seed, "calibration"))
+        torch.manual_seed(derive_seed(training.seed, "calibration"))
         with plan.autocast():
             loss = trial.loss(batch)
         (loss / batch.target_count()).backward()
-    synchronise(plan.device)
+    synchronize(plan.device)
     return time.perf_counter() - start

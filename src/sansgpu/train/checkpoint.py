@@ -23,11 +23,11 @@ from pydantic import BaseModel
 from safetensors import safe_open
 
 from sansgpu.config import ConfigError, SansGPUError
-from sansgpu.config.plain import FlawError, read_json
+from sansgpu.config.plain import InvalidDataError, read_json
 from sansgpu.machine.disk import file_sha256
 from sansgpu.models.weights_file import load_weights, readable_weights
-from sansgpu.train.snapshot_schema import Manifest, State
-from sansgpu.train.tensor_file import Whole, as_it_is, save_tensors
+from sansgpu.train.snapshot_schema import SnapshotManifest, SnapshotState
+from sansgpu.train.tensor_file import Whole, save_tensors, unchanged
 from sansgpu.watch.files import make_folder, sync_to_disk
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
@@ -63,12 +63,12 @@ class Snapshot:
 
     def manifest(self) -> dict[str, Any]:
         """Returns the content of MANIFEST.json. Raises ConfigError if it is missing or damaged."""
-        return self._read(MANIFEST, Manifest)
+        return self._read(MANIFEST, SnapshotManifest)
 
     def _read(self, name: str, schema: type[BaseModel]) -> dict[str, Any]:
         try:
             return read_json(self.folder / name, schema, finite=False)
-        except FlawError as error:
+        except InvalidDataError as error:
             reason = str(error)
         except OSError as error:
             reason = str(error.strerror)
@@ -104,7 +104,7 @@ class Snapshot:
 
     def state(self) -> dict[str, Any]:
         """Returns the content of state.json. Raises ConfigError if it is missing or damaged."""
-        return self._read(STATE, State)
+        return self._read(STATE, SnapshotState)
 
     def shapes(self, file: str) -> dict[str, tuple[list[int], str]]:
         """Returns the shape and the safetensors dtype name of every tensor in one of the files."""
@@ -131,7 +131,7 @@ def snapshots(folder: Path) -> list[Snapshot]:
     return sorted(found, key=lambda snapshot: snapshot.step)
 
 
-def newest_whole(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
+def latest_intact_snapshot(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
     """Returns the newest intact snapshot and warns about newer damaged ones; None if there are no snapshots.
 
     Raises ConfigError if there are snapshots but all are damaged.
@@ -147,7 +147,7 @@ def newest_whole(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
     return None
 
 
-def best_of(found: Sequence[Snapshot]) -> Snapshot | None:
+def best_snapshot(found: Sequence[Snapshot]) -> Snapshot | None:
     """Returns the snapshot with the lowest validation loss, the first on a tie, or None if none was evaluated."""
     scored = [(loss, snapshot) for snapshot in found if (loss := snapshot.validation_loss()) is not None]
     return min(scored, key=lambda pair: pair[0])[1] if scored else None
@@ -160,9 +160,9 @@ def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snaps
     damaged.
     """
     if name == "latest":
-        return newest_whole(folder, warn)
+        return latest_intact_snapshot(folder, warn)
     if name == "best":
-        best = best_of(snapshots(folder))
+        best = best_snapshot(snapshots(folder))
         if best is None:
             raise ConfigError(f"no snapshot in {folder} has a validation loss, so none is the best; choose latest.")
         chosen = best.folder
@@ -186,7 +186,7 @@ def save_snapshot(
     moments: dict[str, torch.Tensor],
     state: dict[str, Any],
     record: Path,
-    whole: Whole = as_it_is,
+    whole: Whole = unchanged,
 ) -> Snapshot:
     """Writes `folder`/step-N. Raises SansGPUError if the disk refuses; an existing snapshot then stays in place.
 

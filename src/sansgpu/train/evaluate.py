@@ -9,11 +9,13 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks import Evaluated, Sums, add_sums
+from sansgpu.tasks import Evaluator, Sums, add_sums
 from sansgpu.train.step import StepPlan
 
 
-def evaluated_share(training: TrainingConfig, validation_tokens: int, example_tokens: float, micro_batch: int) -> float:
+def eval_token_ratio(
+    training: TrainingConfig, validation_tokens: int, example_tokens: float, micro_batch: int
+) -> float:
     """Returns tokens per evaluation / tokens per step."""
     tokens: float = validation_tokens
     if training.eval_batches is not None:
@@ -22,7 +24,7 @@ def evaluated_share(training: TrainingConfig, validation_tokens: int, example_to
 
 
 def evaluate(
-    task: Evaluated, plan: StepPlan, batches: int | None = None, stop: Callable[[], bool] = lambda: False
+    task: Evaluator, plan: StepPlan, batches: int | None = None, stop: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """Returns the task's metrics on the validation split, or on its first `batches`; None if `stop` returned True.
 

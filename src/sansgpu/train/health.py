@@ -31,7 +31,7 @@ _NOT_FINITE = (
 CONSECUTIVE = 2  # events in a row before a warning, since a single one may be an accident
 
 
-class _Step(NamedTuple):
+class _ObservedStep(NamedTuple):
     step: int
     loss: float
     grad_norm: float
@@ -45,16 +45,16 @@ class Health:
 
     def __init__(self, training: TrainingConfig) -> None:
         self._training = training
-        self._steps: list[_Step] = []
+        self._steps: list[_ObservedStep] = []
         self._sums = [0.0]  # cumulative sums of the losses
         self._validation: list[tuple[int, float]] = []  # steps and losses
         self._streaks: dict[str, int] = {}  # number of consecutive events with each cause
 
-    def see(self, event: Event) -> list[Event]:
+    def observe(self, event: Event) -> list[Event]:
         """Returns the warnings due after this event. A cause is reported again only after it went away."""
         found: list[tuple[str, str | None, int]] = []
         if event["event"] == "step":
-            self._steps.append(_Step(event["step"], event["loss"], event.get("grad_norm") or 0.0))
+            self._steps.append(_ObservedStep(event["step"], event["loss"], event.get("grad_norm") or 0.0))
             self._sums.append(self._sums[-1] + event["loss"])
             found = [
                 ("rising", self._rising(), 1),

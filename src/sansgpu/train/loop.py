@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sansgpu.config import Config, RunPaths, SansGPUError, fold_seed, identity
-from sansgpu.data.batch import Examples
+from sansgpu.config import Config, RunPaths, SansGPUError, derive_seed
+from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
@@ -21,15 +21,15 @@ from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.health import Health
 from sansgpu.train.interrupt import Interrupt
-from sansgpu.train.resume import Metrics, restore
+from sansgpu.train.resume import Metrics, load_snapshot
 from sansgpu.train.schedule import learning_rate
 from sansgpu.train.state import Progress, TrainState
-from sansgpu.train.step import Phases, StepPlan, StepResult, train_step
+from sansgpu.train.step import PhaseTimer, StepPlan, StepResult, train_step
 from sansgpu.train.step_log import StepLog, System
-from sansgpu.train.tensor_file import Tensors, as_it_is, in_file_order
+from sansgpu.train.tensor_file import Tensors, in_file_order, unchanged
 from sansgpu.train.threads import AdaptiveThreads
 from sansgpu.train.writer import SnapshotWriter
-from sansgpu.watch.controls import Controls, Wish
+from sansgpu.watch.controls import Controls, Request
 from sansgpu.watch.events import Event, Sinks, finite, now
 from sansgpu.watch.jsonl import read_record
 
@@ -40,7 +40,7 @@ EARLY_END_RATIO = 0.2  # warn if the run would end with more than this share of 
 
 
 @dataclass(frozen=True)
-class End:
+class TrainingResult:
     """The outcome of the run in `folder`. `reason` is done, interrupted or out_of_time."""
 
     folder: Path
@@ -78,7 +78,7 @@ class Trainer:
         self.environment, self.sinks = environment, sinks
         training = config.training
         self.group = plan.group
-        self.state = TrainState.begin(task.model, training, plan.device, plan.compute_dtype, plan.group)
+        self.state = TrainState.create(task.model, training, plan.device, plan.compute_dtype, plan.group)
         self._sharded = self.group.size > 1 and training.sharding != "none"  # no process has the complete state
         self.total_steps = self._max_steps = steps
         self._warned = False  # whether the warning about an early end was sent
@@ -120,24 +120,26 @@ class Trainer:
         Raises ConfigError if the snapshot does not fit the model, or with `strict` if the environment differs.
         """
         fingerprint, folder = self.task.fingerprint, self.paths.snapshots
-        warn = self.sinks.warn if self.group.first else lambda message: None
-        self._metrics = restore(self.state, snapshot, folder, self.environment, fingerprint, strict, warn, self.group)
+        warn = self.sinks.warn if self.group.is_main else lambda message: None
+        self._metrics = load_snapshot(
+            self.state, snapshot, folder, self.environment, fingerprint, strict, warn, self.group
+        )
         self._snapshot, self._snapshot_reported = Snapshot.of(self.paths.snapshots, snapshot.step), False
-        recorded, problem = read_record(record_of(snapshot, self.paths)) if self.group.first else ([], None)
+        recorded, problem = read_record(record_of(snapshot, self.paths)) if self.group.is_main else ([], None)
         if problem:
             warn(problem)
         for event in (e for e in recorded if (e.get("step") or 0) <= snapshot.step):
-            self._health.see(event)  # replayed, so that warnings are neither repeated nor lost
-        self._log.recall(recorded, self.environment)
+            self._health.observe(event)  # replayed, so that warnings are neither repeated nor lost
+        self._log.restore(recorded, self.environment)
         # From the events, because a killed process ran longer than its last snapshot.
         elapsed = [e.get("elapsed_seconds") or 0.0 for e in recorded]
-        self._earlier_seconds = self.group.decide(lambda: max(elapsed, default=0.0))
+        self._earlier_seconds = self.group.broadcast_object(lambda: max(elapsed, default=0.0))
         planned = self.progress.total_steps
-        finished = self.group.decide(lambda: not self._budget.worth_more())
+        finished = self.group.broadcast_object(lambda: not self._budget.worth_more())
         if self.config.training.time_limited and planned and (self.progress.step < planned or finished):
             self.total_steps = min(self._max_steps, planned)
 
-    def train(self) -> End:
+    def train(self) -> TrainingResult:
         """Trains until a limit is reached, time is up or the run is interrupted.
 
         Takes snapshots as configured and one at the end. `final/` is written unless the run was interrupted.
@@ -165,9 +167,9 @@ class Trainer:
                 self._save()
                 self._flush()
             if isinstance(self.task, Collecting):
-                self.task.collect(self.group.gather)
-            self.state.optimizer.release()
-            if self.group.first:
+                self.task.collect(self.group.all_gather_object)
+            self.state.optimizer.release_state()
+            if self.group.is_main:
                 self.task.export(self.paths.final)
             return self._end("out_of_time" if self.progress.step >= self.total_steps < self._max_steps else "done")
         except LostRankError:
@@ -180,14 +182,14 @@ class Trainer:
     def _handle_requests(self, interrupt: Interrupt) -> int | None:
         """Handles requests between steps and returns the signal that ends the run, received by any rank, or None."""
         while True:
-            requested = self._controls.take() if self.group.first else Wish.NONE
+            requested = self._controls.take() if self.group.is_main else Request.NONE
             agreed = int(self.group.all_reduce_max(_SIGNAL_FACTOR * (interrupt.signal or 0) + requested))
-            number, wish = agreed // _SIGNAL_FACTOR, Wish(agreed % _SIGNAL_FACTOR)
-            if number or Wish.STOP in wish:
+            number, wish = agreed // _SIGNAL_FACTOR, Request(agreed % _SIGNAL_FACTOR)
+            if number or Request.STOP in wish:
                 return number or signal.SIGINT
             if self.progress.step:
                 self._finish_step(interrupt, wish)
-            if Wish.PAUSE not in wish:
+            if Request.PAUSE not in wish:
                 return None
             if not self._writer.busy:
                 self._flush()
@@ -195,14 +197,14 @@ class Trainer:
 
     def _rescue(self) -> None:
         """Saves the last completed step after another rank was lost, if this process has the complete state."""
-        if self.group.first and not self._sharded and self.progress.step:
+        if self.group.is_main and not self._sharded and self.progress.step:
             try:
                 self._save()
                 self._flush()
             except SansGPUError as error:  # only a warning: the loss of the rank is the error to report
                 self.sinks.warn(str(error))
 
-    def _batch(self, step: int) -> Examples:
+    def _batch(self, step: int) -> ExampleBatch:
         """Returns the global batch of a step; called ahead of time by prefetch workers."""
         batch = self.task.batch(step, self.total_steps)
         pin = self.config.training.dataloader_pin_memory and self.plan.device.type == "cuda"
@@ -222,14 +224,14 @@ class Trainer:
         """Updates `total_steps` of a time-limited run from the remaining time."""
         if not self.config.training.time_limited:
             return
-        total = int(self.group.all_reduce_max(self._fitting_steps() if self.group.first else 0))
+        total = int(self.group.all_reduce_max(self._fitting_steps() if self.group.is_main else 0))
         if total != self.total_steps:
             self.total_steps = self.progress.total_steps = total
             prefetch.forget()  # window lengths depend on the total number of steps
 
     def _fitting_steps(self) -> int:
         """Returns the total number of steps that currently fits into the run's time."""
-        if self._finished() or not self._budget.due():
+        if self._finished() or not self._budget.should_replan():
             return self.total_steps
         fitting = self._budget.steps_left(self.progress.step)
         if fitting is None:
@@ -245,10 +247,10 @@ class Trainer:
 
     def _shed(self) -> str | None:
         """Frees memory that training can do without; returns the consequence, or None if nothing was freed."""
-        return "snapshots are written before training goes on" if self._writer.drop_copies() else None
+        return "snapshots are written before training goes on" if self._writer.release_copies() else None
 
     def _one_step(self, prefetch: Prefetcher) -> None:
-        start, phases = time.perf_counter(), Phases()
+        start, phases = time.perf_counter(), PhaseTimer()
         progress, training = self.progress, self.config.training
         lr = learning_rate(training, progress.step, self.total_steps)
         batch = prefetch(progress.step, self.total_steps)
@@ -265,15 +267,15 @@ class Trainer:
         progress.logged_targets += result.targets
         add_sums(progress.logged_sums, result.sums)
         if not self._first_step:
-            self._budget.stepped(seconds)
+            self._budget.record_step(seconds)
         to_log = progress.step % training.logging_steps == 0 or self._finished()
         if not self._first_step or to_log:
             self._log.add(seconds, result.tokens, phases)
         self._first_step = False
         self._metrics = None
-        in_background = self.group.first and not self._sharded
+        in_background = self.group.is_main and not self._sharded
         if in_background and not self._writer.prepared and (training.save_steps or training.eval_steps):
-            self._writer.prepare(*self._tensors())
+            self._writer.reserve_copies(*self._tensors())
         if to_log:
             self._emit_step(result, lr)
 
@@ -281,7 +283,7 @@ class Trainer:
         event = self._log.event(self.progress, result, lr, self.total_steps)
         times = {"eta_seconds": self._eta_seconds(event["step_seconds"]), "elapsed_seconds": self._elapsed()}
         self._emit({**event, **times, "threads": self.environment.threads})
-        if changed := self._threads.see(event):
+        if changed := self._threads.observe(event):
             self.environment = replace(self.environment, threads=changed[0])
             self.sinks.emit({"event": "warning", "step": event["step"], "cause": "threads", "message": changed[1]})
 
@@ -289,18 +291,18 @@ class Trainer:
         """Emits an event and the health warnings it causes."""
         event = finite(event)
         self.sinks.emit(event)
-        for warning in self._health.see(event) if self.group.first else ():
+        for warning in self._health.observe(event) if self.group.is_main else ():
             self.sinks.emit(warning)
 
     def _eta_seconds(self, step_seconds: float) -> float:
         left = max(0.0, self._budget.seconds_left())
         return min(left, (self.total_steps - self.progress.step) * step_seconds)
 
-    def _finish_step(self, interrupt: Interrupt, wish: Wish = Wish.NONE) -> None:
+    def _finish_step(self, interrupt: Interrupt, wish: Request = Request.NONE) -> None:
         """Evaluates and saves if due or requested. An evaluation that an interrupt cuts short is repeated on resume."""
         step, training, start = self.progress.step, self.config.training, time.perf_counter()
         due = self._finished() or (training.eval_steps and step % training.eval_steps == 0)
-        to_evaluate = due or Wish.EVALUATE in wish
+        to_evaluate = due or Request.EVALUATE in wish
         evaluated = to_evaluate and self._metrics is None  # metrics may have been restored from a snapshot
         if to_evaluate:
             self._evaluate(stop=lambda: interrupt.signal is not None)
@@ -308,13 +310,13 @@ class Trainer:
                 return
         is_best = self._metrics is not None and self.progress.best_step == step
         due = is_best or self._finished() or (training.save_steps and step % training.save_steps == 0)
-        to_save = due or Wish.SAVE in wish
+        to_save = due or Request.SAVE in wish
         if to_save:
             self._save()
         if evaluated:
-            self._budget.evaluated(time.perf_counter() - start)
+            self._budget.record_evaluation(time.perf_counter() - start)
         elif to_save:
-            self._budget.saved(time.perf_counter() - start)
+            self._budget.record_save(time.perf_counter() - start)
 
     def _evaluate(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Evaluates the current step unless it was already evaluated, and updates the best step."""
@@ -328,8 +330,8 @@ class Trainer:
         seconds = time.perf_counter() - start
         event: Event = {"event": "eval", "step": progress.step, **self._metrics, "seconds": seconds}
         loss = self._metrics["loss"]
-        if training.sample_tokens and loss is not None and self.group.first and not self._fully_sharded:
-            seed = fold_seed(training.seed, "sample", progress.step)
+        if training.sample_tokens and loss is not None and self.group.is_main and not self._fully_sharded:
+            seed = derive_seed(training.seed, "sample", progress.step)
             with self.plan.autocast():
                 event["sample"] = self.task.sample(training.sample_prompt, training.sample_tokens, seed)
         self._emit(event)
@@ -347,12 +349,12 @@ class Trainer:
                 "metrics": self._metrics,
                 "environment": asdict(self.environment),
                 "data": self.task.fingerprint,
-                "configuration": identity(self.config),
+                "configuration": unchanged(self.config),
             }
             best, in_background = self.progress.best_step, not (self._finished() or self._sharded)
-            whole = self.state.whole if self._sharded else as_it_is
-            if self.group.first:
-                self._snapshot = self._writer.begin(
+            whole = self.state.gather_tensor if self._sharded else unchanged
+            if self.group.is_main:
+                self._snapshot = self._writer.submit(
                     self.progress.step, *self._tensors(), record, best, in_background=in_background, whole=whole
                 )
             else:
@@ -368,7 +370,7 @@ class Trainer:
         """Sends this rank's part of the state to rank 0, which is writing a snapshot."""
         for tensors in self._tensors() if self._sharded else ():
             for name in in_file_order(tensors):
-                self.state.whole(name, tensors[name])
+                self.state.gather_tensor(name, tensors[name])
 
     def _tensors(self) -> tuple[Tensors, Tensors]:
         return self.state.weights(), self.state.moments()
@@ -394,8 +396,8 @@ class Trainer:
         finally:
             self.sinks.release()
 
-    def _end(self, reason: str, ending: int | None = None) -> End:
-        end = End(self.paths.root, reason, self.progress.step, self._snapshot, ending)
+    def _end(self, reason: str, ending: int | None = None) -> TrainingResult:
+        end = TrainingResult(self.paths.root, reason, self.progress.step, self._snapshot, ending)
         name = self._snapshot.folder.name if self._snapshot else None
         event = {"event": "end", "step": end.step, "time": now(), "reason": reason}
         self.sinks.emit({**event, "seconds": self._elapsed(), "snapshot": name})

@@ -11,14 +11,23 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sansgpu.config import ConfigError, TrainingConfig, fold_seed
-from sansgpu.kernels.newton_schulz import orthogonalise
-from sansgpu.kernels.quantised import adamw8, quantised_zeros
+from sansgpu.config import ConfigError, TrainingConfig, derive_seed
+from sansgpu.kernels.newton_schulz import newton_schulz
+from sansgpu.kernels.quantised import adamw8, quantized_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
-from sansgpu.machine.group import ALONE, Group
+from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.train.parameter_groups import parameter_groups
 from sansgpu.train.reduce import Reducer
-from sansgpu.train.sharding import EVERYWHERE, Owned, Place, Rows, local_of, on_gradient, shard_blocks, spread
+from sansgpu.train.sharding import (
+    REPLICATED,
+    OwnedByRank,
+    Placement,
+    RowSharded,
+    assign_owners,
+    local_tensor,
+    register_gradient_hooks,
+    shard_blocks,
+)
 
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # the typical update size of AdamW, so that both share one learning rate (arXiv 2502.16982)
@@ -32,7 +41,7 @@ MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantize
 
 
 @dataclass
-class Weight:
+class TrainedWeight:
     """A trained tensor.
 
     `parameter` is the tensor the model computes with. `master` is its fp32 copy, or the parameter itself if there is no
@@ -44,13 +53,13 @@ class Weight:
     master: torch.Tensor
     kinds: tuple[str, ...]  # names of its moments
     decay: float
-    place: Place = EVERYWHERE
+    place: Placement = REPLICATED
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
     used: bool = False  # this rank computed a gradient in one of the step's micro-batches
     summed: bool = False  # accumulate gradients of several micro-batches in fp32; otherwise use them as computed
     hook: RemovableHandle | None = None
-    gathered: Callable[[Weight], None] | None = None  # called with the weight after each gradient
+    gathered: Callable[[TrainedWeight], None] | None = None  # called with the weight after each gradient
 
     def mark_used(self) -> None:
         """Records that this rank computed a gradient of the weight in this step."""
@@ -77,7 +86,7 @@ class Weight:
 
     def described(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with the unsharded shape and the dtype of this rank's part `tensor`."""
-        if not isinstance(self.place, Rows):
+        if not isinstance(self.place, RowSharded):
             return tensor
         return torch.empty(self.parameter.shape, dtype=tensor.dtype, device="meta")
 
@@ -90,7 +99,7 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: nn.Module, training: TrainingConfig, compute_dtype: torch.dtype, group: Group = ALONE
+        self, model: nn.Module, training: TrainingConfig, compute_dtype: torch.dtype, group: Group = SINGLE_PROCESS
     ) -> None:
         if training.optimizer == "auto":
             raise ValueError("choose_optimizer turns auto into muon or adamw")
@@ -109,21 +118,21 @@ class Optimizer:
             if not parameter.requires_grad:  # frozen: matrices in the compute dtype, vectors in fp32
                 parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
         if cut:
-            on_gradient(model, {w.name: w.mark_used for w in self.weights if w.name in cut})
+            register_gradient_hooks(model, {w.name: w.mark_used for w in self.weights if w.name in cut})
         self._reducer = self._reducer_of(model) if group.size > 1 else None
-        self._state: dict[str, tuple[Weight, str | None]] = {w.name: (w, None) for w in self.weights}
+        self._state: dict[str, tuple[TrainedWeight, str | None]] = {w.name: (w, None) for w in self.weights}
         self._state |= {f"{kind}.{w.name}": (w, kind) for w in self.weights for kind in w.kinds}
 
-    def _places(self, model: nn.Module, trained: set[str], cut: set[str]) -> dict[str, Place]:
+    def _places(self, model: nn.Module, trained: set[str], cut: set[str]) -> dict[str, Placement]:
         if self._sharding == "none":
-            return dict.fromkeys(sorted(trained), EVERYWHERE)
+            return dict.fromkeys(sorted(trained), REPLICATED)
         sizes = {n: p.numel() for n, p in model.named_parameters() if n in trained and n not in cut}
-        owned = {n: Owned(self._group, owner) for n, owner in spread(sizes, self._group.size).items()}
-        return {**owned, **dict.fromkeys(sorted(cut), Rows(self._group))}
+        owned = {n: OwnedByRank(self._group, owner) for n, owner in assign_owners(sizes, self._group.size).items()}
+        return {**owned, **dict.fromkeys(sorted(cut), RowSharded(self._group))}
 
     def _reducer_of(self, model: nn.Module) -> Reducer:
         """Returns a reducer for all weights except those whose gradients fully_shard reduces."""
-        by_name = {w.name: w for w in self.weights if not isinstance(w.place, Rows)}
+        by_name = {w.name: w for w in self.weights if not isinstance(w.place, RowSharded)}
         in_order = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
         narrow = self._training.gradient_reduction == "bf16"
         reducer = Reducer(self._group, in_order, torch.bfloat16 if narrow else torch.float32)
@@ -131,22 +140,24 @@ class Optimizer:
             weight.gathered = reducer.arrived
         return reducer
 
-    def _hold(self, name: str, parameter: nn.Parameter, kinds: tuple[str, ...], decay: float, place: Place) -> Weight:
-        if isinstance(place, Rows):
-            return Weight(name, parameter, local_of(parameter), kinds, decay, place)
+    def _hold(
+        self, name: str, parameter: nn.Parameter, kinds: tuple[str, ...], decay: float, place: Placement
+    ) -> TrainedWeight:
+        if isinstance(place, RowSharded):
+            return TrainedWeight(name, parameter, local_tensor(parameter), kinds, decay, place)
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        weight = Weight(name, parameter, parameter.detach(), kinds, decay, place)
+        weight = TrainedWeight(name, parameter, parameter.detach(), kinds, decay, place)
         if kinds == ADAMW and self._training.optimizer_state == "8bit" and parameter.numel() >= MIN_QUANTIZED_ELEMENTS:
             weight.kinds = ADAMW8
         if parameter.ndim > 1 and self._compute_dtype != parameter.dtype:
             parameter.data = parameter.data.to(self._compute_dtype)
             parameter.grad_dtype = None  # gradients are fp32 from the loss and the embedding, bf16 from matmuls
             narrow = self._training.master_weights == "bf16"
-            weight.master = parameter.detach() if narrow else place.mine(weight.master)
+            weight.master = parameter.detach() if narrow else place.shard(weight.master)
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
         return weight
 
-    def expect_whole(self) -> None:
+    def mark_last_backward(self) -> None:
         """Announces this rank's last backward pass of the step, so that the all-reduce may overlap with it."""
         if self._reducer is not None and self._sharding != "full":
             # All ranks must start collectives in the same order. With fully_shard, which also reduces during backward,
@@ -163,14 +174,14 @@ class Optimizer:
         self._reducer.close()
         unused = self._group.all_reduce_sums({w.name: 1.0 for w in self.weights if not w.used})
         for weight in self.weights:
-            if isinstance(weight.place, Rows):
-                weight.gradient = None if weight.parameter.grad is None else local_of(weight.parameter.grad)
+            if isinstance(weight.place, RowSharded):
+                weight.gradient = None if weight.parameter.grad is None else local_tensor(weight.parameter.grad)
                 weight.parameter.grad = None
             if unused.get(weight.name) == self._group.size:
                 weight.gradient = None
             weight.used = False
 
-    def expect_sum(self, summed: bool) -> None:
+    def set_accumulation(self, summed: bool) -> None:
         """Announces whether the step accumulates several micro-batches.
 
         Sums are then fp32 from the first one on, because changing the dtype later would fragment the heap.
@@ -178,7 +189,7 @@ class Optimizer:
         for weight in self.weights:
             weight.summed = summed
 
-    def norm(self) -> float:
+    def grad_norm(self) -> float:
         """Returns the 2-norm of the gradients of all weights."""
         norm = global_norm([w.gradient for w in self.weights if w.gradient is not None])
         if self._sharding == "none":
@@ -189,36 +200,36 @@ class Optimizer:
     def step(self, lr: float, step: int, scale: float) -> None:
         """Applies update number `step` (from 1) with the gradients times `scale`, and drops the gradients."""
         trained = [w for w in self.weights if w.gradient is not None]
-        self.make_moments()
+        self.allocate_moments()
         for number, weight in enumerate(self.weights):
             if weight.gradient is not None and weight.kinds != MUON:
-                self._adamw(weight, lr, step, scale, fold_seed(self._training.seed, "rounding", step, number))
+                self._adamw(weight, lr, step, scale, derive_seed(self._training.seed, "rounding", step, number))
         # Grouped by unsharded shapes: ranks may have unequal numbers of rows but must gather in the same order.
         orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.parameter.shape)
         for shape, same in groupby(orthogonal, key=lambda w: w.parameter.shape):
             group, together = list(same), max(1, MUON_CHUNK_ELEMENTS // shape.numel())
             for start in range(0, len(group), together):
                 self._muon(group[start : start + together], lr, scale)
-        self.drop_gradients()
+        self.zero_grad()
         self._share()
 
     def _share(self) -> None:
         """Broadcasts each parameter from the rank that updated it."""
-        owned = [(w, w.place.owner) for w in self.weights if isinstance(w.place, Owned)]
+        owned = [(w, w.place.owner) for w in self.weights if isinstance(w.place, OwnedByRank)]
         for work in [self._group.broadcast_async(w.parameter.detach(), owner) for w, owner in owned]:
             self._group.wait(work)
 
-    def make_moments(self) -> None:
+    def allocate_moments(self) -> None:
         """Allocates the moments; called before the first step, because later allocation would fragment the heap."""
         for weight in self.weights:
             if not weight.moments:
                 weight.moments = _zeros(weight)
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         for weight in self.weights:
             weight.gradient = None
 
-    def _adamw(self, weight: Weight, lr: float, step: int, scale: float, seed: int) -> None:
+    def _adamw(self, weight: TrainedWeight, lr: float, step: int, scale: float, seed: int) -> None:
         assert weight.gradient is not None
         moments = [weight.moments[kind] for kind in weight.kinds]
         update: Callable[..., None] = adamw8 if weight.kinds == ADAMW8 else adamw
@@ -236,7 +247,7 @@ class Optimizer:
             seed=seed,
         )
 
-    def _muon(self, weights: list[Weight], lr: float, scale: float) -> None:
+    def _muon(self, weights: list[TrainedWeight], lr: float, scale: float) -> None:
         """Updates weights of one shape along their orthogonalized momentum (Jordan et al. 2024).
 
         Each weight is a matrix or a stack of matrices. torch.optim.Muon is not used because it processes one matrix at
@@ -249,20 +260,20 @@ class Optimizer:
             momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
             updates.append(gradient.lerp_(momentum, MUON_MOMENTUM))  # Nesterov
         size = MUON_UPDATE_RMS * max(weights[0].parameter.shape[-2:]) ** 0.5
-        whole = torch.stack([w.place.everywhere(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
+        whole = torch.stack([w.place.all_gather(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
         matrices = whole.view(-1, *whole.shape[-2:])
         for some in matrices.split(max(1, MUON_CHUNK_ELEMENTS // matrices[0].numel())):
-            some.copy_(orthogonalise(some, self._compute_dtype))
+            some.copy_(newton_schulz(some, self._compute_dtype))
         for weight, update in zip(weights, whole, strict=True):
-            weight.master.mul_(1 - lr * weight.decay).add_(weight.place.mine(update), alpha=-lr * size)
+            weight.master.mul_(1 - lr * weight.decay).add_(weight.place.shard(update), alpha=-lr * size)
             if weight.working is not None:
                 weight.working.copy_(weight.master)
 
-    def masters(self) -> dict[str, torch.Tensor]:
+    def parameter_copies(self) -> dict[str, torch.Tensor]:
         """Returns the fp32 weights by parameter name; on the meta device if another rank owns them."""
         return {w.name: w.described(w.master) for w in self.weights}
 
-    def keeps(self, name: str) -> bool:
+    def has_state(self, name: str) -> bool:
         """Returns whether `name` in a snapshot is a master weight or a moment."""
         return name in self._state
 
@@ -270,31 +281,31 @@ class Optimizer:
     def load(self, name: str, whole: torch.Tensor) -> None:
         """Loads a master weight or moment by its name in a snapshot; `whole` is the unsharded tensor."""
         weight, kind = self._state[name]
-        cut = isinstance(weight.place, Rows)
+        cut = isinstance(weight.place, RowSharded)
         if kind is not None:
-            mine = weight.place.mine(whole)
+            mine = weight.place.shard(whole)
             weight.moments[kind] = mine if mine.is_meta else mine.to(weight.master.device, copy=True)
             return
         if not weight.master.is_meta:
-            weight.master.copy_(weight.place.mine(whole) if cut else whole)
+            weight.master.copy_(weight.place.shard(whole) if cut else whole)
         if not cut:
             weight.parameter.detach().copy_(whole)
 
-    def whole(self, name: str) -> torch.Tensor:
+    def gather_tensor(self, name: str) -> torch.Tensor:
         """Returns an unsharded master weight or moment on rank 0; all ranks must call it in the same order."""
         weight, kind = self._state[name]
         tensor = weight.master if kind is None else weight.moments[kind]
-        return weight.place.gather(tensor, weight.described(tensor).shape)
+        return weight.place.gather_to_main(tensor, weight.described(tensor).shape)
 
-    def release(self) -> None:
+    def release_state(self) -> None:
         """Writes the fp32 weights back to the model (on rank 0 only if sharded) and ends training."""
         for weight in self.weights:
             if weight.hook is not None:
                 weight.hook.remove()
-            whole = self.whole(weight.name)
-            if self._sharding == "none" or (self._group.first and not isinstance(weight.place, Rows)):
+            whole = self.gather_tensor(weight.name)
+            if self._sharding == "none" or (self._group.is_main and not isinstance(weight.place, RowSharded)):
                 weight.parameter.data = whole
-            elif self._group.first:
+            elif self._group.is_main:
                 path, _, last = weight.name.rpartition(".")
                 setattr(self._model.get_submodule(path), last, nn.Parameter(whole))
 
@@ -307,11 +318,11 @@ class Optimizer:
         return {f"{kind}.{w.name}": w.described(value) for w in self.weights for kind, value in w.moments.items()}
 
 
-def _zeros(weight: Weight) -> dict[str, torch.Tensor]:
+def _zeros(weight: TrainedWeight) -> dict[str, torch.Tensor]:
     """Returns the initial moments of a weight."""
-    mine = weight.master if isinstance(weight.place, Rows) else weight.place.mine(weight.master)
+    mine = weight.master if isinstance(weight.place, RowSharded) else weight.place.shard(weight.master)
     if weight.kinds == ADAMW8:
-        parts = [*quantised_zeros(mine), *quantised_zeros(mine)]
+        parts = [*quantized_zeros(mine), *quantized_zeros(mine)]
     else:
         dtype = torch.promote_types(mine.dtype, torch.float32)
         parts = [torch.zeros_like(mine, dtype=dtype) for _ in weight.kinds]

@@ -25,7 +25,7 @@ _EVENTS = (
 )
 
 
-def breakdown(step: Callable[[], object], optimizer: Optimizer, repeats: int) -> dict[str, float]:
+def profile_step(step: Callable[[], object], optimizer: Optimizer, repeats: int) -> dict[str, float]:
     """Returns the share of time per part of PARTS over `repeats` steps, measured with torch's profiler."""
     quiet_profiler()
     with _annotated(optimizer), profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -54,7 +54,7 @@ def _add(event: Any, seconds: dict[str, float]) -> None:
 @contextmanager
 def _annotated(optimizer: Optimizer) -> Iterator[None]:
     """Within the context, the profiler records the optimizer update under the name _UPDATE."""
-    norm, step = optimizer.norm, optimizer.step
+    norm, step = optimizer.grad_norm, optimizer.step
 
     def marked_norm() -> float:
         with record_function(_UPDATE):
@@ -68,10 +68,10 @@ def _annotated(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        del optimizer.norm, optimizer.step
+        del optimizer.grad_norm, optimizer.step
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Waits for the queued work of a GPU; returns immediately on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()

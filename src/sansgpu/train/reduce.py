@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from sansgpu.machine.group import Group
-from sansgpu.train.sharding import Owned
+from sansgpu.train.sharding import OwnedByRank
 
 if TYPE_CHECKING:
-    from sansgpu.train.optim import Weight
+    from sansgpu.train.optim import TrainedWeight
 
 BUCKET_BYTES = 25 << 20  # large enough for full network throughput, small enough to start early
 _ALIGNMENT = 16  # elements: one cache line of fp32
@@ -23,7 +23,7 @@ _ALIGNMENT = 16  # elements: one cache line of fp32
 class _Bucket:
     """Weights whose gradients are reduced in one message, to rank `owner` or to all ranks if it is None."""
 
-    weights: list[Weight]
+    weights: list[TrainedWeight]
     owner: int | None
     arrived: set[str] = field(default_factory=set)
     flat: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class Reducer:
     because the buckets, their order and gloo's summation order are fixed.
     """
 
-    def __init__(self, group: Group, weights: list[Weight], dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, weights: list[TrainedWeight], dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
         self._buckets = _buckets(weights, dtype)
         self._bucket_of = {w.name: bucket for bucket in self._buckets for w in bucket.weights}
@@ -61,7 +61,7 @@ class Reducer:
         """Announces this rank's last backward pass of the step, in which gradients become complete."""
         self._open = True
 
-    def arrived(self, weight: Weight) -> None:
+    def arrived(self, weight: TrainedWeight) -> None:
         """Records that a weight's gradient is complete. Complete buckets are sent in order."""
         if not self._open:
             return
@@ -101,12 +101,12 @@ class Reducer:
             bucket.work = self._group.reduce_async(flat, bucket.owner)
 
 
-def _buckets(weights: list[Weight], dtype: torch.dtype) -> list[_Bucket]:
+def _buckets(weights: list[TrainedWeight], dtype: torch.dtype) -> list[_Bucket]:
     """Returns buckets in reverse model order, the likely order in which backward computes gradients."""
     buckets: list[_Bucket] = []
     size = 0
     for weight in reversed(weights):
-        owner = weight.place.owner if isinstance(weight.place, Owned) else None
+        owner = weight.place.owner if isinstance(weight.place, OwnedByRank) else None
         more = weight.master.numel() * dtype.itemsize
         if not buckets or buckets[-1].owner != owner or size + more > BUCKET_BYTES:
             buckets.append(_Bucket([], owner))

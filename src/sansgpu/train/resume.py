@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from sansgpu.config import ConfigError
-from sansgpu.machine.group import ALONE, Group
+from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.probe import Environment
 from sansgpu.train.branches import ancestors
-from sansgpu.train.checkpoint import MOMENTS, WEIGHTS, Snapshot, best_of
+from sansgpu.train.checkpoint import MOMENTS, WEIGHTS, Snapshot, best_snapshot
 from sansgpu.train.state import Progress, TrainState
-from sansgpu.train.tensor_file import TYPES
+from sansgpu.train.tensor_file import SAFETENSORS_TYPES
 
 Metrics = dict[str, float | None]  # of an evaluation; None replaces a non-finite value
 
 
-def restore(
+def load_snapshot(
     state: TrainState,
     snapshot: Snapshot,
     folder: Path,
@@ -28,7 +28,7 @@ def restore(
     data_fingerprint: str,
     strict: bool,
     warn: Callable[[str], None],
-    group: Group = ALONE,
+    group: Group = SINGLE_PROCESS,
 ) -> Metrics | None:
     """Loads weights, moments and progress into `state`; returns the metrics of that step if it was evaluated.
 
@@ -36,8 +36,8 @@ def restore(
     so a snapshot fits any world size and hosts need not share a disk. Raises ConfigError if the model's shapes differ.
     If the environment or the data differ, warns that results are not bit-identical, or with `strict` raises.
     """
-    record = group.decide(snapshot.state)
-    shapes = {file: group.decide(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
+    record = group.broadcast_object(snapshot.state)
+    shapes = {file: group.broadcast_object(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
     _require_same_shape(state, shapes[WEIGHTS], snapshot)
     if shapes[MOMENTS].keys() != state.optimizer.state_names():
         raise ConfigError(
@@ -50,13 +50,13 @@ def restore(
             raise ConfigError(f"{message} Without --strict this is only a warning.")
         warn(message)
     for file in (WEIGHTS, MOMENTS):
-        for name, tensor in snapshot.tensors(file) if group.first else _empty(shapes[file]):
+        for name, tensor in snapshot.tensors(file) if group.is_main else _empty(shapes[file]):
             if group.size > 1:
                 group.broadcast(tensor, 0)
             state.load(name, tensor)
     progress = state.progress = Progress.from_json(record["progress"])
     best = progress.best_loss, progress.best_step
-    progress.best_loss, progress.best_step = group.decide(lambda: _best_there(snapshot, folder, *best))
+    progress.best_loss, progress.best_step = group.broadcast_object(lambda: _best_there(snapshot, folder, *best))
     metrics: Metrics | None = record["metrics"]
     return metrics
 
@@ -71,14 +71,14 @@ def _best_there(
     found = ancestors(snapshot, folder)
     if step in [None, *(there.step for there in found)]:
         return loss, step
-    best = best_of(found)
+    best = best_snapshot(found)
     return (best.validation_loss(), best.step) if best else (None, None)
 
 
 def _empty(shapes: dict[str, tuple[list[int], str]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields empty tensors to receive the broadcasts of rank 0."""
     for name, (shape, dtype) in sorted(shapes.items()):
-        yield name, torch.empty(shape, dtype=TYPES[dtype])
+        yield name, torch.empty(shape, dtype=SAFETENSORS_TYPES[dtype])
 
 
 def recorded_environment(snapshot: Snapshot) -> Environment:

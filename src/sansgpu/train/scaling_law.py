@@ -11,10 +11,10 @@ _FLOOR = 0.93
 _SIZE, _SIZE_POWER = 0.224, 0.65
 _DATA, _DATA_POWER = 0.65, 0.5
 _REPEATS = 15.4  # decay constant of the value of repeated epochs (Muennighoff et al., arXiv 2305.16264)
-MOST_EPOCHS = 16  # the most epochs of a proposed run
+MAX_EPOCHS = 16  # the most epochs of a proposed run
 
 
-def worth_of_tokens(tokens: float, unique: float) -> float:
+def effective_tokens(tokens: float, unique: float) -> float:
     """Returns the number of fresh tokens with the same value as `tokens` drawn from a text of `unique` tokens."""
     if tokens <= unique:
         return tokens
@@ -24,4 +24,4 @@ def worth_of_tokens(tokens: float, unique: float) -> float:
 def expected_bits_per_byte(parameters: float, tokens: float, unique: float) -> float:
     """Returns the estimated bits per byte after training; comparable only between models on the same text."""
     size = _SIZE * math.pow(parameters / 1e6, -_SIZE_POWER)
-    return _FLOOR + size + _DATA * math.pow(worth_of_tokens(tokens, unique) / 1e6, -_DATA_POWER)
+    return _FLOOR + size + _DATA * math.pow(effective_tokens(tokens, unique) / 1e6, -_DATA_POWER)

@@ -7,7 +7,7 @@ import math
 from sansgpu.config import TrainingConfig
 
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
-UNKNOWN = 1 << 40  # total steps of a time-limited run before any step was timed
+UNKNOWN_STEPS = 1 << 40  # total steps of a time-limited run before any step was timed
 
 
 def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> float:
@@ -47,4 +47,4 @@ def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch
         limits.append(math.ceil(training.max_tokens * steps_per_epoch / tokens_per_epoch))
     if training.num_epochs is not None:
         limits.append(math.ceil(training.num_epochs * steps_per_epoch))
-    return max(1, min(limits, default=UNKNOWN if training.time_limited else steps_per_epoch))
+    return max(1, min(limits, default=UNKNOWN_STEPS if training.time_limited else steps_per_epoch))

@@ -21,70 +21,70 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Place(Protocol):
+class Placement(Protocol):
     """The placement of a tensor on ranks. `shape` is always the unsharded shape."""
 
-    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part, on the meta device if it has none."""
 
-    def gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def gather_to_main(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns the unsharded tensor on rank 0, undefined on other ranks. All ranks call it in the same order."""
 
-    def everywhere(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def all_gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns the unsharded tensor on every rank that updates a part of it."""
 
 
-class Everywhere:
+class Replicated:
     """Replicated on every rank."""
 
-    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
         return whole
 
-    def gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def gather_to_main(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return mine
 
-    def everywhere(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def all_gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return mine
 
 
-EVERYWHERE = Everywhere()
+REPLICATED = Replicated()
 
 
-class Owned:
+class OwnedByRank:
     """Stored on one rank, which alone updates it."""
 
     def __init__(self, group: Group, owner: int) -> None:
         self._group, self.owner = group, owner
 
-    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
         return whole if self._group.rank == self.owner else whole.to("meta")
 
-    def gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def gather_to_main(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return self._group.transfer(mine, self.owner, 0)
 
-    def everywhere(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def all_gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return mine
 
 
-class Rows:
+class RowSharded:
     """Split by rows over all ranks, in the same way as torch's fully_shard."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
         return self._split(whole)[self._group.rank]
 
-    def gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def gather_to_main(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         pieces = self._split(torch.empty(shape, dtype=mine.dtype, device="meta"))
         got = [
             self._group.transfer(mine if rank == self._group.rank else piece, rank, 0)
             for rank, piece in enumerate(pieces)
             if len(piece)
         ]
-        return torch.cat(got) if self._group.first else mine
+        return torch.cat(got) if self._group.is_main else mine
 
-    def everywhere(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def all_gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         max_rows = -(-shape[0] // self._group.size)
         padded = mine.new_zeros(max_rows, *shape[1:])
         padded[: len(mine)] = mine
@@ -95,7 +95,7 @@ class Rows:
         return pieces + [whole[:0]] * (self._group.size - len(pieces))
 
 
-def spread(sizes: dict[str, int], ranks: int) -> dict[str, int]:
+def assign_owners(sizes: dict[str, int], ranks: int) -> dict[str, int]:
     """Assigns each weight, given its number of elements, to a rank: contiguous ranges of about equal size."""
     total, seen, owners = sum(sizes.values()), 0, {}
     for name, size in sizes.items():
@@ -129,7 +129,7 @@ def shard_blocks(model: nn.Module, group: Group, compute_dtype: torch.dtype) -> 
     return cut
 
 
-def on_gradient(model: nn.Module, used: dict[str, Callable[[], None]]) -> None:
+def register_gradient_hooks(model: nn.Module, used: dict[str, Callable[[], None]]) -> None:
     """Registers hooks that call `used[name]` when backward computes a gradient of sharded parameter `name` here.
 
     The hooks are on the gathered parameters, which are the same objects in every pass. Hooks on the sharded parameters
@@ -145,6 +145,6 @@ def on_gradient(model: nn.Module, used: dict[str, Callable[[], None]]) -> None:
         sharded.reshard()
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's rows of a sharded tensor."""
     return cast("DTensor", tensor).to_local().detach()

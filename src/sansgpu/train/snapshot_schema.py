@@ -12,11 +12,11 @@ from sansgpu.watch.event_schema import Count, Plain
 _Loss = Annotated[float, Field(allow_inf_nan=True)]
 
 
-class _Fields(BaseModel):
+class _SnapshotFields(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Progress(_Fields):
+class _ProgressFields(_SnapshotFields):
     step: Count
     tokens: Count
     total_steps: Count | None = None
@@ -27,7 +27,7 @@ class _Progress(_Fields):
     logged_sums: dict[str, float] = {}
 
 
-class _RecordedEnvironment(_Fields):
+class _EnvironmentFields(_SnapshotFields):
     torch: str
     isa: str
     device: str
@@ -39,21 +39,21 @@ class _RecordedEnvironment(_Fields):
     micro_batch: Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-class _Metrics(_Fields):
+class _MetricsFields(_SnapshotFields):
     __pydantic_extra__: dict[str, _Loss | Plain]
     loss: _Loss | None = None
 
 
-class State(_Fields):
+class SnapshotState(_SnapshotFields):
     """The content of state.json."""
 
-    progress: _Progress
-    metrics: _Metrics | None
-    environment: _RecordedEnvironment
+    progress: _ProgressFields
+    metrics: _MetricsFields | None
+    environment: _EnvironmentFields
     data: str
 
 
-class Manifest(_Fields):
+class SnapshotManifest(_SnapshotFields):
     """The content of MANIFEST.json, with the hexadecimal SHA-256 of each file."""
 
     step: Count

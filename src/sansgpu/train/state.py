@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sansgpu.config import TrainingConfig
-from sansgpu.machine.group import ALONE, Group
+from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.train.optim import Optimizer
 
 
@@ -43,13 +43,13 @@ class TrainState:
     progress: Progress
 
     @classmethod
-    def begin(
+    def create(
         cls,
         model: nn.Module,
         training: TrainingConfig,
         device: torch.device,
         compute_dtype: torch.dtype,
-        group: Group = ALONE,
+        group: Group = SINGLE_PROCESS,
     ) -> TrainState:
         """Returns the state before the first step, with the model on `device` and all moments allocated.
 
@@ -60,24 +60,24 @@ class TrainState:
             for tensor in [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]:
                 group.broadcast(tensor.detach(), 0)
         optimizer = Optimizer(model, training, compute_dtype, group)
-        optimizer.make_moments()
+        optimizer.allocate_moments()
         return cls(model, optimizer, Progress())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns buffers and trained parameters by name; parameters are the optimizer's master weights."""
-        return {**self._buffers(), **self.optimizer.masters()}
+        return {**self._buffers(), **self.optimizer.parameter_copies()}
 
     def moments(self) -> dict[str, torch.Tensor]:
         return self.optimizer.state_tensors()
 
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an unsharded weight or moment on rank 0; all ranks must call it in the same order."""
-        return self.optimizer.whole(name) if self.optimizer.keeps(name) else tensor
+        return self.optimizer.gather_tensor(name) if self.optimizer.has_state(name) else tensor
 
     @torch.no_grad()
     def load(self, name: str, whole: torch.Tensor) -> None:
         """Loads a weight or moment of a snapshot."""
-        if self.optimizer.keeps(name):
+        if self.optimizer.has_state(name):
             self.optimizer.load(name, whole)
         else:
             self._buffers()[name].copy_(whole)

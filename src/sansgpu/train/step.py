@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sansgpu.config import SansGPUError, TrainingConfig, fold_seed
-from sansgpu.data.batch import Examples
-from sansgpu.machine.group import ALONE, Group
+from sansgpu.config import SansGPUError, TrainingConfig, derive_seed
+from sansgpu.data.batch import ExampleBatch
+from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.pressure import MemoryShortError
 from sansgpu.tasks import Sums, Task
 from sansgpu.train.state import TrainState
@@ -28,7 +28,7 @@ class StepPlan:
     micro_batch: int
     device: torch.device
     precision: str
-    group: Group = ALONE
+    group: Group = SINGLE_PROCESS
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -40,7 +40,7 @@ class StepPlan:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
 
-class Phases:
+class PhaseTimer:
     """A stopwatch for the PHASES of a step."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class StepResult:
 def train_step(
     state: TrainState,
     task: Task,
-    batch: Examples,
+    batch: ExampleBatch,
     plan: StepPlan,
     training: TrainingConfig,
     lr: float,
     allowed: Callable[[int], int] = lambda size: size,
-    phases: Phases | None = None,
+    phases: PhaseTimer | None = None,
 ) -> StepResult:
     """Accumulates the gradient of `batch` in micro-batches, clips it and updates the weights.
 
@@ -82,7 +82,7 @@ def train_step(
     pass raises MemoryShortError is split and tried again. `phases` collects timings.
     Raises SansGPUError before any weight changes if the loss or the gradient norm is not finite.
     """
-    phases = phases or Phases()
+    phases = phases or PhaseTimer()
     targets = batch.target_count()
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
     pending = deque(batch.micro_batches(plan.micro_batch, plan.group.rank, plan.group.size))
@@ -93,7 +93,7 @@ def train_step(
             pending.appendleft(piece.rows(rows, len(piece)))
             piece = piece.rows(0, rows)
         with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
-            torch.manual_seed(fold_seed(training.seed, "dropout", state.progress.step, index, plan.group.rank))
+            torch.manual_seed(derive_seed(training.seed, "dropout", state.progress.step, index, plan.group.rank))
             try:
                 with plan.autocast():
                     loss = task.loss(piece.to(plan.device))
@@ -101,9 +101,9 @@ def train_step(
                 pending.appendleft(piece)
                 continue
             if not index:
-                state.optimizer.expect_sum(bool(pending))
+                state.optimizer.set_accumulation(bool(pending))
             if not pending:
-                state.optimizer.expect_whole()
+                state.optimizer.mark_last_backward()
             phases.lap("forward")
             (loss / targets).backward()
             phases.lap("backward")
@@ -113,7 +113,7 @@ def train_step(
     sums = plan.group.all_reduce_sums({_LOSS: float(loss_sum), **task.step_sums()})
     total = sums.pop(_LOSS)
     phases.lap("reduce")
-    grad_norm = state.optimizer.norm()
+    grad_norm = state.optimizer.grad_norm()
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
         raise SansGPUError(
             f"step {state.progress.step + 1}: the loss is {total / targets:g} and the gradient norm {grad_norm:g}; "

@@ -8,9 +8,9 @@ from typing import Any
 from sansgpu.machine.probe import Environment, best_gemm_rate
 from sansgpu.machine.usage import Usage
 from sansgpu.tasks import Task
-from sansgpu.train.schedule import UNKNOWN
+from sansgpu.train.schedule import UNKNOWN_STEPS
 from sansgpu.train.state import Progress
-from sansgpu.train.step import PHASES, Phases, StepPlan, StepResult
+from sansgpu.train.step import PHASES, PhaseTimer, StepPlan, StepResult
 from sansgpu.watch.events import Event
 
 System = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
@@ -25,9 +25,9 @@ class StepLog:
     def __init__(self, task: Task, gemm_flops_per_second: float, plan: StepPlan, system: System = lambda: None) -> None:
         self._task, self._gemm, self._plan, self._system = task, gemm_flops_per_second, plan, system
         self._usage = Usage()
-        self._steps: list[tuple[float, int, Phases]] = []  # seconds, tokens and phases
+        self._steps: list[tuple[float, int, PhaseTimer]] = []  # seconds, tokens and phases
 
-    def recall(self, recorded: Sequence[Event], environment: Environment) -> None:
+    def restore(self, recorded: Sequence[Event], environment: Environment) -> None:
         """Takes over the best GEMM rate recorded earlier in the same environment, so that `mfu` stays comparable."""
         alike, names = False, ("device", "isa", "precision", "threads", "world_size")
         for event in recorded:
@@ -36,7 +36,7 @@ class StepLog:
             elif event["event"] == "step" and alike:
                 self._gemm = max(self._gemm, event.get("gemm_flops_per_second") or 0.0)
 
-    def add(self, seconds: float, tokens: int, phases: Phases) -> None:
+    def add(self, seconds: float, tokens: int, phases: PhaseTimer) -> None:
         self._steps.append((seconds, tokens, phases))
 
     def event(self, progress: Progress, result: StepResult, lr: float, total_steps: int) -> Event:
@@ -61,7 +61,7 @@ class StepLog:
             "gemm_flops_per_second": self._gemm,
             "rss_bytes": self._usage.rss_bytes(),
             "cpu_percent": self._usage.cpu_percent(),
-            "total_steps": None if total_steps == UNKNOWN else total_steps,
+            "total_steps": None if total_steps == UNKNOWN_STEPS else total_steps,
             "phase_seconds": {p: sum(step[2].seconds[p] for step in steps) / len(steps) for p in PHASES},
             "system": self._system(),
         }

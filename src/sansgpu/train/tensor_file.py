@@ -21,11 +21,11 @@ _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+SAFETENSORS_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _HEADER_ALIGNMENT = 8
 
 
-def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def unchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor unchanged; the gather function for unsharded tensors."""
     return tensor
 
@@ -35,7 +35,7 @@ def in_file_order(tensors: Tensors) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def save_tensors(tensors: Tensors, path: Path, whole: Whole = as_it_is) -> str:
+def save_tensors(tensors: Tensors, path: Path, whole: Whole = unchanged) -> str:
     """Writes tensors to a safetensors file, waits until it is on the disk and returns its SHA-256.
 
     `whole` returns each tensor in file order; `tensors` may hold only shapes and dtypes.

@@ -20,7 +20,7 @@ class AdaptiveThreads:
         self._max_threads = max(environment.threads, resolve_threads(training))
         self._suggested: list[int] = []  # numbers of threads that suit the last step events
 
-    def see(self, event: Event) -> tuple[int, str] | None:
+    def observe(self, event: Event) -> tuple[int, str] | None:
         """Returns the new number of threads and a message if the number changed, otherwise None."""
         system = event["system"] or {}
         others = ((system.get("other_percent") or 0.0) + (system.get("stolen_percent") or 0.0)) / 100

@@ -14,7 +14,7 @@ import torch
 
 from sansgpu.machine.probe import available_memory
 from sansgpu.train.checkpoint import Snapshot, prune, save_snapshot
-from sansgpu.train.tensor_file import Tensors, Whole, as_it_is, bytes_of
+from sansgpu.train.tensor_file import Tensors, Whole, bytes_of, unchanged
 
 MIN_FREE_BYTES = 512 << 20  # memory that must stay free next to a copy; an assumption
 _ALIGNMENT = 64  # bytes: a cache line
@@ -42,7 +42,7 @@ class SnapshotWriter:
         self._copies: tuple[_Copy, _Copy] | None = None
         self.prepared = False
 
-    def prepare(self, weights: Tensors, moments: Tensors) -> None:
+    def reserve_copies(self, weights: Tensors, moments: Tensors) -> None:
         """Allocates and touches memory for a copy, because the first touch is many times slower than the copying."""
         self.prepared = True
         needed, room = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values()), self._room()
@@ -56,7 +56,7 @@ class SnapshotWriter:
             f"{room / 1e9:.1f} GB are available: training waits while each snapshot is written."
         )
 
-    def begin(
+    def submit(
         self,
         step: int,
         weights: Tensors,
@@ -64,7 +64,7 @@ class SnapshotWriter:
         state: dict[str, Any],
         best_step: int | None,
         in_background: bool = True,
-        whole: Whole = as_it_is,
+        whole: Whole = unchanged,
     ) -> Snapshot:
         """Writes the snapshot of `step` with the current weights and moments and prunes old snapshots.
 
@@ -72,16 +72,16 @@ class SnapshotWriter:
         tensor when it is written, which gathers sharded ones. Raises the error of an earlier write that failed.
         """
         if in_background and not self.prepared:
-            self.prepare(weights, moments)
+            self.reserve_copies(weights, moments)
         self.wait()  # also for the touching of the memory, which zeroes it
         if self._copies is None or not in_background:
             self._write(step, weights, moments, state, best_step, whole)
         else:
             weights, moments = (c.take(t) for c, t in zip(self._copies, (weights, moments), strict=True))
-            self._writing = self._thread.submit(self._write, step, weights, moments, state, best_step, as_it_is)
+            self._writing = self._thread.submit(self._write, step, weights, moments, state, best_step, unchanged)
         return Snapshot.of(self._folder, step)
 
-    def drop_copies(self) -> bool:
+    def release_copies(self) -> bool:
         """Frees the memory of the copies and returns whether there was any; training then waits for each snapshot."""
         if self._copies is None:
             return False

@@ -29,7 +29,7 @@ class Callback:
         """`event["reason"]` is done, interrupted or out_of_time."""
 
 
-class Callbacks:
+class CallbackSink:
     """A sink that passes events to one callback."""
 
     def __init__(self, callback: Callback, controls: Controls) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import IntFlag
 
 
-class Wish(IntFlag):
+class Request(IntFlag):
     """Actions for the training loop between two steps."""
 
     NONE = 0
@@ -21,7 +21,7 @@ class Controls:
     """Thread-safe requests, which the training loop executes after the current step."""
 
     def __init__(self) -> None:
-        self._one_time: deque[Wish] = deque()
+        self._one_time: deque[Request] = deque()
         self.paused = self.stopping = False
         self.leaving: Callable[[], None] = lambda: None  # called before the process exits within a step
 
@@ -30,18 +30,18 @@ class Controls:
         self.paused = not self.paused
 
     def save(self) -> None:
-        self._one_time.append(Wish.SAVE)
+        self._one_time.append(Request.SAVE)
 
     def evaluate(self) -> None:
-        self._one_time.append(Wish.EVALUATE)
+        self._one_time.append(Request.EVALUATE)
 
     def stop(self) -> None:
         """Saves and ends the run, which can be resumed."""
         self.stopping = True
 
-    def take(self) -> Wish:
+    def take(self) -> Request:
         """Returns all current requests and clears the requests to save and to evaluate."""
-        request = (Wish.PAUSE if self.paused else Wish.NONE) | (Wish.STOP if self.stopping else Wish.NONE)
+        request = (Request.PAUSE if self.paused else Request.NONE) | (Request.STOP if self.stopping else Request.NONE)
         while self._one_time:
             request |= self._one_time.popleft()
         return request

@@ -23,12 +23,12 @@ _Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Plain = TypeAliasType("Plain", "bool | _Integer | Metric | str | list[Plain] | dict[str, Plain] | None")
 
 
-class _Fields(BaseModel):
+class _ExtensibleFields(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, Plain]
 
 
-class _Event(_Fields):
+class _Event(_ExtensibleFields):
     event: str
     step: Count | None = None
     time: str | None = None
@@ -36,7 +36,7 @@ class _Event(_Fields):
     seconds: Amount | None = None
 
 
-class _Start(_Event):
+class _StartEvent(_Event):
     task: str | None = None
     output_dir: str | None = None
     resumed_from: str | None = None
@@ -61,14 +61,14 @@ class _Start(_Event):
     gemm_flops_per_second: Amount | None = None
 
 
-class _System(_Fields):
+class _System(_ExtensibleFields):
     """Resource usage: numbers, null if unavailable, and a list with the load of each core."""
 
     __pydantic_extra__: dict[str, Number | None]  # type: ignore[assignment]
     core_percent: list[Number] | None = None
 
 
-class _Step(_Event):
+class _StepEvent(_Event):
     step: Count
     loss: Number
     lr: Amount | None = None
@@ -87,7 +87,7 @@ class _Step(_Event):
     system: _System | None = None
 
 
-class _Evaluation(_Event):
+class _EvaluationEvent(_Event):
     step: Count
     loss: Number | None  # null if not finite
     sample: str | None = None
@@ -95,28 +95,28 @@ class _Evaluation(_Event):
     perplexity: Metric | None = None
 
 
-class _Snapshot(_Event):
+class _SnapshotEvent(_Event):
     step: Count
     path: str
 
 
-class _Warning(_Event):
+class _WarningEvent(_Event):
     message: str
     cause: str | None = None
 
 
-class _End(_Event):
+class _EndEvent(_Event):
     step: Count
     reason: str
     snapshot: str | None = None
 
 
 _KINDS: dict[str, type[_Event]] = {
-    "start": _Start, "step": _Step, "eval": _Evaluation, "snapshot": _Snapshot, "warning": _Warning, "end": _End,
+    "start": _StartEvent, "step": _StepEvent, "eval": _EvaluationEvent, "snapshot": _SnapshotEvent, "warning": _WarningEvent, "end": _EndEvent,
 }  # fmt: skip
 
 
-class Environment(_Fields):
+class RecordedEnvironment(_ExtensibleFields):
     """The contents of environment.json."""
 
     sansgpu: str | None = None

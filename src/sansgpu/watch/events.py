@@ -50,7 +50,7 @@ class Sink(Protocol):
         """Releases resources. No event follows."""
 
 
-class Kept:
+class EventBuffer:
     """A sink that stores events."""
 
     def __init__(self) -> None:

@@ -16,13 +16,13 @@ _SCRATCH = re.compile(r"\.sansgpu-[0-9a-f]{16}")
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a hidden temporary file that then atomically replaces `path`. A symlink is replaced, not followed.
 
     Creates missing folders. Raises OSError.
     """
     make_folder(path.parent)
-    with scratch(path.parent, is_folder=False) as partial:
+    with scratch_folder(path.parent, is_folder=False) as partial:
         yield partial
         sync_to_disk(partial)
         partial.replace(path)
@@ -31,12 +31,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file atomically. Raises OSError."""
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def scratch(parent: Path, is_folder: bool) -> Iterator[Path]:
+def scratch_folder(parent: Path, is_folder: bool) -> Iterator[Path]:
     """Yields a hidden temporary file or folder in `parent`, and deletes it at the end unless it was renamed.
 
     It is locked while in use. Unlocked ones were left by killed processes and are deleted first.
@@ -75,7 +75,7 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def to_nowhere(stream: IO[str]) -> None:
+def redirect_to_null(stream: IO[str]) -> None:
     """Redirects a stream whose reader has exited to /dev/null, including its buffered text."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, stream.fileno())

@@ -9,11 +9,11 @@ from typing import IO, NamedTuple
 
 from pydantic_core import from_json
 
-from sansgpu.config.plain import FlawError, open_regular
+from sansgpu.config.plain import InvalidDataError, open_regular
 from sansgpu.watch.escape import printable_json
 from sansgpu.watch.event_schema import event_flaw
 from sansgpu.watch.events import Event, RecordError
-from sansgpu.watch.files import to_nowhere, whole_file
+from sansgpu.watch.files import atomic_write, redirect_to_null
 
 MAX_LINE_BYTES = 4 << 20  # of an event, whose longest field is a sample
 
@@ -23,7 +23,7 @@ def line(event: Event) -> str:
     return json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-class Metrics:
+class MetricsFile:
     """A sink that writes metrics.jsonl. A resumed run has the same record as an uninterrupted one.
 
     A resumed run truncates the file to the events up to the snapshot's step. The file keeps only the first `start`, and
@@ -33,7 +33,7 @@ class Metrics:
 
     def __init__(self, path: Path, resumed_step: int | None = None) -> None:
         kept = b"" if resumed_step is None else _lines_until(path, resumed_step)
-        with whole_file(path) as partial:
+        with atomic_write(path) as partial:
             partial.write_bytes(kept)
         self._has_start, self._path = bool(kept), path
         self._file = path.open("a", encoding="utf-8")
@@ -79,7 +79,7 @@ class JsonLines:
             self._stream.write(printable_json("".join(map(line, events))))
             self._stream.flush()
         except BrokenPipeError:
-            to_nowhere(self._stream)
+            redirect_to_null(self._stream)
 
 
 class _Line(NamedTuple):
@@ -110,7 +110,7 @@ def read_record(path: Path) -> tuple[list[Event], str | None]:
                 events.append(line.event)
             elif line.flaw:
                 flaws.append(f"{path}: line {number:,} is ignored: {line.flaw}")
-    except FlawError as error:
+    except InvalidDataError as error:
         flaws.append(f"{path} is ignored: {error}")
     if not flaws:
         return events, None

@@ -26,7 +26,7 @@ _SAMPLE_BYTES = 1 << 20  # at each end of a file, included in its fingerprint
 
 
 @dataclass(frozen=True)
-class Mark:
+class FolderMark:
     """The content of a `.sansgpu.json` file."""
 
     kind: str
@@ -36,20 +36,20 @@ class Mark:
     configuration: dict[str, Any] | None = None  # a run's config.identity
 
 
-def read_mark(folder: Path) -> Mark | None:
+def read_mark(folder: Path) -> FolderMark | None:
     """Returns the mark of a folder, or None if it is missing or invalid."""
     path = folder / MARK
     try:
         if path.is_symlink():
             return None
         values = parse_json(read_regular(path, _MAX_BYTES))
-        mark = Mark(**{key: value for key, value in values.items() if key != "made_by"})
+        mark = FolderMark(**{key: value for key, value in values.items() if key != "made_by"})
         return mark if _is_valid(mark) else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
-def write_mark(folder: Path, mark: Mark) -> None:
+def write_mark(folder: Path, mark: FolderMark) -> None:
     """Marks a folder as made by sansgpu. Raises OSError."""
     values = {key: value for key, value in asdict(mark).items() if value or key == "kind"}
     write_text(folder / MARK, json.dumps({"made_by": "sansgpu", **values}, indent=1, sort_keys=True) + "\n")
@@ -85,7 +85,7 @@ def _digest(size: int, first: bytes, last: bytes) -> str:
     return hashlib.sha256(b"%d %b %b" % (size, first, last)).hexdigest()
 
 
-def _is_valid(mark: Mark) -> bool:
+def _is_valid(mark: FolderMark) -> bool:
     """Validates an untrusted mark: value types, and no path that leaves the folder."""
     return (
         mark.kind in KINDS

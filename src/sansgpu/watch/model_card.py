@@ -21,7 +21,7 @@ from sansgpu.config import (
 from sansgpu.config.by_task import kind_of
 from sansgpu.watch.events import Event
 from sansgpu.watch.page import templates
-from sansgpu.watch.record import Record
+from sansgpu.watch.record import RunRecord
 from sansgpu.watch.results import (
     energy_words,
     evaluation_words,
@@ -54,7 +54,7 @@ _WHAT = {
 class _Model:
     """The model that a card describes."""
 
-    record: Record
+    record: RunRecord
     step: int | None  # of the snapshot; None: the last
     adapter: bool  # True for an adapter that was not merged
 
@@ -99,7 +99,7 @@ class _Model:
         return next((e.get("tokens") for e in reversed(self.record.steps) if e["step"] <= self.steps), None)
 
 
-def model_card(record: Record, step: int | None = None, adapter: bool = False) -> str:
+def model_card(record: RunRecord, step: int | None = None, adapter: bool = False) -> str:
     """Returns the card of a run's final model, or of the snapshot at `step`, or of its separate `adapter`.
 
     Data and models are named by their Hub names, or by a file or folder name without its path.
@@ -147,7 +147,7 @@ def _front_matter(model: _Model) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value}
 
 
-def _on_gpu(record: Record) -> bool:
+def _on_gpu(record: RunRecord) -> bool:
     return record.environment.get("device") == "cuda"
 
 
@@ -240,7 +240,7 @@ def _procedure(model: _Model) -> dict[str, str]:
     return {name: words for name, words in found.items() if words}
 
 
-def _machine(record: Record) -> dict[str, str]:
+def _machine(record: RunRecord) -> dict[str, str]:
     known, found = record.environment, numbers(record)
     rows = {
         "ran on": ran_on(record),
@@ -252,7 +252,7 @@ def _machine(record: Record) -> dict[str, str]:
     return {key: words for key, words in rows.items() if words}
 
 
-def _versions(record: Record) -> str:
+def _versions(record: RunRecord) -> str:
     known = record.environment
     packages = {**{key: known.get(key) for key in ("sansgpu", "python")}, **(known.get("packages") or {})}
     return ", ".join(f"{name} {version}" for name, version in packages.items() if version)

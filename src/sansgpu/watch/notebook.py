@@ -12,7 +12,7 @@ from sansgpu.watch.terminal import duration
 REDRAW_SECONDS = 1.0
 
 
-class Notebook:
+class NotebookView:
     """A sink for Jupyter: a progress bar, current figures and the last evaluations, updated in place."""
 
     def __init__(self) -> None:

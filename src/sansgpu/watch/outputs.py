@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError
-from sansgpu.watch.files import make_folder, scratch, sync_to_disk, write_text
+from sansgpu.watch.files import make_folder, scratch_folder, sync_to_disk, write_text
 from sansgpu.watch.marks import (
     KINDS,
     MARK,
-    Mark,
+    FolderMark,
     fingerprint,
     fingerprint_of,
     is_behind_link,
@@ -86,7 +86,7 @@ def require_no_links(paths: Sequence[Path]) -> None:
 
 
 @contextmanager
-def filled_folder(folder: Path, kind: str, option: str = "--output") -> Iterator[Path]:
+def replace_folder(folder: Path, kind: str, option: str = "--output") -> Iterator[Path]:
     """Yields a hidden temporary folder, whose files then replace those of `folder`.
 
     Files of a model or a tokenizer that an earlier command wrote and this one does not are deleted. Files that sansgpu
@@ -98,7 +98,7 @@ def filled_folder(folder: Path, kind: str, option: str = "--output") -> Iterator
     before = _own_files(folder, kind)
     make_folder(folder.parent)
     replaceable = _can_replace(folder, kind, before)
-    with scratch(folder.parent if replaceable else folder, is_folder=True) as new:
+    with scratch_folder(folder.parent if replaceable else folder, is_folder=True) as new:
         yield new
         files = _complete(new, kind)
         if not folder.exists():
@@ -106,18 +106,18 @@ def filled_folder(folder: Path, kind: str, option: str = "--output") -> Iterator
         elif _can_replace(folder, kind, before) and _exchange(new, folder):
             _keep_late_files(new, folder, before)
         else:
-            _move_in(new, folder, Mark(kind, files), before)
+            _move_in(new, folder, FolderMark(kind, files), before)
         sync_to_disk(folder.parent)
 
 
-def add_text(folder: Path, name: str, text: str) -> bool:
+def write_into_folder(folder: Path, name: str, text: str) -> bool:
     """Writes a file of a marked folder. Returns False if it exists and was changed by others. Raises OSError."""
     mark = read_mark(folder)
     assert mark is not None, f"{folder} has no mark"
     known = mark.files.get(name, [])
     if _is_taken(folder, name, known):
         return False
-    write_mark(folder, Mark(mark.kind, {**mark.files, name: [*known, fingerprint_of(text.encode())]}))
+    write_mark(folder, FolderMark(mark.kind, {**mark.files, name: [*known, fingerprint_of(text.encode())]}))
     write_text(folder / name, text)
     return True
 
@@ -186,7 +186,7 @@ def _complete(folder: Path, kind: str) -> Files:
     """Marks a new folder, sets file modes according to the umask, and syncs everything to disk."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: [fingerprint(folder / name)] for name in names}
-    write_mark(folder, Mark(kind, files))
+    write_mark(folder, FolderMark(kind, files))
     mode = stat.S_IMODE((folder / MARK).stat().st_mode)
     for path in (folder / name for name in names):
         can_run = path.stat().st_mode & stat.S_IXUSR
@@ -197,7 +197,7 @@ def _complete(folder: Path, kind: str) -> Files:
     return files
 
 
-def _move_in(new: Path, folder: Path, mark: Mark, before: Files) -> None:
+def _move_in(new: Path, folder: Path, mark: FolderMark, before: Files) -> None:
     """Moves files one by one. Meanwhile the mark lists the old and the new fingerprints, in case of a kill."""
     taken = {name for name in mark.files if _is_taken(folder, name, before.get(name, []))}
     if other := next(iter(sorted(taken - {README})), None):
@@ -207,14 +207,15 @@ def _move_in(new: Path, folder: Path, mark: Mark, before: Files) -> None:
     files = {name: known for name, known in mark.files.items() if name not in taken}
     older = {name: known for name, known in before.items() if name not in mark.files}
     write_mark(
-        folder, Mark(mark.kind, {name: [*before.get(name, []), *files.get(name, [])] for name in {**before, **files}})
+        folder,
+        FolderMark(mark.kind, {name: [*before.get(name, []), *files.get(name, [])] for name in {**before, **files}}),
     )
     for name in files:
         make_folder((folder / name).parent)
         _rename(new / name, folder / name)
     for name, known in older.items() if mark.kind in REPLACED_KINDS else ():
         _remove(folder, name, known)
-    write_mark(folder, Mark(mark.kind, files if mark.kind in REPLACED_KINDS else {**older, **files}))
+    write_mark(folder, FolderMark(mark.kind, files if mark.kind in REPLACED_KINDS else {**older, **files}))
 
 
 def _rename(source: Path, target: Path) -> None:
@@ -223,7 +224,7 @@ def _rename(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:  # on different mounts
             raise
-        with scratch(target.parent, is_folder=False) as copied:
+        with scratch_folder(target.parent, is_folder=False) as copied:
             shutil.copyfile(source, copied)
             shutil.copymode(source, copied)
             sync_to_disk(copied)

@@ -87,7 +87,7 @@ def figure(plot: Plot) -> dict[str, Any]:
 
 
 def _trace(plot: Plot, series: Series) -> dict[str, Any]:
-    colour = PALETTE[series.colour % len(PALETTE)]
+    colour = PALETTE[series.color % len(PALETTE)]
     along = {plot.x: list(series.x), **{axis: list(values) for axis, values in series.along.items()}}
     trace = {
         "x": list(series.x),

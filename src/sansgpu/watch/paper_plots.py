@@ -64,7 +64,7 @@ def _lines(plot: Plot, axes: Any) -> None:
     for series in plot.series:
         values = [float("nan") if value is None else value for value in series.y]
         style = {"linestyle": DASHES[series.dash % len(DASHES)], "marker": "o" if series.marked else ""}
-        colour = PALETTE[series.colour % len(PALETTE)]
+        colour = PALETTE[series.color % len(PALETTE)]
         axes.plot(series.x, values, label=series.full_name, color=colour, linewidth=1.0, markersize=2.5, **style)
     if plot.log:
         axes.set_xscale("log")
@@ -78,7 +78,7 @@ def _bars(plot: Plot, axes: Any) -> None:
     width = 0.8 / len(plot.series)
     for number, series in enumerate(plot.series):
         places = [names.index(str(name)) + width * (number - (len(plot.series) - 1) / 2) for name in series.x]
-        axes.bar(places, series.y, width, label=series.full_name, color=PALETTE[series.colour % len(PALETTE)])
+        axes.bar(places, series.y, width, label=series.full_name, color=PALETTE[series.color % len(PALETTE)])
     step = -(-len(names) // 16)  # at most 16 labels, which would otherwise overlap
     axes.set_xticks(range(0, len(names), step), names[::step])
 
@@ -88,7 +88,7 @@ def _rows(plot: Plot, axes: Any) -> None:
     ends = dict.fromkeys(names, 0.0)
     for series in plot.series:
         for name, value in zip(map(str, series.y), series.x, strict=True):
-            length, colour = float(value or 0.0), PALETTE[series.colour % len(PALETTE)]
+            length, colour = float(value or 0.0), PALETTE[series.color % len(PALETTE)]
             axes.barh(names.index(name), length, 0.6, left=ends[name], label=series.name, color=colour)
             ends[name] += length
     axes.set_yticks(range(len(names)), names)

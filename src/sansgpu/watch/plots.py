@@ -8,7 +8,7 @@ from typing import Literal
 
 # Okabe and Ito's colors without yellow and black, some of them lighter for dark pages.
 PALETTE = ("#2b8cce", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c7ae6", "#9a8866", "#7f8690")
-MOST_POINTS = 2000  # of a series; more than a screen is wide
+MAX_POINTS = 2000  # of a series; more than a screen is wide
 
 Value = float | int | str | None
 
@@ -20,7 +20,7 @@ class Series:
     name: str  # may be empty if a plot has one series
     x: Sequence[Value]
     y: Sequence[Value]
-    colour: int = 0  # index in the palette
+    color: int = 0  # index in the palette
     dash: int = 0  # solid, dashed, dotted, dash-dotted
     marked: bool = False  # a dot at each point
     run: int = 0  # index of the run
@@ -53,7 +53,7 @@ class Plot:
         return list(dict.fromkeys(str(name) for s in sorted(self.series, key=lambda s: s.run) for name in s.y))
 
 
-def thinned(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
+def downsample(values: Sequence[float | None], most: int = MAX_POINTS) -> list[int]:
     """Returns the indices of at most `most` values: all, or the minimum and maximum of equal buckets."""
     if len(values) <= most:
         return list(range(len(values)))

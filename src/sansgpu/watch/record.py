@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, recorded_values, require_identity
-from sansgpu.config.plain import FlawError, read_json
-from sansgpu.watch.event_schema import Environment
+from sansgpu.config.plain import InvalidDataError, read_json
+from sansgpu.watch.event_schema import RecordedEnvironment
 from sansgpu.watch.events import Event
 from sansgpu.watch.jsonl import read_record
 from sansgpu.watch.marks import read_mark
@@ -22,7 +22,7 @@ def seconds_of(events: Iterable[Event]) -> float:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """The configuration, environment and events of a run, which may still be running. Weights are not read."""
 
     paths: RunPaths
@@ -32,24 +32,24 @@ class Record:
     problem: str | None = None  # a sentence about invalid lines of metrics.jsonl
 
     @classmethod
-    def read(cls, paths: RunPaths) -> Record:
+    def read(cls, paths: RunPaths) -> RunRecord:
         """Reads a run. Raises ConfigError if the folder is not a run or its files are invalid."""
         if not paths.config.exists():
             raise ConfigError(f"{paths.root} is not a run: it has no config.yaml.")
         config = recorded_values(paths.config)
         file = paths.environment
         try:
-            environment = read_json(file, Environment) if file.exists() else {}
+            environment = read_json(file, RecordedEnvironment) if file.exists() else {}
             file = paths.metrics
             events, problem = read_record(file)
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
-        except FlawError as error:
+        except InvalidDataError as error:
             raise ConfigError(f"{file} cannot be read: {error}.") from None
         return cls(paths, config, environment, events, problem)
 
     @classmethod
-    def open(cls, folder: Path) -> Record:
+    def open(cls, folder: Path) -> RunRecord:
         """Reads the run in a folder, with configured snapshot and log folders. Raises ConfigError as `read` does."""
         record = cls.read(RunPaths(folder))
         if (mark := read_mark(folder)) and mark.configuration:
@@ -65,21 +65,21 @@ class Record:
     def name(self) -> str:
         return self.paths.root.absolute().name
 
-    def of(self, kind: str) -> list[Event]:
+    def events_of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event["event"] == kind]
 
     @cached_property
     def start(self) -> Event:
         """The start event, or an empty dict."""
-        return next(iter(self.of("start")), {})
+        return next(iter(self.events_of_kind("start")), {})
 
     @cached_property
     def steps(self) -> list[Event]:
-        return self.of("step")
+        return self.events_of_kind("step")
 
     @cached_property
     def evaluations(self) -> list[Event]:
-        return self.of("eval")
+        return self.events_of_kind("eval")
 
     @property
     def best(self) -> Event | None:
@@ -88,9 +88,9 @@ class Record:
         return min(scored, key=lambda event: float(event["loss"]), default=None)
 
     @property
-    def ending(self) -> str | None:
+    def end_reason(self) -> str | None:
         """done, interrupted or out_of_time; None if the run is active or was killed."""
-        ends = self.of("end")  # a resumed run removes it
+        ends = self.events_of_kind("end")  # a resumed run removes it
         return str(ends[-1]["reason"]) if ends else None
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sansgpu.watch.record import Record
+from sansgpu.watch.record import RunRecord
 from sansgpu.watch.tables import count, gigabytes
 from sansgpu.watch.terminal import duration
 
@@ -52,7 +52,7 @@ def own_metrics(event: dict[str, Any]) -> list[str]:
     ]
 
 
-def numbers(record: Record, held: bool = False) -> Numbers:
+def numbers(record: RunRecord, held: bool = False) -> Numbers:
     """Returns the results of a run, None if unknown. `held` is True if a process is training the run."""
     steps, best = record.steps, record.best
     last_evaluation = record.evaluations[-1] if record.evaluations else {}
@@ -61,7 +61,7 @@ def numbers(record: Record, held: bool = False) -> Numbers:
     return {
         "name": record.name,
         "task": record.config.get("task"),
-        "state": STATES.get(record.ending or "", "training" if held else "killed"),
+        "state": STATES.get(record.end_reason or "", "training" if held else "killed"),
         "step": record.step,
         "total_steps": record.total_steps,
         "loss": steps[-1].get("loss") if steps else None,
@@ -80,14 +80,14 @@ def numbers(record: Record, held: bool = False) -> Numbers:
     }
 
 
-def told(found: Numbers) -> Iterator[tuple[str, str]]:
+def describe_results(found: Numbers) -> Iterator[tuple[str, str]]:
     """Yields (name, text) for every known result of `numbers`."""
     for name, format_text in _FORMATS.items():
         if (text := format_text(found)) is not None:
             yield name, text
 
 
-def ran_on(record: Record) -> str:
+def ran_on(record: RunRecord) -> str:
     """Describes the machine and how it was used."""
     known = {**record.start, **record.environment}
     cores, processes, threads = known.get("cores"), known.get("world_size") or 1, known.get("threads")
@@ -103,7 +103,7 @@ def ran_on(record: Record) -> str:
     return ", ".join(part for part in found if part)
 
 
-def changed(record: Record) -> datetime | None:
+def changed_settings(record: RunRecord) -> datetime | None:
     """Returns the time of the last change of the run's files in UTC."""
     files = [file for file in (record.paths.metrics, record.paths.config) if file.is_file()]
     return datetime.fromtimestamp(max(f.stat().st_mtime for f in files), timezone.utc) if files else None

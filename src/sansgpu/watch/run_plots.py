@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sansgpu.watch.events import Event
-from sansgpu.watch.plots import Plot, Series, Value, thinned
-from sansgpu.watch.record import Record
+from sansgpu.watch.plots import Plot, Series, Value, downsample
+from sansgpu.watch.record import RunRecord
 from sansgpu.watch.results import metric, metric_name, own_metrics
 
 STEP, TOKENS, MINUTES, HOURS = "step", "tokens", "elapsed time (minutes)", "elapsed time (hours)"
@@ -23,13 +23,13 @@ class NamedRun:
     """A run with a name that is unique among the runs of a report."""
 
     label: str
-    record: Record
+    record: RunRecord
 
 
 class Timeline:
     """Maps the steps of a run to tokens and elapsed time."""
 
-    def __init__(self, record: Record, long: bool) -> None:
+    def __init__(self, record: RunRecord, long: bool) -> None:
         self._steps: list[int] = [0, *(event["step"] for event in record.steps)]
         self._axes: dict[str, list[float]] = {}
         time = (HOURS, "elapsed_seconds", 3600.0) if long else (MINUTES, "elapsed_seconds", 60.0)
@@ -104,7 +104,7 @@ class Drawing:
             if same:
                 means: list[Value] = [sum(column) / len(same) for column in zip(*same, strict=True)]
                 names: list[Value] = [str(core) for core in range(len(means))]
-                series.append(Series("", names, means, colour=number, run=number, of=self._of(number)))
+                series.append(Series("", names, means, color=number, run=number, of=self._of(number)))
         title = "Mean load of each core"
         return [Plot("cores", title, "core", "% of the time", series, "bars", from_zero=True)] if series else []
 
@@ -114,7 +114,7 @@ class Drawing:
         long = any(run.record.seconds > LONG_RUN_SECONDS for run in self.runs)
         unit, size = ("hours", 3600.0) if long else ("minutes", 60.0)
         series = [
-            Series(name, [found[name] / size], [run.label], colour=place, run=number)
+            Series(name, [found[name] / size], [run.label], color=place, run=number)
             for place, name in enumerate(names)
             for number, (run, found) in enumerate(zip(self.runs, parts, strict=True))
             if found.get(name)
@@ -133,7 +133,7 @@ class Drawing:
                 values = [_finite(get(event)) for event in events]
                 if not any(value is not None for value in values) or (from_zero and role and not any(values)):
                     continue
-                kept = thinned(values)
+                kept = downsample(values)
                 cut |= len(kept) < len(values)
                 steps = [events[place]["step"] for place in kept]
                 if role not in roles_drawn:
@@ -143,7 +143,7 @@ class Drawing:
                         what,
                         steps,
                         [values[place] for place in kept],
-                        colour=number if len(self.runs) > 1 else role,
+                        color=number if len(self.runs) > 1 else role,
                         dash=roles_drawn.index(role) if len(self.runs) > 1 else 0,
                         marked=kind == "eval" or len(steps) == 1,
                         run=number,
@@ -159,7 +159,7 @@ class Drawing:
         return self.runs[number].label if len(self.runs) > 1 else ""
 
 
-def time_parts(record: Record) -> dict[str, float]:
+def time_parts(record: RunRecord) -> dict[str, float]:
     """Returns the seconds of a run by activity, which add up to its total time."""
     parts: dict[str, float] = {}
     before = 0
@@ -170,9 +170,9 @@ def time_parts(record: Record) -> dict[str, float]:
             name = "steps" if phase == "step" else f"steps: {phase}"
             parts[name] = parts.get(name, 0.0) + steps * seconds
     parts["evaluation"] = sum(event.get("seconds") or 0.0 for event in record.evaluations)
-    parts["snapshots"] = sum(event.get("seconds") or 0.0 for event in record.of("snapshot"))
+    parts["snapshots"] = sum(event.get("seconds") or 0.0 for event in record.events_of_kind("snapshot"))
     first = record.steps[0] if record.steps else {}
-    begun = [e for e in (*record.evaluations, *record.of("snapshot")) if e["step"] < first.get("step", 0)]
+    begun = [e for e in (*record.evaluations, *record.events_of_kind("snapshot")) if e["step"] < first.get("step", 0)]
     taken = first.get("step", 0) * (first.get("step_seconds") or 0.0) + sum(e.get("seconds") or 0.0 for e in begun)
     start = max(0.0, (first.get("elapsed_seconds") or 0.0) - taken)
     rest = max(0.0, record.seconds - start - sum(parts.values()))

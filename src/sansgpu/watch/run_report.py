@@ -14,8 +14,8 @@ from sansgpu.config import default_values
 from sansgpu.watch.events import Event
 from sansgpu.watch.page import page
 from sansgpu.watch.plots import Plot, evenly
-from sansgpu.watch.record import Record
-from sansgpu.watch.results import evaluation_words, numbers, ran_on, size_bytes, told
+from sansgpu.watch.record import RunRecord
+from sansgpu.watch.results import describe_results, evaluation_words, numbers, ran_on, size_bytes
 from sansgpu.watch.run_plots import Drawing, NamedRun, time_parts
 from sansgpu.watch.tables import gigabytes
 from sansgpu.watch.terminal import duration
@@ -44,15 +44,15 @@ class RunPart:
     best: int | None
 
 
-def run_plots(records: Sequence[Record]) -> list[tuple[str, list[Plot]]]:
+def run_plots(records: Sequence[RunRecord]) -> list[tuple[str, list[Plot]]]:
     """Returns the plots of runs by section."""
     return _sections(Drawing(with_unique_names(records)))
 
 
-def run_report(records: Sequence[Record], held: Sequence[bool]) -> str:
+def run_report(records: Sequence[RunRecord], held: Sequence[bool]) -> str:
     """Renders the page. `held` is True for each run that a process is training."""
     runs = with_unique_names(records)
-    found = [dict(told(numbers(record, now))) for record, now in zip(records, held, strict=True)]
+    found = [dict(describe_results(numbers(record, now))) for record, now in zip(records, held, strict=True)]
     if len(runs) == 1:
         found[0] |= {"ran on": ran_on(records[0])} | (
             {"started": started} if (started := _start_time(records[0])) else {}
@@ -78,7 +78,7 @@ def run_report(records: Sequence[Record], held: Sequence[bool]) -> str:
 _TILES = ("state", "steps", "validation loss, best", "bits per byte, best", "tokens/s, median", "time", "memory, peak")
 
 
-def with_unique_names(records: Sequence[Record]) -> list[NamedRun]:
+def with_unique_names(records: Sequence[RunRecord]) -> list[NamedRun]:
     """Names each run by its folder, and by as much of the path as needed to be unique."""
     paths = [record.paths.root.absolute().parts for record in records]
     return [
@@ -107,7 +107,7 @@ def _sections(drawing: Drawing) -> list[tuple[str, list[Plot]]]:
 def _part(run: NamedRun) -> RunPart:
     record = run.record
     samples = [event for event in record.evaluations if event.get("sample")]
-    warnings = record.of("warning")
+    warnings = record.events_of_kind("warning")
     columns = list(dict.fromkeys(name for event in record.evaluations for name, _ in evaluation_words(event)))
     best = record.best["step"] if record.best else None
     selected = _evenly_spaced(record.evaluations, MAX_ROWS, best)
@@ -170,7 +170,7 @@ def _machine(run: NamedRun) -> dict[str, str]:
     return {key.replace("packages.", "").replace("_bytes", "").replace("_", " "): str(v) for key, v in known.items()}
 
 
-def _start_time(record: Record) -> str:
+def _start_time(record: RunRecord) -> str:
     return str(record.start.get("time") or "").replace("T", " ").replace("+00:00", " UTC")
 
 
@@ -183,14 +183,14 @@ def _differing(found: Iterator[dict[str, str]]) -> Rows:
     return [(name, cells) for name, cells in _as_rows(list(found)) if len(set(cells)) > 1]
 
 
-def _changed(record: Record) -> list[tuple[str, str, str]]:
+def _changed(record: RunRecord) -> list[tuple[str, str, str]]:
     """Returns (key, value, default) of every key that is not the default."""
     defaults = default_values(record.config)
     values = _flat(record.config)
     return [(k, _plain(v), _plain(defaults[k])) for k, v in values.items() if k in defaults and defaults[k] != v]
 
 
-def _yaml_lines(record: Record) -> Iterator[tuple[str, bool]]:
+def _yaml_lines(record: RunRecord) -> Iterator[tuple[str, bool]]:
     changed = {key for key, _, _ in _changed(record)}
     for name, value in record.config.items():
         inner = value if isinstance(value, dict) else {}
@@ -202,7 +202,7 @@ def _yaml_lines(record: Record) -> Iterator[tuple[str, bool]]:
                 yield ("  " if inner else "") + line, (f"{name}.{key}" if inner else name) in changed
 
 
-def _commands(record: Record) -> str:
+def _commands(record: RunRecord) -> str:
     known = record.environment
     packages = {"sansgpu": known.get("sansgpu"), **(known.get("packages") or {})}
     versions = " ".join(shlex.quote(f"{name}=={str(v).split('+')[0]}") for name, v in packages.items() if v)
@@ -212,7 +212,7 @@ def _commands(record: Record) -> str:
     return "\n".join([*lines, f"sansgpu train config.yaml{many} --output-dir runs/{shlex.quote(record.name)}-again"])
 
 
-def _files(record: Record) -> list[tuple[str, str]]:
+def _files(record: RunRecord) -> list[tuple[str, str]]:
     paths = record.paths
     inside = sorted(path for path in paths.root.iterdir() if not path.name.startswith("."))
     found = [(path.name + ("/" if path.is_dir() else ""), path) for path in inside if path != paths.snapshots]
@@ -229,7 +229,7 @@ def _megabytes(size: int) -> str:
     return gigabytes(size) if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
-def default_file(records: Sequence[Record], form: str) -> Path:
+def default_file(records: Sequence[RunRecord], form: str) -> Path:
     """Returns the default output path: in the run's folder for one run, otherwise the working directory."""
     if form == "html":
         return records[0].paths.report if len(records) == 1 else Path("report.html")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sansgpu.watch.escape import printable
 from sansgpu.watch.events import Event
-from sansgpu.watch.files import to_nowhere
+from sansgpu.watch.files import redirect_to_null
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
@@ -40,7 +40,7 @@ class RunConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        to_nowhere(self.file)
+        redirect_to_null(self.file)
 
 
 class Terminal:
@@ -175,7 +175,7 @@ class PreparationBar:
             figures = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:.1f} MB/s"
             self._bar.update(self._task, completed=done, total=total, figures=figures)
 
-    def say(self, doing: str) -> None:
+    def show_message(self, doing: str) -> None:
         """Prints a line about the current activity."""
         self._finish()
         self._console.print(doing, highlight=False, style="dim")
