@@ -24,8 +24,8 @@ from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import POSITION_FIELDS, GraphBatch
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.graph_encoder import GraphEncoder
-from sansgpu.tasks.filling import Masking, mask_rules
 from sansgpu.tasks.graph import Graph
+from sansgpu.tasks.masked_prediction import Masking, mask_rules
 
 PAD = 0
 

@@ -25,11 +25,11 @@ from rich.console import Console
 from benchmarks.contest import describe_machine
 from sansgpu.config import load_config
 from sansgpu.jobs.train import TrainRequest, train
-from sansgpu.watch.callbacks import Callback, CallbackSink
-from sansgpu.watch.controls import Controls
-from sansgpu.watch.events import Event
-from sansgpu.watch.live import LiveView
-from sansgpu.watch.terminal import PreparationBar
+from sansgpu.reporting.callbacks import Callback, CallbackSink
+from sansgpu.reporting.controls import Controls
+from sansgpu.reporting.events import Event
+from sansgpu.reporting.live import LiveView
+from sansgpu.reporting.terminal import PreparationBar
 
 WARM_UP = 20  # unmeasured first steps
 NEIGHBORS = 4  # steps on each side that a step is compared with

@@ -9,7 +9,7 @@ from IPython.utils.capture import capture_output
 
 import sansgpu
 from sansgpu.config import ConfigError
-from sansgpu.watch.controls import Controls
+from sansgpu.reporting.controls import Controls
 from tests.processes import TINY, digests, finish, record, settings, use_cache, write_corpus
 from tests.scale.steered import Steers
 
@@ -137,7 +137,7 @@ def test_an_objective_of_ones_own_learns_and_resumes(
 
 
 def test_a_notebook_shows_one_output_that_is_drawn_anew(tmp_path: Path, overrides: list[str]) -> None:
-    from sansgpu.watch.notebook import NotebookView
+    from sansgpu.reporting.notebook import NotebookView
 
     InteractiveShell.instance()
     with capture_output() as captured:

@@ -13,11 +13,12 @@ SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
 FLOORS = [
     {"cli", "api"},
     {"jobs"},
+    {"planning"},
     {"train"},
     {"tasks"},
     {"data", "models"},
     {"kernels"},
-    {"machine", "watch"},
+    {"machine", "reporting"},
     {"config"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -55,7 +56,7 @@ def test_imports_point_downwards_only_and_siblings_never() -> None:
 
 def test_one_file_prints_and_one_makes_consoles() -> None:
     """Both write control characters out, wherever a text comes from."""
-    doors = {"print": "cli/options.py", "Console": "watch/terminal.py"}
+    doors = {"print": "cli/options.py", "Console": "reporting/terminal.py"}
     for path, _, tree in modules():
         calls = {getattr(n.func, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Call)}
         for name in calls & doors.keys():

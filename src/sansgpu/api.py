@@ -14,13 +14,13 @@ from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.world import find_world
 from sansgpu.models.generate import Sampling
+from sansgpu.reporting.callbacks import Callback, CallbackSink
+from sansgpu.reporting.events import Event, Sink
+from sansgpu.reporting.notebook import NotebookView
+from sansgpu.reporting.record import RunRecord
+from sansgpu.reporting.results import describe_results, numbers
+from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal, Warnings
 from sansgpu.train.loop import TrainingResult
-from sansgpu.watch.callbacks import Callback, CallbackSink
-from sansgpu.watch.events import Event, Sink
-from sansgpu.watch.notebook import NotebookView
-from sansgpu.watch.record import RunRecord
-from sansgpu.watch.results import describe_results, numbers
-from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal, Warnings
 
 __all__ = ["Callback", "Config", "ConfigError", "Run", "fit"]
 

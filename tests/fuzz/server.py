@@ -32,7 +32,7 @@ def import_everything() -> None:
     import sansgpu.jobs.evaluate
     import sansgpu.jobs.export
     import sansgpu.jobs.generate
-    import sansgpu.jobs.kubernetes
+    import sansgpu.jobs.k8s
     import sansgpu.jobs.plan
     import sansgpu.jobs.predict
     import sansgpu.jobs.report

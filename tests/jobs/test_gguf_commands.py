@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.train.checkpoint import snapshots
+from sansgpu.train.snapshots import snapshots
 from tests.processes import settings, use_cache, write_corpus
 from tests.tasks.folders import chat_rows, model_folder
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
-from sansgpu.train.checkpoint import snapshots
+from sansgpu.train.snapshots import snapshots
 from tests.processes import json_lines, settings, use_cache, write_corpus
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels.quantised import BLOCK, MAPS, adamw8, dequantize, quantize, quantized_zeros
+from sansgpu.kernels.quantized import BLOCK, MAPS, adamw8, dequantize, quantize, quantized_zeros
 from sansgpu.kernels.update import adamw
 
 RANDOM = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -11,7 +11,7 @@ from sansgpu.kernels.attention import Decay, attention
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
-from sansgpu.kernels.quantised import adamw8, quantized_zeros
+from sansgpu.kernels.quantized import adamw8, quantized_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +39,7 @@ def test_new_memory_is_poisoned() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(kernels: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "WORTH_IT", 1)
+    monkeypatch.setattr(linear, "MIN_ROWS_FOR_NATIVE", 1)
     monkeypatch.setattr(native, "_amx", native.available())
     layer, x = linear.Linear(70, 200, bias=bias).bfloat16(), leaf(2, 0, 70, dtype=torch.bfloat16)
     layer(x).sum().backward()

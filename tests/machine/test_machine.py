@@ -13,10 +13,10 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
+from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.compilation import compile_pays_off, missing_compiler, resolve_compile
 from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, set_openmp_spin
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
-from sansgpu.machine.remembered import cached_measurement
 
 
 @pytest.mark.parametrize("effective", [1, 6, 7, 16, 48])
@@ -106,7 +106,7 @@ def test_threads_spin_briefly_unless_the_user_says_otherwise(
 def test_a_process_begins_with_its_randomness_settled_before_torch_is_there() -> None:
     """Hashes of strings, which order sets, differ between processes unless Python is started so."""
     program = (
-        "import os, sys; from sansgpu.machine.launch import settle_randomness; settle_randomness();"
+        "import os, sys; from sansgpu.machine.launch import make_deterministic; make_deterministic();"
         "names = ('PYTHONHASHSEED', 'CUBLAS_WORKSPACE_CONFIG', 'OMP_DYNAMIC');"
         "print('torch' in sys.modules, hash('a word'), *(os.environ[name] for name in names))"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sansgpu.machine import cgroup
-from sansgpu.machine.inspect import energy_joules
+from sansgpu.machine.description import energy_joules
 from sansgpu.machine.monitor import Monitor, mean_of
 
 

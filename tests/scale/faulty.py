@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import sansgpu.train.checkpoint as checkpoint
+import sansgpu.train.snapshots as checkpoint
 from sansgpu.cli import main
 from sansgpu.train.optim import TrainedWeight
 

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 import sansgpu
-from sansgpu.watch.controls import Controls
+from sansgpu.reporting.controls import Controls
 
 
 class Steers(sansgpu.Callback):

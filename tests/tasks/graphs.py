@@ -10,9 +10,9 @@ import torch
 
 from sansgpu.config import Config, load_config
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks.filling import MaskedEvaluation, Masking, majority_of, mask_rules
 from sansgpu.tasks.graph import Graph
 from sansgpu.tasks.graph_corpus import GraphCorpus
+from sansgpu.tasks.masked_prediction import MaskedEvaluation, Masking, majority_of, mask_rules
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step

@@ -18,8 +18,8 @@ from sansgpu.jobs.fine_tuned import load_fine_tuned
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.pretrained import Head, load_pretrained
+from sansgpu.reporting.events import Event, EventBuffer
 from sansgpu.tasks import TASKS
-from sansgpu.watch.events import Event, EventBuffer
 from tests.processes import digests, record, use_cache
 from tests.tasks.folders import chat_rows, model_folder, squad
 

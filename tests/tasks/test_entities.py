@@ -18,10 +18,10 @@ from sansgpu.data.graph import Entity
 from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL
 from sansgpu.data.masking import add_entity_queries
 from sansgpu.tasks.candidates import EntityCandidates, EntityTableIndex
-from sansgpu.tasks.filling import mask_rules
-from sansgpu.tasks.gaps import TailPredictor, TailQuery
 from sansgpu.tasks.graph import Graph
 from sansgpu.tasks.graph_corpus import GraphCorpus
+from sansgpu.tasks.masked_prediction import mask_rules
+from sansgpu.tasks.tail_prediction import TailPredictor, TailQuery
 from tests.processes import digests, finish, kill_when, start, use_cache
 from tests.test_written_files import as_of_0_1_0
 

@@ -17,9 +17,9 @@ from sansgpu.data.graph import GraphDocument, Triple
 from sansgpu.data.leafy import LeafyRules
 from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.jobs.extract import Triples, extract
-from sansgpu.tasks import gaps
+from sansgpu.tasks import tail_prediction as gaps
 from sansgpu.tasks.extraction import Agreement, DocumentTriples, ExtractedTriple, ExtractionRules, TripleExtractor
-from sansgpu.tasks.gaps import BeamSearch, TailPredictor, TailQuery
+from sansgpu.tasks.tail_prediction import BeamSearch, TailPredictor, TailQuery
 from tests.processes import use_cache
 from tests.tasks.test_link_prediction import CPU, LEAVES, quiet, run_of, untrained, words_tokenizer
 
@@ -203,7 +203,8 @@ def test_closed_tails_are_ranked_names_without_the_head(filler: TailPredictor) -
 def test_agreement_by_hand() -> None:
     gold = [Triple("Fox", "eats", "old owl"), Triple("fox", "sees", "bear"), Triple("owl", "sees", "red")]
     found = [
-        ExtractedTriple("fox", "eats", "old  owl", -0.1), ExtractedTriple("FOX", "sees", "red", -0.2), ExtractedTriple("owl", "sees", "red", -0.3),
+        ExtractedTriple("fox", "eats", "old  owl", -0.1), ExtractedTriple("FOX", "sees", "red", -0.2),
+        ExtractedTriple("owl", "sees", "red", -0.3),
         ExtractedTriple("owl", "eats", "red", -0.4), ExtractedTriple("bear", "eats", "owl", -0.5),
     ]  # fmt: skip
     given = {("Fox", "eats"): "old owl", ("fox", "sees"): "red", ("owl", "sees"): None}

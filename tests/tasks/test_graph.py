@@ -11,8 +11,8 @@ from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import GraphBatch
 from sansgpu.data.masking import mask_example
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks.filling import mask_rules
 from sansgpu.tasks.graph import Graph, GraphObjective
+from sansgpu.tasks.masked_prediction import mask_rules
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step

@@ -20,11 +20,11 @@ from sansgpu.data.mask_tokenizer import BERT, GraphCodec, MaskTokenizer
 from sansgpu.data.masking import MaskedExample
 from sansgpu.jobs.link_prediction import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
-from sansgpu.tasks import gaps
-from sansgpu.tasks.gaps import TailPredictor, TailQuery
+from sansgpu.tasks import tail_prediction as gaps
 from sansgpu.tasks.graph import GraphObjective
 from sansgpu.tasks.graph_corpus import leafy_rules
 from sansgpu.tasks.link_prediction import KnownFacts, LinkPrediction
+from sansgpu.tasks.tail_prediction import TailPredictor, TailQuery
 from tests.processes import use_cache
 
 CPU = torch.device("cpu")

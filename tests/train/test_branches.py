@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.train.checkpoint import snapshots
+from sansgpu.train.snapshots import snapshots
 from tests.processes import digests, environment, json_lines, record, settings, start, use_cache, write_corpus
 
 # Evaluations at 3, 6, 9, 12, of which some are the best; regular snapshots at 4, 8, 12.

@@ -11,7 +11,7 @@ import yaml
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
-from sansgpu.jobs.folders import open_run
+from sansgpu.train.run_folders import open_run
 from tests.processes import settings, use_cache, write_corpus
 from tests.test_cli import sentence
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.kernels.newton_schulz import newton_schulz
+from sansgpu.reporting.events import EventBuffer
 from sansgpu.train.optim import Optimizer
-from sansgpu.watch.events import EventBuffer
 from tests.processes import use_cache
 from tests.tasks.folders import chat_rows
 

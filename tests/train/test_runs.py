@@ -13,8 +13,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sansgpu.cli import run as cli
-from sansgpu.train.checkpoint import snapshots
-from sansgpu.watch.events import Event, EventBuffer, Sinks
+from sansgpu.reporting.events import Event, EventBuffer, Sinks
+from sansgpu.train.snapshots import snapshots
 from tests.processes import digests, environment, finish, json_lines, record, settings, start, use_cache, write_corpus
 
 # What the documentation promises other programs.

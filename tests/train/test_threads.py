@@ -15,8 +15,8 @@ from sansgpu.config import load_config
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import available_cores
-from sansgpu.watch.controls import Controls
-from sansgpu.watch.events import Event
+from sansgpu.reporting.controls import Controls
+from sansgpu.reporting.events import Event
 from tests.processes import record, settings, use_cache, write_corpus
 
 ENOUGH_STEPS = 3000

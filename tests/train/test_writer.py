@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from sansgpu.cli import run as cli
 from sansgpu.config import SansGPUError
 from sansgpu.train import writer
-from sansgpu.train.checkpoint import snapshots
+from sansgpu.train.snapshots import snapshots
 from sansgpu.train.tensor_file import save_tensors
 from sansgpu.train.writer import SnapshotWriter, Tensors
 from tests.processes import digests, record, settings, use_cache, write_corpus

@@ -54,8 +54,8 @@ def k8s(
 
     Example: sansgpu k8s configs/cpu_80m.yaml --nodes 4 --cpus 16 --memory 64Gi --pvc corpus --image hub/sansgpu:1
     """
-    from sansgpu.jobs.cluster_request import ClusterRequest
-    from sansgpu.jobs.kubernetes import kubernetes
+    from sansgpu.jobs.k8s import kubernetes
+    from sansgpu.jobs.k8s.request import ClusterRequest
 
     result = kubernetes(
         ClusterRequest(

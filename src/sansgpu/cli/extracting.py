@@ -49,9 +49,9 @@ def extract(
     from contextlib import ExitStack
 
     from sansgpu.jobs.extract import extract as job
-    from sansgpu.watch.outputs import require_file
-    from sansgpu.watch.tables import print_extraction
-    from sansgpu.watch.terminal import PreparationBar, RunConsole
+    from sansgpu.reporting.outputs import require_file
+    from sansgpu.reporting.tables import print_extraction
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole
 
     if as_json and output is None:
         raise typer.BadParameter("--json requires --output, because stdout carries the triples")

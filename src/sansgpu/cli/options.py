@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sansgpu.watch.escape import printable, printable_json, printable_line
+from sansgpu.reporting.escape import printable, printable_json, printable_line
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -65,7 +65,7 @@ def show_json(text: str) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """Prints one JSON object. Infinities and NaN become null, because JSON cannot represent them."""
-    from sansgpu.watch.events import finite
+    from sansgpu.reporting.events import finite
 
     show_json(json.dumps(finite(value), allow_nan=False) + "\n")
 

@@ -38,10 +38,10 @@ def plan(
     from sansgpu.config import ConfigError
     from sansgpu.jobs.plan import plan as job
     from sansgpu.jobs.plan import plan_presets
-    from sansgpu.jobs.plan_nodes import cluster_of
-    from sansgpu.jobs.propose import propose
-    from sansgpu.watch.tables import print_plan, print_presets
-    from sansgpu.watch.terminal import PreparationBar, RunConsole
+    from sansgpu.planning.cluster import cluster_of
+    from sansgpu.planning.propose import propose
+    from sansgpu.reporting.tables import print_plan, print_presets
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole
 
     if presets and (config or hours is not None):
         raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
@@ -98,8 +98,8 @@ def bench(
     """
     from sansgpu.jobs.bench import BenchRequest
     from sansgpu.jobs.bench import bench as job
-    from sansgpu.watch.tables import print_bench, print_forward
-    from sansgpu.watch.terminal import PreparationBar, RunConsole
+    from sansgpu.reporting.tables import print_bench, print_forward
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole
 
     bar = PreparationBar(RunConsole(stderr=True))
     folder = output_dir or Path("bench") / (config.stem if config else "default")
@@ -127,8 +127,8 @@ def doctor(as_json: JsonOption = False) -> None:
     Example: sansgpu doctor
     """
     from sansgpu.jobs.doctor import doctor as job
-    from sansgpu.watch.tables import print_doctor
-    from sansgpu.watch.terminal import RunConsole
+    from sansgpu.reporting.tables import print_doctor
+    from sansgpu.reporting.terminal import RunConsole
 
     result = job()
     if as_json:

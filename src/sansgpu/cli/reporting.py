@@ -52,7 +52,7 @@ def list_runs(
     elif not rows:
         show(f"No runs found in {folder}.")
     else:
-        from sansgpu.watch.run_list import print_runs
-        from sansgpu.watch.terminal import RunConsole
+        from sansgpu.reporting.run_list import print_runs
+        from sansgpu.reporting.terminal import RunConsole
 
         print_runs(RunConsole(), rows)

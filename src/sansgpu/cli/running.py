@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
 
 def _explain(error: BaseException) -> tuple[str, int]:
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
-    from sansgpu.config.plain import truncate
+    from sansgpu.config.plain_data import truncate
 
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)

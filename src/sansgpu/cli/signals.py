@@ -32,7 +32,7 @@ def handle_interrupts() -> None:
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `settle_randomness`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `make_deterministic`
 
 
 def stop_handling_interrupts() -> None:

@@ -37,7 +37,7 @@ def tokenizer_train(
     Example: sansgpu tokenizer train notes/ --vocab-size 8192 --output tokenizer
     """
     from sansgpu.jobs.tokenize import train_tokenizer
-    from sansgpu.watch.terminal import PreparationBar, RunConsole
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole
 
     bar = PreparationBar(RunConsole(stderr=True))
     try:

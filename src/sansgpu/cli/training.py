@@ -76,15 +76,15 @@ def train(
     from sansgpu.jobs.train import TrainRequest
     from sansgpu.jobs.train import train as job
     from sansgpu.machine.world import find_world
+    from sansgpu.reporting.events import Sink
+    from sansgpu.reporting.jsonl import JsonLines
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal, Warnings
     from sansgpu.train.loop import TrainingResult
-    from sansgpu.watch.events import Sink
-    from sansgpu.watch.jsonl import JsonLines
-    from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal, Warnings
 
     world = find_world()
     if processes is not None:
-        from sansgpu.jobs.processes import launch
-        from sansgpu.jobs.processes import processes as number_of
+        from sansgpu.machine.processes import launch
+        from sansgpu.machine.processes import processes as number_of
 
         if world.launcher:
             raise typer.BadParameter(
@@ -110,7 +110,7 @@ def train(
     elif headless:
         sink = JsonLines(sys.stdout)
     elif sys.stdout.isatty() and not (plain or dry_run or console.is_dumb_terminal):
-        from sansgpu.watch.live import LiveView
+        from sansgpu.reporting.live import LiveView
 
         sink = LiveView(console, request.controls, request.monitor.latest)
     bar = PreparationBar(errors, silent=world.rank > 0)

@@ -46,8 +46,8 @@ def tune(
     """
     from sansgpu.jobs.tune import Interrupted, TuneRequest
     from sansgpu.jobs.tune import tune as job
-    from sansgpu.watch.terminal import PreparationBar, RunConsole
-    from sansgpu.watch.tune_terminal import TuneTerminal, print_estimate, print_tune
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole
+    from sansgpu.reporting.tune_terminal import TuneTerminal, print_estimate, print_tune
 
     overrides = (*(override or ()), *([] if seed is None else [f"training.seed={seed}"]))
     request = TuneRequest(config, overrides, space, trials, hours, workers, pruner.value, output_dir, dry_run)

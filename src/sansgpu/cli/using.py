@@ -49,8 +49,8 @@ def evaluate(
 
     Example: sansgpu eval runs/default --data notes.txt
     """
-    from sansgpu.watch.events import finite
-    from sansgpu.watch.terminal import PreparationBar, RunConsole, Terminal
+    from sansgpu.reporting.events import finite
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal
 
     if limit is not None and not link_prediction:
         raise typer.BadParameter("--limit requires --link-prediction")
@@ -62,7 +62,7 @@ def evaluate(
     try:
         if link_prediction:
             from sansgpu.jobs.link_prediction import link_prediction as rank
-            from sansgpu.watch.tables import print_link_prediction
+            from sansgpu.reporting.tables import print_link_prediction
 
             ranked = rank(run, data, snapshot, limit, bar, warn)
             bar.close()

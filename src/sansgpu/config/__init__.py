@@ -28,8 +28,8 @@ from sansgpu.config.load import (
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
 from sansgpu.config.schema import Config, DataConfig
+from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.seeds import derive_seed
-from sansgpu.config.space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [

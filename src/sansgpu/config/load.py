@@ -16,7 +16,7 @@ from sansgpu.config.by_task import KINDS, PRETRAIN, kinds_with, with_defaults
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.parse import Values, parse_value, read_values
-from sansgpu.config.plain import MOST_DEPTH, shown, truncate
+from sansgpu.config.plain_data import MOST_DEPTH, shown, truncate
 from sansgpu.config.schema import Config
 
 # The configuration of a run without a file: takes minutes on two cores and writes samples.

@@ -12,7 +12,15 @@ from typing import Any
 import yaml
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.plain import MOST_DEPTH, InvalidDataError, read_regular, reason_of, require_plain, shown, truncate
+from sansgpu.config.plain_data import (
+    MOST_DEPTH,
+    InvalidDataError,
+    read_regular,
+    reason_of,
+    require_plain,
+    shown,
+    truncate,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -82,7 +90,7 @@ def _yaml(text: str, name: str = "the value") -> Any:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
-    """Builds a JSON object and raises FlawError on a repeated key."""
+    """Builds a JSON object and raises InvalidDataError on a repeated key."""
     found: Values = {}
     for key, value in pairs:
         if key in found:

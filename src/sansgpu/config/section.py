@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from sansgpu.config.plain import InvalidDataError, require_plain
+from sansgpu.config.plain_data import InvalidDataError, require_plain
 
 
 class Section(BaseModel):

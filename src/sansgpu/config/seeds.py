@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Returns a 63-bit seed for one purpose, e.g. `fold_seed(seed, "dropout", step, micro_batch, rank)`.
+    """Returns a 63-bit seed for one purpose, e.g. `derive_seed(seed, "dropout", step, micro_batch, rank)`.
 
     Hashing, as in jax.random.fold_in, keeps streams independent. Sums of small integers would collide.
     """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from sansgpu.config.plain import truncate
+from sansgpu.config.plain_data import truncate
 from sansgpu.config.section import Section
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import first_line
+from sansgpu.config.plain_data import first_line
 from sansgpu.data.conversations import BadRowError, Conversation, Message, bad_row, read_conversation
 from sansgpu.data.files import SourceRow
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import first_line, truncate
+from sansgpu.config.plain_data import first_line, truncate
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")

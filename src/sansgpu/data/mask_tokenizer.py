@@ -13,7 +13,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.config.plain import shown
+from sansgpu.config.plain_data import shown
 from sansgpu.data.graph import Entity
 from sansgpu.data.shards import ReportProgress, cache_key, cached
 from sansgpu.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, rows_needed

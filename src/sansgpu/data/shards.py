@@ -23,7 +23,7 @@ from sansgpu.data.files import Piece
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.watch.files import sync_to_disk
+from sansgpu.reporting.files import sync_to_disk
 
 FORMAT = 1  # version of the store format, part of every cache key
 ENCODE_CHARS = 4 << 20  # characters encoded in one call: keeps all threads busy, needs little memory

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
-from sansgpu.config.plain import first_line
+from sansgpu.config.plain_data import first_line
 from sansgpu.data.files import (
     PIECE_CHARS,
     SUFFIXES,

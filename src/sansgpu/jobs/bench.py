@@ -23,17 +23,17 @@ from sansgpu.config import (
     save_config,
 )
 from sansgpu.data.shards import ReportProgress
-from sansgpu.jobs.folders import open_any, require_plain_name
-from sansgpu.jobs.measure import MeasureRequest, Result, measure_in_subprocess
 from sansgpu.jobs.plan import roofline_of, step_limits
-from sansgpu.jobs.prepare import Prepared, Warn, prepare
 from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import best_gemm_rate, has_native_bf16
+from sansgpu.planning.measure import MeasureRequest, Result, measure_in_subprocess
+from sansgpu.planning.prepare import Prepared, Warn, prepare
+from sansgpu.reporting.bench_report import write_report
+from sansgpu.reporting.outputs import replace_folder, require_folder
 from sansgpu.tasks import task_of
 from sansgpu.train.forecast import Forecast, done_at
-from sansgpu.watch.bench_report import write_report
-from sansgpu.watch.outputs import replace_folder, require_folder
+from sansgpu.train.run_folders import open_any, require_plain_name
 
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 WHAT_IF_STEPS = 4  # timed per variation

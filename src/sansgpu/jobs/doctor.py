@@ -13,8 +13,8 @@ from sansgpu.config import TrainingConfig
 from sansgpu.kernels import native
 from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.compiled import compiled_cache
+from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.machine.inspect import hardware, software
 from sansgpu.machine.probe import (
     available_cores,
     available_memory,

@@ -13,15 +13,15 @@ from sansgpu.data.pack import PackedWindows, TextWindows, Windows
 from sansgpu.data.shards import ReportProgress, build_store
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
-from sansgpu.jobs.folders import with_objective
-from sansgpu.jobs.kernels import load_kernels
 from sansgpu.jobs.loading import LoadedModel, is_filling, is_fine_tuning, load_model
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import cache_dir, limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models import TransformerLM
+from sansgpu.planning.kernels import load_kernels
 from sansgpu.tasks import task_of
-from sansgpu.tasks.language_modelling import LanguageModeling
+from sansgpu.tasks.language_modeling import LanguageModeling
 from sansgpu.train.evaluate import evaluate
+from sansgpu.train.run_folders import with_objective
 from sansgpu.train.step import StepPlan
 
 EVALUATION_TOKENS = 4096  # per micro-batch

@@ -11,13 +11,13 @@ from sansgpu.config.by_task import QA
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.jobs.fine_tuned import HEADS, FineTuned, load_fine_tuned
-from sansgpu.jobs.folders import open_run, with_objective
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.probe import cache_dir, resolve_device
 from sansgpu.tasks import Evaluator, task_of
 from sansgpu.tasks import qa as asking
 from sansgpu.tasks import sft as talking
 from sansgpu.train.evaluate import evaluate
+from sansgpu.train.run_folders import open_run, with_objective
 from sansgpu.train.step import StepPlan
 
 EXAMPLES = 8  # per micro-batch

@@ -14,7 +14,8 @@ from sansgpu.data.mask_tokenizer import GraphCodec, from_pretrained
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.graph_model import EXAMPLES, is_graph, load_graph
 from sansgpu.machine.probe import cache_dir, resolve_device
-from sansgpu.tasks.filling import (
+from sansgpu.tasks.graph_corpus import graph_corpus, leafy_rules, read_graphs
+from sansgpu.tasks.masked_prediction import (
     ENTITY,
     KINDS,
     MaskedEvaluation,
@@ -23,9 +24,8 @@ from sansgpu.tasks.filling import (
     mask_rules,
     validation_masking,
 )
-from sansgpu.tasks.graph_corpus import graph_corpus, leafy_rules, read_graphs
-from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
+from sansgpu.train.snapshots import Snapshot
 from sansgpu.train.step import StepPlan
 
 WILSON_Z = 1.96  # normal quantile of a two-sided 95 % interval
@@ -88,7 +88,7 @@ def _load(target: str, snapshot: str, warn: Callable[[str], None], remote_code: 
         loaded = load_graph(target, snapshot, warn)
         return _Evaluated(loaded.objective, loaded.codec, loaded.config, loaded.snapshot, loaded.plan)
     from sansgpu.jobs.fine_tuned import load_fine_tuned  # imports transformers
-    from sansgpu.tasks.masked import MaskedObjective
+    from sansgpu.tasks.masked_lm import MaskedObjective
 
     tuned = load_fine_tuned(target, "masked", snapshot, warn, remote_code)
     assert isinstance(tuned.objective, MaskedObjective)

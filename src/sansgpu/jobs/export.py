@@ -9,7 +9,6 @@ from typing import Any
 from sansgpu.config import PRETRAIN, Config, ConfigError
 from sansgpu.config.by_task import SFT
 from sansgpu.data.tokenizer import Tokenizer
-from sansgpu.jobs.folders import open_run
 from sansgpu.jobs.graph_model import is_graph, load_graph
 from sansgpu.jobs.loading import is_fine_tuning, load_model
 from sansgpu.jobs.report import write_model_card
@@ -19,10 +18,11 @@ from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.models.huggingface import export_model
 from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
+from sansgpu.reporting.marks import read_mark
+from sansgpu.reporting.outputs import GGUF, require_file, require_folder
+from sansgpu.reporting.unmarked import is_unmarked
 from sansgpu.tasks.graph import how_learned
-from sansgpu.watch.marks import read_mark
-from sansgpu.watch.outputs import GGUF, require_file, require_folder
-from sansgpu.watch.unmarked import is_unmarked
+from sansgpu.train.run_folders import open_run
 
 _Parts = tuple[dict[str, Any], Weights, TokenizerParts]  # config.json, Hugging Face weights, tokenizer
 

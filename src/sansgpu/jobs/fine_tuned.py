@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from sansgpu.config import Config, ConfigError
-from sansgpu.jobs.kernels import load_kernels
 from sansgpu.jobs.loading import require_latest, run_snapshot
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import has_native_bf16, resolve_device, resolve_threads
 from sansgpu.models.pretrained import Head, load_tokenizer_of
+from sansgpu.planning.kernels import load_kernels
 from sansgpu.tasks.fine_tuning import FineTuning
-from sansgpu.tasks.masked import MaskedObjective
+from sansgpu.tasks.masked_lm import MaskedObjective
 from sansgpu.tasks.qa import QAObjective
 from sansgpu.tasks.sft import SFTObjective
-from sansgpu.train.checkpoint import Snapshot
+from sansgpu.train.snapshots import Snapshot
 
 _OBJECTIVES: dict[Head, Callable[[Config], FineTuning]] = {
     "causal": SFTObjective,

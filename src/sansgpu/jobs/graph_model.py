@@ -12,16 +12,16 @@ from pydantic import ValidationError
 
 from sansgpu.config import GRAPH, Config, ConfigError, problems
 from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
-from sansgpu.jobs.folders import open_run
-from sansgpu.jobs.kernels import load_kernels
 from sansgpu.jobs.loading import require_latest, run_snapshot
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import is_graph_folder, load_graph_folder
+from sansgpu.planning.kernels import load_kernels
 from sansgpu.tasks.graph import GraphObjective, longest_span
 from sansgpu.tasks.graph_corpus import names_of
-from sansgpu.train.checkpoint import Snapshot
+from sansgpu.train.run_folders import open_run
+from sansgpu.train.snapshots import Snapshot
 from sansgpu.train.step import StepPlan
 
 EXAMPLES = 16  # per micro-batch

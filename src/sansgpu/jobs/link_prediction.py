@@ -11,9 +11,9 @@ from sansgpu.data.graph import GraphDocument
 from sansgpu.data.graph_sources import GraphSource, open_graphs
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.graph_model import LoadedGraph, load_graph
-from sansgpu.tasks.gaps import TailPredictor
 from sansgpu.tasks.graph_corpus import leafy_rules, read_graphs, split_by_group
 from sansgpu.tasks.link_prediction import KnownFacts, LinkPrediction
+from sansgpu.tasks.tail_prediction import TailPredictor
 
 Documents = list[GraphDocument]
 

@@ -16,12 +16,12 @@ from sansgpu.data.tokenizer import (
     parsed_tokenizer,
     special_tokens_around,
 )
-from sansgpu.jobs.folders import open_run
 from sansgpu.models import TransformerLM
 from sansgpu.models.gguf_file import is_gguf, open_gguf
 from sansgpu.models.graph_folder import is_graph_folder, is_masked_lm_folder
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, load_decoder, load_gguf_decoder
-from sansgpu.train.checkpoint import Snapshot, find_snapshot
+from sansgpu.train.run_folders import open_run
+from sansgpu.train.snapshots import Snapshot, find_snapshot
 
 UNBOUNDED_CONTEXT = 1024  # tokens, for models without a maximum context length
 

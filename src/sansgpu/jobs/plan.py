@@ -9,13 +9,13 @@ from typing import Any
 
 from sansgpu.config import PRESETS, ConfigError, load_config
 from sansgpu.data.shards import ReportProgress
-from sansgpu.jobs.fitting import changes_that_fit
-from sansgpu.jobs.forecast import execution, forecast_of, length_of
-from sansgpu.jobs.plan_nodes import Cluster, plan_nodes, require_examples
-from sansgpu.jobs.prepare import Prepared, Warn, ignore_message, prepare
+from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.probe import isa, total_memory
-from sansgpu.machine.remembered import cached_measurement
 from sansgpu.machine.roofline import Roofline, measure_roofline
+from sansgpu.planning.cluster import Cluster, plan_nodes, require_examples
+from sansgpu.planning.forecast import execution, forecast_of, length_of
+from sansgpu.planning.memory_fit import changes_that_fit
+from sansgpu.planning.prepare import Prepared, Warn, ignore_message, prepare
 from sansgpu.tasks import task_of
 from sansgpu.train.forecast import done_at
 from sansgpu.train.schedule import UNKNOWN_STEPS

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
 from sansgpu.jobs.runs import is_locked, require_run
-from sansgpu.watch.files import write_text
-from sansgpu.watch.model_card import model_card
-from sansgpu.watch.outputs import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
-from sansgpu.watch.paper_plots import write_plots
-from sansgpu.watch.record import RunRecord
-from sansgpu.watch.run_report import default_file, run_plots, run_report
+from sansgpu.reporting.files import write_text
+from sansgpu.reporting.model_card import model_card
+from sansgpu.reporting.outputs import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
+from sansgpu.reporting.paper_plots import write_plots
+from sansgpu.reporting.record import RunRecord
+from sansgpu.reporting.run_report import default_file, run_plots, run_report
 
 FORMS = ("html", "png", "svg")
 

@@ -9,9 +9,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
-from sansgpu.watch.outputs import require_folder
-from sansgpu.watch.record import RunRecord
-from sansgpu.watch.results import changed_settings, numbers, size_bytes
+from sansgpu.reporting.outputs import require_folder
+from sansgpu.reporting.record import RunRecord
+from sansgpu.reporting.results import changed_settings, numbers, size_bytes
 
 Row = dict[str, Any]
 RUNS = Path("runs")  # default parent folder of runs

@@ -10,7 +10,7 @@ from sansgpu.data.shards import ReportProgress, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer
 from sansgpu.machine.probe import available_cores, cache_dir, limit_tokenizer_threads
-from sansgpu.watch.outputs import replace_folder, require_folder
+from sansgpu.reporting.outputs import replace_folder, require_folder
 
 
 def train_tokenizer(

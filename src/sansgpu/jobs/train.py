@@ -21,10 +21,6 @@ from sansgpu.config import (
     save_config,
 )
 from sansgpu.data.shards import ReportProgress
-from sansgpu.jobs.claims import mark_other_folders, mark_run, require_own_configuration, require_unclaimed_folders
-from sansgpu.jobs.fitting import Shortage
-from sansgpu.jobs.folders import lock_run, open_output, recorded_file, require_allowed, run_paths, write_json
-from sansgpu.jobs.prepare import Prepared, prepare
 from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.group import Group, reporting_failure
@@ -33,18 +29,22 @@ from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
 from sansgpu.machine.world import World
+from sansgpu.planning.memory_fit import Shortage
+from sansgpu.planning.prepare import Prepared, prepare
+from sansgpu.reporting.boards import TensorBoard, WeightsAndBiases, require_boards
+from sansgpu.reporting.controls import Controls
+from sansgpu.reporting.events import EventBuffer, Sink, Sinks, now
+from sansgpu.reporting.files import atomic_write
+from sansgpu.reporting.jsonl import MetricsFile
+from sansgpu.reporting.outputs import replace_folder
 from sansgpu.tasks import Task, task_of
 from sansgpu.train import Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
-from sansgpu.train.checkpoint import Snapshot, clear_leftovers, find_snapshot, snapshots
 from sansgpu.train.loop import TrainingResult
 from sansgpu.train.resume import recorded_environment
-from sansgpu.watch.boards import TensorBoard, WeightsAndBiases, require_boards
-from sansgpu.watch.controls import Controls
-from sansgpu.watch.events import EventBuffer, Sink, Sinks, now
-from sansgpu.watch.files import atomic_write
-from sansgpu.watch.jsonl import MetricsFile
-from sansgpu.watch.outputs import replace_folder
+from sansgpu.train.run_folders import lock_run, open_output, recorded_file, require_allowed, run_paths, write_json
+from sansgpu.train.run_marks import mark_other_folders, mark_run, require_own_configuration, require_unclaimed_folders
+from sansgpu.train.snapshots import Snapshot, clear_leftovers, find_snapshot, snapshots
 
 
 @dataclass(frozen=True)

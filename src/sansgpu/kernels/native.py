@@ -36,7 +36,7 @@ def keep_blocks(varying: bool = False) -> None:
     """Installs the caching allocator of memory.cpp, which reuses the memory of freed large tensors, in huge pages.
 
     Set `varying` if tensor sizes change from step to step, so that the cache does not grow without bound.
-    `machine.allocator.give_back_memory` returns free memory to the operating system.
+    `machine.allocator.trim_memory` returns free memory to the operating system.
     """
     if _loaded:
         torch.ops.sansgpu.use_blocks(varying)

@@ -9,7 +9,7 @@ STEPS = 5
 
 
 def reference_newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns U V^T of the SVD. `orthogonalise` approximates it: its singular values are between 0.7 and 1.2."""
+    """Returns U V^T of the SVD. `newton_schulz` approximates it: its singular values are between 0.7 and 1.2."""
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     return torch.matmul(u, vh)
 

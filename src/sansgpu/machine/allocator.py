@@ -24,7 +24,7 @@ _others: list[Callable[[], object]] = []
 
 
 def register_trim(give: Callable[[], object]) -> None:
-    """Registers a function of another allocator for `give_back_memory` to call."""
+    """Registers a function of another allocator for `trim_memory` to call."""
     if give not in _others:
         _others.append(give)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import InvalidDataError, read_regular
+from sansgpu.config.plain_data import InvalidDataError, read_regular
 
 MAX_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
 MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB

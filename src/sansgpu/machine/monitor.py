@@ -12,8 +12,8 @@ import psutil
 import torch
 
 from sansgpu.machine import cgroup
+from sansgpu.machine.description import energy_joules
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.machine.inspect import energy_joules
 from sansgpu.machine.peers import Peer
 from sansgpu.machine.probe import available_memory, held_memory, total_memory
 from sansgpu.machine.usage import LoadMeter

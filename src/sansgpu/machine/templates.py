@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sansgpu.config.plain import first_line
-from sansgpu.machine.contained import Sandbox, SandboxError
+from sansgpu.config.plain_data import first_line
+from sansgpu.machine.sandbox import Sandbox, SandboxError
 
 CPU_SECONDS = 2  # for all prefixes of a conversation, which usually take milliseconds
 MAX_RENDERED_CHARS = 64 << 20  # per conversation

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from sansgpu.machine import cgroup, cores
-from sansgpu.machine.inspect import frequency_hz, temperature_celsius, throttled
+from sansgpu.machine.description import frequency_hz, temperature_celsius, throttled
 from sansgpu.machine.peers import Peer
 from sansgpu.machine.probe import allowed_cpus
 

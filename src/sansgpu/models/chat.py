@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import first_line
+from sansgpu.config.plain_data import first_line
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generate import Sampling, reading, write

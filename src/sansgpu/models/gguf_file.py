@@ -18,9 +18,9 @@ from gguf import GGMLQuantizationType as Encoding
 from gguf import Keys, LlamaFileType
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain import truncate
-from sansgpu.machine.contained import is_panic
+from sansgpu.config.plain_data import truncate
 from sansgpu.machine.inputs import require_regular_file
+from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_reader import read_gguf
 from sansgpu.models.gguf_settings import (

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
-from sansgpu.config.plain import first_line
+from sansgpu.config.plain_data import first_line
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.machine.inputs import read_object
 from sansgpu.models.decoder import TransformerLM

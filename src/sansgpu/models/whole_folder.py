@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from sansgpu.config import SansGPUError
-from sansgpu.watch.files import atomic_write
-from sansgpu.watch.outputs import replace_folder
+from sansgpu.reporting.files import atomic_write
+from sansgpu.reporting.outputs import replace_folder
 
 
 def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from sansgpu.data.graph import Entity
 from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
-from sansgpu.tasks.gaps import NONE, PredictedTail, TailPredictor, TailQuery
+from sansgpu.tasks.tail_prediction import NONE, PredictedTail, TailPredictor, TailQuery
 
 
 def normal(text: str) -> str:

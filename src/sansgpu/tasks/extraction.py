@@ -19,7 +19,7 @@ from sansgpu.data.leafy import LeafyRules, TokenText, token_positions, window_sp
 from sansgpu.data.mask_tokenizer import GraphCodec, MaskTokenizer
 from sansgpu.data.shards import ReportProgress
 from sansgpu.tasks.candidates import EntityTableIndex, candidates_of, normal
-from sansgpu.tasks.gaps import BeamSearch, PredictedTail, TailPredictor, TailQuery
+from sansgpu.tasks.tail_prediction import BeamSearch, PredictedTail, TailPredictor, TailQuery
 
 QUESTIONS = 4096  # minimum number of questions to collect from documents before running the model
 DECIMALS = 4  # of a score

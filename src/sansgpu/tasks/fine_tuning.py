@@ -32,8 +32,8 @@ from sansgpu.models.pretrained import (
     stored_dtype,
 )
 from sansgpu.models.unpadded import UnpaddedModel
-from sansgpu.tasks.ragged_corpus import P, VariableLengthCorpus
 from sansgpu.tasks.task import Sums
+from sansgpu.tasks.variable_length_corpus import P, VariableLengthCorpus
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 from sansgpu.models.entities import NameBags
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import export_graph_model
-from sansgpu.tasks.filling import (
+from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
+from sansgpu.tasks.masked_prediction import (
     ENTITY,
     KGE,
     KINDS,
@@ -39,7 +40,6 @@ from sansgpu.tasks.filling import (
     masked_metrics,
     validation_masking,
 )
-from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
 

@@ -16,8 +16,8 @@ from sansgpu.data.leafy import LeafyDataset, LeafyRules, build_leafy, relations_
 from sansgpu.data.mask_tokenizer import GraphCodec, build_mask_tokenizer
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.split import split_examples
-from sansgpu.tasks.fitted_graph import table_entities, with_leaves
-from sansgpu.tasks.ragged_corpus import VariableLengthCorpus
+from sansgpu.tasks.graph_sizes import table_entities, with_leaves
+from sansgpu.tasks.variable_length_corpus import VariableLengthCorpus
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from sansgpu.data.leafy import LeafyRules, build_leafy
 from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.data.shards import ReportProgress
 from sansgpu.tasks.candidates import Candidates, EntityCandidates, EntityTableIndex, SpelledCandidates
-from sansgpu.tasks.gaps import TailPredictor, TailQuery
+from sansgpu.tasks.tail_prediction import TailPredictor, TailQuery
 
 HITS = (1, 3, 10)
 ANY_LENGTH = 1 << 30  # tokens of a tail

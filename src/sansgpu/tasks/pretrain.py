@@ -31,7 +31,7 @@ from sansgpu.models.costs import (
 )
 from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.huggingface import export_model
-from sansgpu.tasks.language_modelling import LanguageModeling
+from sansgpu.tasks.language_modeling import LanguageModeling
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
 

@@ -23,9 +23,9 @@ from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
+from sansgpu.reporting.files import write_text
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.task import Gather, Sums
-from sansgpu.watch.files import write_text
 
 PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 

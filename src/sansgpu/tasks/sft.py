@@ -26,7 +26,7 @@ from sansgpu.models.generate import Sampling
 from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
-from sansgpu.tasks.language_modelling import text_metrics
+from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Sums
 
 

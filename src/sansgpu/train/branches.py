@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths, SansGPUError
-from sansgpu.train.checkpoint import Snapshot, snapshots
-from sansgpu.watch.files import sync_to_disk, write_text
+from sansgpu.reporting.files import sync_to_disk, write_text
+from sansgpu.train.snapshots import Snapshot, snapshots
 
 JOURNAL = ".moves.json"  # planned moves; if this process is killed, the next one finishes them
 _FOLDER = rf"{ABANDONED_FOLDER}(\d{{6,}})(?:-(\d+))?"
@@ -96,7 +96,7 @@ def switch_to(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path]
     """Makes `snapshot` the newest in `snapshots/` and moves the snapshots that are not its ancestors into a branch.
 
     Returns the snapshot at its new path and the folders of newly abandoned branches. If the process is killed, either
-    nothing has moved, or `finish_moves` completes the moves. Raises SansGPUError if the file system refuses.
+    nothing has moved, or `finish_pending_moves` completes the moves. Raises SansGPUError if the file system refuses.
     """
     folder, home = paths.snapshots, branch_of(snapshot, paths.snapshots)
     base = home.step if home else snapshot.step

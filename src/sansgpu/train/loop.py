@@ -8,34 +8,34 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sansgpu.config import Config, RunPaths, SansGPUError, derive_seed
+from sansgpu.config import Config, RunPaths, SansGPUError, derive_seed, identity
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
+from sansgpu.reporting.controls import Controls, Request
+from sansgpu.reporting.events import Event, Sinks, finite, now
+from sansgpu.reporting.jsonl import read_record
 from sansgpu.tasks import Collecting, Task, add_sums
 from sansgpu.train.branches import record_of
 from sansgpu.train.budget import Budget
-from sansgpu.train.checkpoint import Snapshot
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.health import Health
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.resume import Metrics, load_snapshot
 from sansgpu.train.schedule import learning_rate
+from sansgpu.train.snapshots import Snapshot
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import PhaseTimer, StepPlan, StepResult, train_step
 from sansgpu.train.step_log import StepLog, System
 from sansgpu.train.tensor_file import Tensors, in_file_order, unchanged
 from sansgpu.train.threads import AdaptiveThreads
 from sansgpu.train.writer import SnapshotWriter
-from sansgpu.watch.controls import Controls, Request
-from sansgpu.watch.events import Event, Sinks, finite, now
-from sansgpu.watch.jsonl import read_record
 
 SIGNAL_GRACE_SECONDS = 3.0  # within which a launcher may forward a signal that its processes already received
 PAUSE_SECONDS = 0.1  # polling interval while paused
-_SIGNAL_FACTOR = 1 << 4  # encodes a signal number above the flags of Wish in one integer
+_SIGNAL_FACTOR = 1 << 4  # encodes a signal number above the flags of Request in one integer
 EARLY_END_RATIO = 0.2  # warn if the run would end with more than this share of its time budget unused
 
 
@@ -349,7 +349,7 @@ class Trainer:
                 "metrics": self._metrics,
                 "environment": asdict(self.environment),
                 "data": self.task.fingerprint,
-                "configuration": unchanged(self.config),
+                "configuration": identity(self.config),
             }
             best, in_background = self.progress.best_step, not (self._finished() or self._sharded)
             whole = self.state.gather_tensor if self._sharded else unchanged

@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from sansgpu.config import ConfigError, TrainingConfig, derive_seed
 from sansgpu.kernels.newton_schulz import newton_schulz
-from sansgpu.kernels.quantised import adamw8, quantized_zeros
+from sansgpu.kernels.quantized import adamw8, quantized_zeros
 from sansgpu.kernels.update import adamw, add_product, global_norm
 from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.train.gradient_reduction import Reducer
 from sansgpu.train.parameter_groups import parameter_groups
-from sansgpu.train.reduce import Reducer
 from sansgpu.train.sharding import (
     REPLICATED,
     OwnedByRank,

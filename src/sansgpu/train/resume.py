@@ -13,7 +13,7 @@ from sansgpu.config import ConfigError
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.probe import Environment
 from sansgpu.train.branches import ancestors
-from sansgpu.train.checkpoint import MOMENTS, WEIGHTS, Snapshot, best_snapshot
+from sansgpu.train.snapshots import MOMENTS, WEIGHTS, Snapshot, best_snapshot
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.tensor_file import SAFETENSORS_TYPES
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from sansgpu.machine.probe import Environment, best_gemm_rate
 from sansgpu.machine.usage import Usage
+from sansgpu.reporting.events import Event
 from sansgpu.tasks import Task
 from sansgpu.train.schedule import UNKNOWN_STEPS
 from sansgpu.train.state import Progress
 from sansgpu.train.step import PHASES, PhaseTimer, StepPlan, StepResult
-from sansgpu.watch.events import Event
 
 System = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
 

@@ -6,7 +6,7 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine.probe import Environment, resolve_threads
-from sansgpu.watch.events import Event
+from sansgpu.reporting.events import Event
 
 AGREEING_EVENTS = 2  # consecutive step events that must call for the same change, since one may be an accident
 

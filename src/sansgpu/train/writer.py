@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sansgpu.machine.probe import available_memory
-from sansgpu.train.checkpoint import Snapshot, prune, save_snapshot
+from sansgpu.train.snapshots import Snapshot, prune, save_snapshot
 from sansgpu.train.tensor_file import Tensors, Whole, bytes_of, unchanged
 
 MIN_FREE_BYTES = 512 << 20  # memory that must stay free next to a copy; an assumption

@@ -141,7 +141,7 @@ void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor&
   });
 }
 
-// --- 8-bit moments; kernels/quantised.py defines the codes
+// --- 8-bit moments; kernels/quantized.py defines the codes
 
 constexpr int64_t BLOCK = 256;
 constexpr int DECADES = 7;
@@ -197,7 +197,7 @@ inline float largest(const float* x, int64_t count) {
 
 // Writes the codes of one block and returns their scale, 0 if its inverse overflows. NaN or infinity spoils the block.
 template <uint8_t (*code)(float)>
-float quantise(const float* from, uint8_t* codes, int64_t count) {
+float quantize(const float* from, uint8_t* codes, int64_t count) {
   const float scale = largest(from, count);
   if (!(scale >= std::numeric_limits<float>::min() && scale <= std::numeric_limits<float>::max())) {
     std::fill(codes, codes + count, 0);
@@ -221,7 +221,7 @@ struct Moments {
   }
   template <uint8_t (*code)(float)>
   void write(int64_t block, int64_t count, const float* from) const {
-    scales[block] = quantise<code>(from, codes + block * BLOCK, count);
+    scales[block] = quantize<code>(from, codes + block * BLOCK, count);
   }
 };
 

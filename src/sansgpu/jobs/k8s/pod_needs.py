@@ -1,0 +1,69 @@
+"""Estimates a pod's memory and the grace period that it needs to save before termination."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from sansgpu.config import Config, SansGPUError
+from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
+from sansgpu.machine.memory import Execution, effective_batch, micro_batch_choices
+from sansgpu.planning.memory_fit import MARGIN, estimate_memory
+from sansgpu.tasks import task_of
+from sansgpu.train.budget import DISK_BYTES_PER_SECOND
+from sansgpu.train.optim import choose_optimizer
+
+STEPS = 2.0  # the current step, at half the assumed speed, because a hyper-thread is half a core
+SNAPSHOTS = 2.0  # the final snapshot waits for one that is still being written
+START_SECONDS = 30.0  # for torchrun to signal its processes, and a reserve
+ROUND_SECONDS = 10
+ASSUMED_PARAMETERS = 1e9  # if the model cannot be read from this machine
+BYTES_PER_PARAMETER = 12  # in a snapshot: weight and two moments in fp32
+
+
+@dataclass(frozen=True)
+class PodNeeds:
+    """Estimated needs of one process of a run."""
+
+    memory: int  # bytes with the smallest micro-batch; 0 if the model is unknown
+    snapshot: float  # bytes
+    step_seconds: float
+
+    def fit(self, available: int) -> bool:
+        return self.memory * MARGIN <= available
+
+    @property
+    def grace_seconds(self) -> int:
+        """Seconds from SIGTERM until the snapshot is saved, on slow cores and a slow disk."""
+        saving = SNAPSHOTS * self.snapshot / DISK_BYTES_PER_SECOND
+        seconds = START_SECONDS + STEPS * self.step_seconds + saving
+        return ROUND_SECONDS * math.ceil(seconds / ROUND_SECONDS)
+
+
+def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> PodNeeds:
+    tokens = effective_batch(config.training) * config.window / world_size
+    rate = threads * EAGER_FLOPS_PER_SECOND["fp32"]
+    try:
+        task = task_of(config)
+        config = task.with_vocabulary(config)
+        work = task.work(config, tokens)
+        training = config.training
+        how = Execution(
+            micro_batch=micro_batch_choices(training, config.window, world_size)[0],
+            accumulation=1,
+            precision="fp32" if training.wanted_precision == "fp32" else "bf16",
+            compile="off",
+            kernels="torch" if training.kernels == "torch" else "native",
+            optimizer=choose_optimizer(training.optimizer, work.needed, work.muon),
+            world_size=world_size,
+        )
+        memory = estimate_memory(task, config, how).least
+        snapshot = estimate_memory(task, config, replace(how, world_size=1)).snapshot  # written whole even if sharded
+    except SansGPUError as error:  # the model is on the claim, or on a Hub that cannot be reached from here
+        warn(
+            f"{str(error).rstrip('.')}; the grace period of pods assumes a model of "
+            f"{ASSUMED_PARAMETERS / 1e9:.0f}B parameters."
+        )
+        return PodNeeds(0, ASSUMED_PARAMETERS * BYTES_PER_PARAMETER, 6 * ASSUMED_PARAMETERS * tokens / rate)
+    return PodNeeds(memory, snapshot, work.needed / rate)

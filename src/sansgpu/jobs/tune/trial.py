@@ -1,0 +1,178 @@
+"""A trial of a search: its configuration and its training process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import Config, change_config, save_config
+from sansgpu.machine.children import dying_with_parent
+from sansgpu.machine.memory import effective_batch
+from sansgpu.reporting.files import atomic_write, make_folder
+from sansgpu.reporting.jsonl import read_events
+from sansgpu.reporting.marks import FolderMark, read_mark, write_mark
+from sansgpu.reporting.outputs import require_no_links
+from sansgpu.reporting.record import seconds_of
+from sansgpu.reporting.unmarked import is_unmarked
+from sansgpu.train.run_folders import open_any
+from sansgpu.train.snapshots import snapshots
+
+SAVING_SECONDS = 600  # time to save after SIGTERM
+
+Values = dict[str, Any]
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Length:
+    """Training length of every trial: the unchanged configuration's steps, or as many tokens at other batch sizes."""
+
+    steps: int
+    tokens: int | None  # tokens in those steps; None unless the configuration sets max_steps
+    evaluations: int  # per trial, evenly spaced
+    seconds: float | None  # estimated duration of a trial
+
+    def to_json(self) -> Values:
+        return dict(vars(self))
+
+
+def chosen_config(config: Config, values: Values, length: Length) -> Config:
+    """Returns `config` with `values`. If the batch size changes, keeps the tokens and the share of warm-up steps.
+
+    Raises ConfigError if the values contradict each other.
+    """
+    changed = change_config(config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+    batch, before = _step_tokens(changed), _step_tokens(config)
+    if batch == before:
+        return changed
+    settings = []
+    if length.tokens is not None:
+        settings += [f"training.max_tokens={length.tokens}", "training.max_steps=null"]
+    if "training.warmup_steps" not in values:
+        settings.append(f"training.warmup_steps={round(config.training.warmup_steps * before / batch)}")
+    return change_config(changed, settings)
+
+
+def trial_config(config: Config, values: Values, length: Length) -> Config:
+    """Returns the configuration of a trial's run, with evaluations at the same fractions as in all other trials."""
+    chosen = chosen_config(config, values, length)
+    steps = length.steps * _step_tokens(config) / _step_tokens(chosen)
+    if config.training.num_epochs and chosen.training.num_epochs:
+        steps *= chosen.training.num_epochs / config.training.num_epochs
+    settings = (
+        f"training.eval_steps={max(1, round(steps / length.evaluations))}",
+        "training.save_steps=0",  # the best evaluation so far is saved anyway
+        "training.keep_last=1",
+        "training.report_to=none",
+        "training.logging_dir=null",
+        "training.checkpoint_dir=null",
+        "training.sample_tokens=0",
+    )
+    return change_config(chosen, settings)
+
+
+def _step_tokens(config: Config) -> int:
+    return effective_batch(config.training) * config.window
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial's run ended: `state` is done, pruned, failed or stopped. Only a stopped trial can be resumed."""
+
+    state: str
+    measured: Values  # last eval event
+    seconds: float
+    why: str | None = None
+
+
+class TrialRun:
+    """A trial's run in a child process that ends with this process."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        """Raises OSError if the folder cannot be written, and ConfigError if it is a link."""
+        self.folder = folder
+        make_folder(folder)
+        self._file = folder / "trial.yaml"
+        require_no_links([folder, folder / "log.txt"])
+        if read_mark(folder) is None:
+            write_mark(folder, FolderMark("run", made_by_0_1=is_unmarked(folder, "run")))
+        with atomic_write(self._file) as partial:
+            save_config(open_any(config), partial)
+        self._process: subprocess.Popen[str] | None = None
+        self._end = threading.Lock()
+        self._stop_state: str | None = None
+
+    def step(self) -> int:
+        """Returns the step of the newest snapshot, or 0."""
+        return max((snapshot.step for snapshot in snapshots(self.folder / "snapshots")), default=0)
+
+    def train(self, resumed: bool, on_event: Callable[[Event], None]) -> Outcome:
+        """Trains or resumes until the run ends, and calls `on_event` with every event."""
+        command = [sys.executable, "-m", "sansgpu", "train", str(self._file), "--headless"]
+        command += ["--output-dir", str(self.folder), *(["--resume", "latest"] if resumed else [])]
+        with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
+            # A new session, so that a terminal's Ctrl-C reaches only this process: a second signal would end the run
+            # without saving.
+            process = subprocess.Popen(
+                dying_with_parent(command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+            with self._end:
+                self._process = process
+                if self._stop_state:
+                    process.terminate()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    on_event(json.loads(line))
+                process.wait()
+            finally:
+                self._ensure_ended(process)
+        return self._outcome(process.returncode)
+
+    def stop(self, state: str) -> None:
+        """Makes the run save and end. `state` becomes the outcome: pruned or stopped."""
+        with self._end:
+            if self._stop_state is None:
+                self._stop_state = state
+                if self._process is not None:
+                    self._process.terminate()
+
+    def _ensure_ended(self, process: subprocess.Popen[str]) -> None:
+        if process.poll() is None:
+            self.stop("stopped")
+            try:
+                process.wait(SAVING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _outcome(self, code: int) -> Outcome:
+        events = read_events(self.folder / "metrics.jsonl")
+        measured = next((event for event in reversed(events) if event["event"] == "eval"), {})
+        seconds = seconds_of(events)
+        if code == 0 and measured.get("loss") is not None:
+            return Outcome("done", measured, seconds)
+        if code == 0 and measured:
+            return Outcome("failed", measured, seconds, "its last validation loss is not finite.")
+        if self._stop_state is not None:
+            return Outcome(self._stop_state, measured, seconds)
+        return Outcome("failed", measured, seconds, self._failure(code))
+
+    def _failure(self, code: int) -> str:
+        """Returns the run's last error message, or else its exit code."""
+        if code == -9:
+            return "it was killed, most likely because memory ran out."
+        lines = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+        own = [line.removeprefix("sansgpu: ") for line in lines if line.startswith("sansgpu: ")]
+        return [f"its process ended with code {code}.", *filter(None, own or lines)][-1]

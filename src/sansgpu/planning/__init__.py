@@ -1,0 +1,1 @@
+"""Estimates what a run costs and chooses how it is executed."""

@@ -1,0 +1,226 @@
+"""Estimates a run on several machines like this one (`sansgpu plan --nodes N --network 10gbps`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.machine.cached_measurement import cached_measurement
+from sansgpu.machine.gloo_rate import Link, measure_gloo
+from sansgpu.machine.memory import Memory, effective_batch
+from sansgpu.models.costing import COMPUTE, FULL
+from sansgpu.planning.forecast import execution, forecast_of, length_of
+from sansgpu.planning.memory_fit import OUTSIDE_BLOCKS, estimate_memory, fits
+from sansgpu.planning.nodes import (
+    MIN_SCALING,
+    NodeShare,
+    NodeStep,
+    NodeWork,
+    ShardingLayout,
+    critical_batch_tokens,
+    link_of,
+    pays_until,
+    share_of,
+    step_of,
+)
+from sansgpu.planning.prepare import Prepared, ignore_message, prepare
+from sansgpu.tasks import task_of
+from sansgpu.tasks.pretrain import TextCorpus
+from sansgpu.train.calibrate import Timing
+from sansgpu.train.forecast import done_at
+from sansgpu.train.gradient_reduction import BUCKET_BYTES
+from sansgpu.train.scaling_law import expected_bits_per_byte
+
+NODE_COUNTS = tuple(1 << doublings for doublings in range(11))  # 1 to 1,024
+DEFAULT_LOSS = 3.0  # nats per token, typical of a small language model, if no estimate is available
+SAMPLED_WINDOWS = 64  # validation windows used to measure bytes per token
+BITS_PER_SECOND = {"gbps": 9, "gbit": 9, "mbps": 6, "mbit": 6}  # powers of ten
+SECONDS = {"us": -6, "ms": -3}  # powers of ten
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A number of nodes and the network between them."""
+
+    nodes: int
+    bits_per_second: float
+    latency_seconds: float  # one way
+    price: float | None  # per node and hour
+
+
+def cluster_of(nodes: int, network: str, latency: str, price: float | None) -> Cluster:
+    """Parses command-line arguments. Raises ConfigError."""
+    bits = _quantity("--network", network, BITS_PER_SECOND, "10gbps or 100mbit")
+    return Cluster(nodes, bits, _quantity("--latency", latency, SECONDS, "50us or 0.1ms"), price)
+
+
+def require_examples(cluster: Cluster, config: Config) -> None:
+    """Raises ConfigError if a batch has fewer examples than there are nodes."""
+    if (batch := effective_batch(config.training)) < cluster.nodes:
+        raise ConfigError(
+            f"--nodes is {cluster.nodes}, but a step has {batch} examples, and each node needs one; raise "
+            "training.gradient_accumulation_steps or lower --nodes."
+        )
+
+
+def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
+    """Returns the `cluster` object of `plan --json`. Raises ConfigError if no step could be timed here."""
+    if prepared.timing is None:
+        raise ConfigError(
+            "the model is too large to time here (three of its layers do not fit into memory), so --nodes cannot be "
+            "estimated; plan on a machine like the nodes."
+        )
+    gloo, most = _gloo(prepared), effective_batch(prepared.config.training)
+    link = link_of(cluster.bits_per_second, cluster.latency_seconds, gloo)
+    run = _ClusterRun(prepared, cluster, link, _work(prepared, prepared.timing))
+    curve = [run.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
+    seconds = {row["nodes"]: row["step_seconds"] for row in curve}
+    here, step = run.row(cluster.nodes), run.step(cluster.nodes)
+    return {
+        **here,
+        "network_bits_per_second": cluster.bits_per_second,
+        "latency_seconds": cluster.latency_seconds,
+        "gloo_bytes_per_second": gloo.bytes_per_second,
+        "gloo_hop_seconds": gloo.hop_seconds,
+        "gradient_bytes": run.work.gradients,
+        "compute_seconds": step.compute,
+        "communication_seconds": step.communication,
+        "overlapped_seconds": step.hidden,
+        "collectives_seconds": step.collectives,
+        "finish": done_at(here["total_seconds"]),
+        "memory_bytes": run.memory(cluster.nodes).to_json(),
+        "most_nodes": most,
+        "pays": MIN_SCALING,
+        "pays_until": pays_until(seconds),
+        "fastest_nodes": min(seconds, key=lambda nodes: seconds[nodes]),
+        "grown_batch": run.grown(cluster.nodes),
+        **_critical_batch(prepared),
+        "curve": curve + [dict.fromkeys(here) | {"nodes": nodes} for nodes in NODE_COUNTS if nodes > most],
+    }
+
+
+@dataclass(frozen=True)
+class _ClusterRun:
+    """A prepared run on a variable number of nodes."""
+
+    prepared: Prepared
+    cluster: Cluster
+    link: Link
+    work: NodeWork
+
+    def row(self, nodes: int) -> Result:
+        prepared, price = self.prepared, self.cluster.price
+        step_seconds = self.step(nodes).seconds
+        steps, seconds = length_of(prepared, forecast_of(prepared, nodes, step_seconds))
+        speed_up, node_hours = self.step(1).seconds / step_seconds, nodes * seconds / 3600
+        return {
+            "nodes": nodes,
+            "step_seconds": step_seconds,
+            "tokens_per_second": prepared.learned_per_step / step_seconds,
+            "speed_up": speed_up,
+            "efficiency": speed_up / nodes,
+            "total_steps": steps,
+            "total_seconds": seconds,
+            "node_hours": node_hours,
+            "cost": None if price is None else node_hours * price,
+            "fits": fits(self.memory(nodes), prepared.machine.available),
+        }
+
+    def grown(self, nodes: int) -> Result:
+        """Returns speed and efficiency with a batch `nodes` times as large, i.e. the same work per node."""
+        step = step_of(self.work, replace(self._share(1), nodes=nodes), self.link)
+        return {
+            "tokens_per_step": nodes * self.prepared.tokens_per_step,
+            "tokens_per_second": nodes * self.prepared.learned_per_step / step.seconds,
+            "efficiency": self.step(1).seconds / step.seconds,
+        }
+
+    def step(self, nodes: int) -> NodeStep:
+        return step_of(self.work, self._share(nodes), self.link)
+
+    def memory(self, nodes: int) -> Memory:
+        how, share = execution(self.prepared), self._share(nodes)
+        how = replace(how, world_size=nodes, micro_batch=share.micro_batch)
+        return estimate_memory(task_of(self.prepared.config), self.prepared.config, how)
+
+    def _share(self, nodes: int) -> NodeShare:
+        config = self.prepared.config
+        return share_of(config.training, config.window, self.prepared.environment.micro_batch, nodes)
+
+
+def _work(prepared: Prepared, timing: Timing) -> NodeWork:
+    """Returns a step's work in seconds and bytes. Pass times are linear between batch size 1 and the timed one."""
+    config, training = prepared.config, prepared.config.training
+    parts, layers = task_of(config).parameters(config), task_of(config).layers(config)
+    whole, example = timing.pass_seconds(layers), 0.0
+    if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
+        example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
+    sharded = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
+    trained = parts.get("adapter", sum(parts.values())) - sharded
+    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.environment.precision]  # bytes per number
+    spread = ShardingLayout(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
+    return NodeWork(
+        pass_seconds=whole - timing.micro_batch * example,
+        example_seconds=example,
+        update_seconds=timing.step_seconds(layers, accumulation=0),
+        gradients=trained * sent,
+        last=0 if "adapter" in parts else parts.get("embedding", 0) * sent,
+        spread=None if training.sharding == "none" else spread,
+    )
+
+
+def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
+    settings = (
+        "training.batch_size=1",
+        f"training.gradient_accumulation_steps={effective_batch(prepared.config.training)}",
+        f"training.compile='{timing.compile}'",
+        f"training.precision={prepared.machine.precision}",
+    )
+    changed = change_config(prepared.config, settings)
+    return prepare(changed, None, ignore_message, ignore_message, "report", data="wanted", timed="always").timing
+
+
+def _gloo(prepared: Prepared) -> Link:
+    """Returns gloo's speed at this run's bucket size and dtype. Measured once and then read from the cache."""
+    dtype = "bfloat16" if prepared.config.training.gradient_reduction == "bf16" else "float32"
+    question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": prepared.environment.torch}
+    answer = cached_measurement(prepared.machine.cache, question, lambda: vars(measure_gloo(BUCKET_BYTES, dtype)))
+    return Link(**answer)
+
+
+def _critical_batch(prepared: Prepared) -> Result:
+    """Estimates the critical batch size of a language model from its expected final loss (nats per token)."""
+    config, corpus, loss = prepared.config, prepared.corpus, DEFAULT_LOSS
+    if config.kind != "pretrain":
+        return {"critical_batch_tokens": None, "critical_batch_loss": None, "critical_batch_nodes": None}
+    if isinstance(corpus, TextCorpus):
+        steps, _ = length_of(prepared, forecast_of(prepared))
+        tokens, parameters = steps * prepared.learned_per_step, sum(task_of(config).parameters(config).values())
+        bits = expected_bits_per_byte(parameters, tokens, corpus.train_tokens)
+        uniform_loss = math.log(corpus.tokenizer.vocab_size)
+        loss = min(uniform_loss, bits * _bytes_per_token(corpus) * math.log(2))
+    tokens = critical_batch_tokens(loss)
+    return {
+        "critical_batch_tokens": tokens,
+        "critical_batch_loss": loss,
+        "critical_batch_nodes": math.floor(tokens / prepared.example_tokens),
+    }
+
+
+def _bytes_per_token(corpus: TextCorpus) -> float:
+    sample = np.arange(min(len(corpus.validation), SAMPLED_WINDOWS))
+    return float(corpus.validation.target_bytes(sample).sum()) / corpus.validation.batch(sample).target_count()
+
+
+def _quantity(option: str, text: str, units: dict[str, int], example: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{option} is {text!r}; give a positive number with a unit, e.g. {example}.")
+    return float(f"{match[1]}e{units[match[2]]}")

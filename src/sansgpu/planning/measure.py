@@ -1,0 +1,202 @@
+"""Times one configuration in a separate process, for `bench`."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sansgpu.config import Config, SansGPUError
+from sansgpu.config.plain_data import MAX_REASON_CHARACTERS
+from sansgpu.data.batch import ExampleBatch
+from sansgpu.machine.compilation import compile_into
+from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.probe import gemm_flops_per_second
+from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
+from sansgpu.planning.prepare import Machine, set_up
+from sansgpu.tasks import Corpus, Task, task_of
+from sansgpu.train.evaluate import evaluate
+from sansgpu.train.optim import Optimizer
+from sansgpu.train.profile import profile_step, synchronize
+from sansgpu.train.state import TrainState
+from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.writer import SnapshotWriter
+
+MAX_TIMED_BATCHES = 40  # the time of an evaluation is extrapolated from these
+PROFILED_STEPS = 2
+WARMUP_STEPS = 1  # after the first step, which compiles
+
+DATA_SECONDS = ("tokenizer_seconds", "data_seconds", "evaluation_seconds", "export_seconds")
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MeasureRequest:
+    """A measurement to make. In `config`, only the device may be `auto`."""
+
+    config: Config
+    steps: int
+    compiled: Path | None = None  # folder of compiled graphs; None: the cache
+    example_tokens: int | None = None  # length of random examples; None: the maximum
+    with_data: bool = False  # also prepare the data without the cache, evaluate and save
+    snapshots: bool = False  # also save; the times that need data are 0
+    forward_only: bool = False
+    profiled: bool = False
+
+
+def measure_in_subprocess(request: MeasureRequest) -> Result:
+    """Runs `measure` in a new process, for separate memory and caches. Raises SansGPUError if it fails."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure, request).result()
+        except BrokenProcessPool:
+            raise SansGPUError("the measuring process was killed, most likely because memory ran out.") from None
+        except SansGPUError:
+            raise
+        except Exception as error:  # anything that torch or its compiler may raise
+            raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}.") from error
+
+
+def measure(request: MeasureRequest) -> Result:
+    warnings: list[str] = []
+    imported = process_age()
+    with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
+        if request.compiled:
+            compile_into(request.compiled)
+        machine = set_up(request.config, None, warnings.append)  # the kernels are already compiled
+        bench = _Bench(request.config, machine, request, Path(folder))
+        result = bench.forward() if request.forward_only else bench.train()
+    gemm = gemm_flops_per_second(machine.precision, machine.device.type, machine.threads)
+    return {**result, "import_seconds": imported, "gemm_flops_per_second": gemm, "warnings": warnings}
+
+
+@dataclass
+class _Stages:
+    """Progress callback that records the start time of each stage of data preparation."""
+
+    started: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.started.setdefault(stage, time.perf_counter())
+
+
+class _Bench:
+    def __init__(self, config: Config, machine: Machine, request: MeasureRequest, folder: Path) -> None:
+        self._config, self._machine, self._request, self._folder = config, machine, request, folder
+        self._kind = task_of(config)
+        size = config.training.batch_size
+        assert size != "auto"
+        self._plan = StepPlan(size, machine.device, machine.precision)
+
+    def forward(self) -> Result:
+        """Times forward passes of one random micro-batch."""
+        start = time.perf_counter()
+        objective = self._kind.objective(self._config)
+        built = time.perf_counter() - start
+        objective.model.to(self._plan.device).eval()
+        objective.compile(self._config.training.compile == "on")
+        Optimizer(
+            objective.model, self._config.training, self._plan.compute_dtype
+        )  # gives the weights their training dtype
+        batch = self._random_batch(self._plan.micro_batch).to(self._plan.device)
+        seconds = []
+        with torch.no_grad(), self._plan.autocast():
+            for _ in range(1 + WARMUP_STEPS + self._request.steps):
+                start = time.perf_counter()
+                objective.loss(batch)
+                synchronize(self._plan.device)
+                seconds.append(time.perf_counter() - start)
+        return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
+
+    def train(self) -> Result:
+        """Times training steps and, with data, everything before and after them."""
+        result: Result = {}
+        start = time.perf_counter()
+        if self._request.with_data:
+            stages = _Stages()
+            self._config, corpus = self._kind.prepare(self._config, self._folder, stages)
+            done = time.perf_counter()
+            tokenizing = stages.started.get("tokenizing", done)
+            result |= {"tokenizer_seconds": tokenizing - start, "data_seconds": done - tokenizing}
+            start = time.perf_counter()
+            task: Any = self._kind(self._config, corpus, effective_batch(self._config.training))
+        else:
+            task = self._kind.objective(self._config)
+        result["model_seconds"] = time.perf_counter() - start
+        task.compile(self._config.training.compile == "on")
+        state = TrainState.create(task.model, self._config.training, self._plan.device, self._plan.compute_dtype)
+        warmup = self._steps(task, state, 1 + WARMUP_STEPS)  # before LoadMeter, which would count compiler processes
+        strain = LoadMeter()
+        timed = self._steps(task, state, self._request.steps)
+        result |= {**{key: warmup[key] + timed[key] for key in timed}, **strain.sample()}
+        if self._request.with_data:
+            result |= self._evaluation(task, corpus) | self._saving(state)
+        elif self._request.snapshots:
+            result |= dict.fromkeys(DATA_SECONDS, 0.0) | self._saving(state)
+        result["peak_rss_bytes"] = peak_rss_bytes()
+        if self._request.profiled:
+            parts = profile_step(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
+            result["breakdown"] = parts
+        if self._request.with_data:  # last, because it may merge an adapter, which ends training
+            start = time.perf_counter()
+            task.export(self._folder / "final")
+            result["export_seconds"] = time.perf_counter() - start
+        return result
+
+    def _random_batch(self, size: int) -> ExampleBatch:
+        return self._kind.random_batch(self._config, size, self._request.example_tokens)
+
+    def _step(self, task: Any, state: TrainState) -> Any:
+        training, progress = self._config.training, state.progress
+        if self._request.with_data:
+            batch = task.batch(progress.step)
+        else:
+            batch = self._random_batch(effective_batch(training))
+        result = train_step(state, task, batch, self._plan, training, training.learning_rate / 10)
+        progress.step += 1
+        return result
+
+    def _steps(self, task: Any, state: TrainState, steps: int) -> dict[str, list[Any]]:
+        seconds, losses, tokens = [], [], []
+        for _ in range(steps):
+            start = time.perf_counter()
+            outcome = self._step(task, state)
+            synchronize(self._plan.device)
+            seconds.append(time.perf_counter() - start)
+            losses.append(outcome.loss_sum / outcome.targets)
+            tokens.append(outcome.tokens)
+        return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
+
+    def _evaluation(self, task: Task, corpus: Corpus) -> Result:
+        batches = math.ceil(corpus.validation_tokens / (self._plan.micro_batch * corpus.example_tokens))
+        limit = self._config.training.eval_batches
+        batches = batches if limit is None else min(batches, limit)
+        timed = min(batches, MAX_TIMED_BATCHES)
+        evaluate(task, self._plan, 1)  # compiles
+        start = time.perf_counter()
+        evaluate(task, self._plan, timed)
+        return {"evaluation_seconds": (time.perf_counter() - start) * batches / timed}
+
+    def _saving(self, state: TrainState) -> Result:
+        """Writes two snapshots and times the second."""
+        warnings: list[str] = []
+        writer = SnapshotWriter(self._folder / "snapshots", 1, self._folder / "metrics.jsonl", warnings.append)
+        weights, moments = state.weights(), state.optimizer.state_tensors()
+        writer.reserve_copies(weights, moments)
+        writer.submit(1, weights, moments, {}, None)
+        writer.wait()
+        start = time.perf_counter()
+        writer.submit(2, weights, moments, {}, None)
+        waited = time.perf_counter() - start
+        writer.wait()
+        written = time.perf_counter() - start
+        return {"save_seconds": waited, "write_seconds": written}

@@ -1,0 +1,197 @@
+"""Proposes the model, batch size and length that make the best use of a time budget (`sansgpu plan --hours`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.data.shards import ReportProgress
+from sansgpu.jobs.plan import plan_prepared, roofline_of, step_limits
+from sansgpu.machine.compilation import missing_compiler, saves_compile_time
+from sansgpu.planning.forecast import forecast_of
+from sansgpu.planning.prepare import Prepared, Warn, ignore_message, prepare
+from sansgpu.reporting.files import write_text
+from sansgpu.reporting.outputs import require_file
+from sansgpu.tasks import Corpus, task_of
+from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
+
+WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
+HEAD_DIM, WIDTH_PER_LAYER, MIN_LAYERS, FEED_FORWARD_RATIO = 64, 48, 4, 3
+MEASURED_WIDTHS = (128, 384, 768)  # efficiency is measured at these widths and interpolated between them
+LONG_WINDOW, LONG_WINDOW_MIN_WIDTH = 512, 512  # tokens, and the width from which they are used
+WINDOW = 256
+# Tokens per step, tuned for runs of BATCH_REFERENCE_TOKENS; longer runs use larger batches.
+BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 65536
+LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # at this width, and proportional to width**-0.5; docs/lab-notes.md
+VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # (bytes of text, vocabulary size)
+DEFAULT_TEXT_BYTES = 10e6  # if the size of the data is unknown
+OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
+EVALUATIONS, SNAPSHOTS = 10, 5  # per run
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ProposedRun:
+    """A model size with the loss that it is expected to reach."""
+
+    config: Config
+    parameters: int
+    tokens_per_second: float
+    tokens: float
+    epochs: float
+    bits_per_byte: float
+
+
+def propose(
+    hours: float,
+    data: str,
+    overrides: Sequence[str],
+    output: Path,
+    progress: ReportProgress,
+    warn: Warn,
+    say: Callable[[str], None],
+) -> Result:
+    """Writes the proposed configuration to `output` and returns its plan and the candidates.
+
+    `overrides` may only change `data` keys. Raises ConfigError if the data is missing or no candidate fits into memory.
+    """
+    if hours <= 0:
+        raise ConfigError(f"--hours is {hours:g}, but must be positive; give a time budget, e.g. 0.5 or 8.")
+    if others := [setting for setting in overrides if not setting.startswith("data.")]:
+        raise ConfigError(f"--hours chooses the model and its training; leave out --set {others[0]}.")
+    require_file(output)
+    base = _base(data, overrides, progress, warn)
+    corpus: Corpus = base.corpus
+    say(f"{corpus.train_tokens:,} tokens; timing {len(WIDTHS)} matrix sizes and {len(MEASURED_WIDTHS)} block sizes")
+    efficiencies = [(width, _measured_efficiency(base, width, hours)) for width in MEASURED_WIDTHS]
+    candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, efficiencies)) is not None]
+    if not candidates:
+        raise ConfigError("not even the smallest model fits into memory; free some memory or use another machine.")
+    best = min(candidates, key=lambda candidate: candidate.bits_per_byte)
+    config = _with_length(best, hours)
+    prepared = prepare(config, None, progress, warn, "report", timed="always")
+    _write(config, output, best, corpus)
+    rows = [
+        {
+            "parameters": c.parameters,
+            "d_model": c.config.model.d_model,
+            "n_layers": c.config.model.n_layers,
+            "tokens_per_second": c.tokens_per_second,
+            "tokens": c.tokens,
+            "epochs": c.epochs,
+            "behind": c.bits_per_byte / best.bits_per_byte - 1,
+        }
+        for c in candidates
+    ]
+    return {**plan_prepared(prepared), "candidates": rows, "file": str(output)}
+
+
+def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: Warn) -> Prepared:
+    """Prepares the data with a vocabulary size that suits it."""
+    file = Path(data).expanduser()
+    size = file.stat().st_size if file.is_file() else DEFAULT_TEXT_BYTES
+    vocabulary = next(tokens for limit, tokens in VOCABULARIES if size < limit)
+    name = json.dumps(data, ensure_ascii=False)  # valid YAML, too
+    settings = (f"data.dataset_name={name}", f"data.vocab_size={vocabulary}", *overrides)
+    return prepare(change_config(Config(), settings), None, progress, warn, "report", timed="never")
+
+
+def _shape(base: Prepared, width: int) -> Config:
+    window = LONG_WINDOW if width >= LONG_WINDOW_MIN_WIDTH else WINDOW
+    rate = LEARNING_RATE * (LEARNING_RATE_WIDTH / width) ** 0.5
+    settings = (
+        f"model.d_model={width}",
+        f"model.n_heads={width // HEAD_DIM}",
+        f"model.n_layers={max(MIN_LAYERS, round(width / WIDTH_PER_LAYER))}",
+        f"model.d_ff={FEED_FORWARD_RATIO * width}",
+        f"model.max_seq_len={window}",
+        f"model.vocab_size={base.config.model.vocab_size}",
+        f"training.gradient_accumulation_steps={BATCH_TOKENS // window}",
+        f"training.learning_rate={rate:.2g}",
+        "training.optimizer=muon",
+    )
+    return change_config(base.config, settings)
+
+
+def _prepared(config: Config, hours: float, timed: bool) -> Prepared:
+    """Prepares a run of this many hours, without reading the data again."""
+    settings = [f"training.max_hours={hours}"]
+    if saves_compile_time(hours * 3600) and missing_compiler() is None:
+        settings.append("training.compile='on'")
+    changed = change_config(config, settings)
+    return prepare(
+        changed, None, ignore_message, ignore_message, "report", data="unread", timed="always" if timed else "never"
+    )
+
+
+def _measured_efficiency(base: Prepared, width: int, hours: float) -> float:
+    """Returns the ratio of a step's roofline time to its measured time. Measured once and then read from the cache."""
+    prepared = _prepared(_shape(base, width), hours, timed=True)
+    if prepared.timing is None:
+        return 0.5  # unused: a model too large to time here is not a candidate
+    return _limit_seconds(prepared) / forecast_of(prepared).step_seconds
+
+
+def _limit_seconds(prepared: Prepared) -> float:
+    return sum(step_limits(prepared, roofline_of(prepared)).values())
+
+
+def _candidate(base: Prepared, width: int, hours: float, efficiencies: list[tuple[int, float]]) -> ProposedRun | None:
+    config = _shape(base, width)
+    prepared = _prepared(config, hours, timed=False)
+    if not prepared.fits:
+        return None
+    unique = base.corpus.train_tokens
+    speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, efficiencies)
+    tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MAX_EPOCHS * unique)
+    parameters = sum(task_of(config).parameters(config).values())
+    return ProposedRun(
+        config, parameters, speed, tokens, tokens / unique, expected_bits_per_byte(parameters, tokens, unique)
+    )
+
+
+def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
+    """Interpolates the efficiency at `width` linearly in log(width)."""
+    for (low, at_low), (high, at_high) in pairwise(efficiencies):
+        if width <= high:
+            fraction = max(0.0, math.log(width / low) / math.log(high / low))
+            return at_low + fraction * (at_high - at_low)
+    return efficiencies[-1][1]
+
+
+def _with_length(best: ProposedRun, hours: float) -> Config:
+    window = best.config.window
+    batch = BATCH_TOKENS * 2 ** round(math.log2(max(1.0, (best.tokens / BATCH_REFERENCE_TOKENS) ** 0.5)))
+    batch = min(batch, MAX_BATCH_TOKENS)
+    steps = best.tokens / batch
+    settings = (
+        f"training.gradient_accumulation_steps={batch // window}",
+        f"training.max_hours={hours}",
+        f"training.num_epochs={MAX_EPOCHS}",
+        f"training.warmup_steps={max(10, min(200, round(steps / 20)))}",
+        f"training.eval_steps={max(1, round(steps / EVALUATIONS))}",
+        f"training.save_steps={max(1, round(steps / SNAPSHOTS))}",
+    )
+    return change_config(best.config, settings)
+
+
+def _write(config: Config, output: Path, best: ProposedRun, corpus: Corpus) -> None:
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    head = (
+        f"# Best configuration for {config.training.max_hours:g} hours of training on {config.data.dataset_name}:\n"
+        f"# {best.parameters / 1e6:.1f}M parameters, about {best.tokens / 1e6:.0f}M training tokens "
+        f"({best.epochs:.1f} epochs of {corpus.train_tokens / 1e6:.1f}M).\n"
+    )
+    try:
+        write_text(output, head + yaml.safe_dump({"task": config.task, **values}, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}; choose another --output.") from None

@@ -1,0 +1,75 @@
+"""Writes report.md and report.html of `sansgpu bench`."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from sansgpu.reporting.files import write_text
+from sansgpu.reporting.page import page, templates
+from sansgpu.reporting.plots import Plot, Series
+from sansgpu.reporting.tables import count, gigabytes
+from sansgpu.reporting.terminal import clock, duration
+
+Result = dict[str, Any]
+
+
+def write_report(result: Result, folder: Path) -> None:
+    """Writes report.md and report.html. Raises OSError."""
+    result = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
+    words = {"count": count, "gigabytes": gigabytes, "duration": duration, "seconds": seconds, "clock": _clock}
+    text = templates().get_template("bench.md").render(r=result, **words)
+    write_text(folder / "report.md", text.strip() + "\n")
+    plots, title = _plots(result), f"{result['name']}: benchmark"
+    write_text(folder / "report.html", page("bench.html", plots, title=title, body=as_html(text)))
+
+
+def seconds(value: float) -> str:
+    """Formats a time with three significant digits."""
+    if value >= 100:
+        return duration(value)
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _clock(moment: str) -> str:
+    return clock(datetime.fromisoformat(moment))
+
+
+def as_html(text: str) -> Markup:
+    """Renders Markdown to HTML, without passing through raw HTML."""
+    from markdown_it import MarkdownIt
+
+    return Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(text))
+
+
+def _plots(result: Result) -> list[Plot]:
+    step = result["step_seconds"]["median"]
+    parts, times = list(result["breakdown"]), result["all_step_seconds"]
+    seconds_of = {name: [result[key][p] * step for p in parts] for name, key in _STEP_SERIES.items()}
+    steps = [p["steps"] for p in result["projections"]]
+    hours = [p["seconds"] / 3600 for p in result["projections"]]
+    measured = [Series("", list(range(1, len(times) + 1)), times, marked=True)]
+    shares = [Series(name, parts, values, color=place) for place, (name, values) in enumerate(seconds_of.items())]
+    found = [
+        Plot("steps", "Every measured step", "step", "seconds", measured, from_zero=True),
+        Plot("parts", "Time per step, measured and at the hardware limit", "", "seconds", shares, "bars"),
+        Plot(
+            "hours",
+            "Total time from a cold start",
+            "steps",
+            "hours",
+            [Series("", steps, hours, marked=True)],
+            log=True,
+        ),
+    ]
+    rows = [row for row in result["what_if"] if "speedup" in row]
+    if rows:
+        series = [Series("", [row["speedup"] for row in rows], [row["name"] for row in rows])]
+        found.append(Plot("what_if", "What if", "speedup over the given configuration", "", series, "rows"))
+    return found
+
+
+_STEP_SERIES = {"measured": "breakdown", "limit": "limits"}

@@ -1,0 +1,258 @@
+"""Renders README.md of a trained model as a Hugging Face model card."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sansgpu.config import (
+    FINE_TUNING,
+    GRAPH,
+    MASKED,
+    PYTHON_STDLIB,
+    PYTHON_STDLIB_CHAT,
+    PYTHON_STDLIB_GRAPH,
+    ModelConfig,
+)
+from sansgpu.config.by_task import kind_of
+from sansgpu.reporting.events import Event
+from sansgpu.reporting.page import templates
+from sansgpu.reporting.record import RunRecord
+from sansgpu.reporting.results import (
+    energy_words,
+    evaluation_words,
+    metric,
+    metric_name,
+    numbers,
+    own_metrics,
+    parameter_words,
+    ran_on,
+)
+from sansgpu.reporting.tables import gigabytes
+from sansgpu.reporting.terminal import duration
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_FILE = re.compile(r"\.(txt|md|py|jsonl?|csv|parquet|yaml)(\.gz)?$")
+_OWN = {PYTHON_STDLIB: "The source of Python's standard library",
+        PYTHON_STDLIB_CHAT: "Questions and answers made from the docstrings of Python's standard library",
+        PYTHON_STDLIB_GRAPH: "The source of Python's standard library and the triples in it"}  # fmt: skip
+_LAYOUTS = {"swiglu": "Qwen3", "relu2": "Apertus", "gelu": "GPT-2", "relu": "GPT-2"}
+_WHAT = {
+    "pretrain": ("text-generation", "a decoder that continues text, trained from scratch"),
+    "sft": ("text-generation", "a decoder fine-tuned on conversations"),
+    "qa": ("question-answering", "an encoder fine-tuned for extractive question answering"),
+    "masked": ("fill-mask", "an encoder fine-tuned on masked text"),
+    "graph": ("fill-mask", "an encoder of texts and triples, trained from scratch on masked tokens and leaves"),
+}
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model that a card describes."""
+
+    record: RunRecord
+    step: int | None  # of the snapshot; None: the last
+    adapter: bool  # True for an adapter that was not merged
+
+    @property
+    def kind(self) -> str:
+        return kind_of(str(self.record.config.get("task")), self.record.section("model").get("name_or_path"))
+
+    @property
+    def plain_bert(self) -> bool:
+        return self.kind == GRAPH and ModelConfig.model_validate(self.record.section("model")).is_plain_bert
+
+    @property
+    def ours(self) -> bool:
+        """Returns True if only sansgpu can load the model."""
+        return self.kind == GRAPH and not self.plain_bert
+
+    @property
+    def base(self) -> str | None:
+        return self.record.section("model").get("name_or_path") if self.kind in FINE_TUNING else None
+
+    @property
+    def data(self) -> str:
+        return str(self.record.section("data").get("dataset_name"))
+
+    @property
+    def evaluation(self) -> Event | None:
+        found = [e for e in self.record.evaluations if self.step is None or e["step"] == self.step]
+        return found[-1] if found else None
+
+    @property
+    def batches(self) -> int | None:
+        """The number of evaluated batches; None: all."""
+        return self.record.section("training").get("eval_batches")
+
+    @property
+    def steps(self) -> int:
+        return self.record.step if self.step is None else self.step
+
+    @property
+    def tokens(self) -> int | None:
+        """The training tokens according to the last step event."""
+        return next((e.get("tokens") for e in reversed(self.record.steps) if e["step"] <= self.steps), None)
+
+
+def model_card(record: RunRecord, step: int | None = None, adapter: bool = False) -> str:
+    """Returns the card of a run's final model, or of the snapshot at `step`, or of its separate `adapter`.
+
+    Data and models are named by their Hub names, or by a file or folder name without its path.
+    """
+    model = _Model(record, step, adapter)
+    what = "an encoder of text, trained from scratch on masked tokens" if model.plain_bert else _WHAT[model.kind][1]
+    part = record.section("data").get("dataset_config")
+    shown = _OWN.get(model.data, f"`{_shown(model.data)}`" + (f" ({part})" if part else ""))
+    evaluation = model.evaluation
+    return (
+        templates()
+        .get_template("model_card.md")
+        .render(
+            front=yaml.safe_dump(_front_matter(model), sort_keys=False, allow_unicode=True).rstrip("\n"),
+            model=model,
+            name=record.name,
+            what=what,
+            device="GPU" if _on_gpu(record) else "CPU",
+            base=_shown(model.base) if model.base else None,
+            facts=_facts(model),
+            usage=_usage(model),
+            data=shown,
+            train_tokens=record.start.get("train_tokens"),
+            procedure=_procedure(model),
+            machine=_machine(record),
+            evaluation=evaluation_words(evaluation) if evaluation else [],
+            versions=_versions(record),
+        )
+    )
+
+
+def _front_matter(model: _Model) -> dict[str, Any]:
+    pipeline = "feature-extraction" if model.ours else _WHAT[model.kind][0]
+    base = model.base if model.base and _is_on_hub(model.base) else None
+    task = str(model.record.config.get("task"))
+    found = {
+        "library_name": "sansgpu" if model.ours else "peft" if model.adapter else "transformers",
+        "pipeline_tag": pipeline,
+        "base_model": base,
+        "base_model_relation": ("adapter" if model.adapter else "finetune") if base else None,
+        "tags": ["sansgpu", *([] if _on_gpu(model.record) else ["cpu"]), task, *(["lora"] if model.adapter else [])],
+        "datasets": [model.data] if _is_on_hub(model.data) else None,
+        "model-index": _index(model, pipeline),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _on_gpu(record: RunRecord) -> bool:
+    return record.environment.get("device") == "cuda"
+
+
+def _is_on_hub(name: str) -> bool:
+    """Returns True for a Hub name, which is neither a built-in dataset nor a file or folder."""
+    path = Path(name).expanduser()
+    return name not in _OWN and bool(_HUB_NAME.fullmatch(name)) and not _FILE.search(name) and not path.exists()
+
+
+def _shown(name: str) -> str:
+    return name if _is_on_hub(name) else Path(name).name or "a local folder"
+
+
+def _index(model: _Model, pipeline: str) -> list[dict[str, Any]]:
+    """Returns the results in the format that the Hub reads."""
+    evaluation, data = model.evaluation, _shown(model.data)
+    if evaluation is None:
+        return []
+    keys = ["loss", *own_metrics(evaluation)]
+    metrics = [
+        {"type": key, "name": metric_name(key), "value": round(value, 5)}
+        for key in keys
+        if (value := metric(key, evaluation[key])) is not None
+    ]
+    result = {
+        "task": {"type": pipeline},
+        "dataset": {"name": f"{data} (validation split)", "type": data},
+        "metrics": metrics,
+    }
+    return [{"name": model.record.name, "results": [result]}]
+
+
+def _facts(card: _Model) -> dict[str, str]:
+    model, start = card.record.section("model"), card.record.start
+    vocabulary = f"{start['vocab_size']:,} tokens" if start.get("vocab_size") else ""
+    found = {
+        "parameters": parameter_words(numbers(card.record)) or "",
+        "context": f"{start['window']:,} tokens in training" if start.get("window") else "",
+        "vocabulary": vocabulary,
+    }
+    if card.kind not in FINE_TUNING:
+        layout = "BERT" if card.plain_bert else "sansgpu's own" if card.ours else _LAYOUTS[str(model.get("activation"))]
+        tokenizer = str(card.record.section("data").get("tokenizer"))
+        shape = {"layers": "n_layers", "wide": "d_model", "heads": "n_heads"}
+        found |= {
+            "layout": layout,
+            "shape": ", ".join(f"{model.get(key)} {what}" for what, key in shape.items()),
+            "vocabulary": vocabulary + {"bpe": ", byte-level BPE", "char": ", characters"}.get(tokenizer, ""),
+        }
+    return {name: words for name, words in found.items() if words}
+
+
+def _usage(model: _Model) -> tuple[str, str]:
+    """Returns code that loads the model, empty if only sansgpu can, and a sansgpu command."""
+    if model.ours:
+        return "", _COMMANDS[model.kind]
+    end = {"qa": "QuestionAnswering", MASKED: "MaskedLM", GRAPH: "MaskedLM"}.get(model.kind, "CausalLM")
+    name = ("AutoPeftModelFor" if model.adapter else "AutoModelFor") + end
+    apart = [f"from peft import {name}", "from transformers import AutoTokenizer"]
+    lines = apart if model.adapter else [f"from transformers import {name}, AutoTokenizer"]
+    load = [f'{what}.from_pretrained("MODEL")' for what in (f"model = {name}", "tokenizer = AutoTokenizer")]
+    return "\n".join(["```python", *lines, "", *load, "```"]), _COMMANDS[model.kind]
+
+
+_COMMANDS = {
+    "pretrain": 'sansgpu generate MODEL --prompt "Once"',
+    "sft": 'sansgpu chat MODEL --prompt "Hello!"',
+    "qa": 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."',
+    MASKED: "sansgpu eval MODEL --data TEXTS",
+    GRAPH: "sansgpu eval MODEL --data TEXTS",
+}
+
+
+def _procedure(model: _Model) -> dict[str, str]:
+    start, training, settings = model.record.start, model.record.section("training"), model.record.section("model")
+    adapter = settings.get("adapter", "none")
+    found = {
+        "steps": f"{model.steps:,}",
+        "training tokens": f"{model.tokens:,}" if model.tokens else "",
+        "tokens per step": f"{start['tokens_per_step']:,}" if start.get("tokens_per_step") else "",
+        "optimizer": f"{training.get('optimizer')}, weight decay {training.get('weight_decay')}",
+        "learning rate": f"{training.get('learning_rate')} peak, {training.get('lr_scheduler')} schedule, "
+        f"{training.get('warmup_steps')} warmup steps",
+        "adapter": ""
+        if adapter == "none"
+        else f"{adapter}, rank {settings.get('lora_rank')}" + ("" if model.adapter else ", merged into the model"),
+        "precision": str(start.get("precision", "")),
+        "seed": str(training.get("seed")),
+    }
+    return {name: words for name, words in found.items() if words}
+
+
+def _machine(record: RunRecord) -> dict[str, str]:
+    known, found = record.environment, numbers(record)
+    rows = {
+        "ran on": ran_on(record),
+        "instruction set": str(known.get("isa", "")),
+        "memory": gigabytes(known["memory_bytes"]) if known.get("memory_bytes") else "",
+        "total time": duration(record.seconds),
+        "processor energy": energy_words(found) or "",
+    }
+    return {key: words for key, words in rows.items() if words}
+
+
+def _versions(record: RunRecord) -> str:
+    known = record.environment
+    packages = {**{key: known.get(key) for key in ("sansgpu", "python")}, **(known.get("packages") or {})}
+    return ", ".join(f"{name} {version}" for name, version in packages.items() if version)

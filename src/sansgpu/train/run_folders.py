@@ -1,0 +1,186 @@
+"""Run folders: choosing one for a new run, and opening an existing one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from sansgpu.config import ABANDONED_FOLDER, BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
+from sansgpu.jobs.runs import RUNS
+from sansgpu.reporting.escape import printable_line
+from sansgpu.reporting.files import make_folder, scratch_folder, write_text
+from sansgpu.reporting.outputs import require_folder
+from sansgpu.train.run_marks import require_own_configuration
+from sansgpu.train.snapshots import snapshots
+
+PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
+PROBE_SECONDS = 0.5  # `is_locked` may hold the lock for a moment
+
+
+def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
+    if config is None:
+        return RunPaths(folder)
+    return RunPaths.of(folder, config.training.checkpoint_dir, config.training.logging_dir)
+
+
+def open_output(output_dir: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
+    """Returns the folder of the run to start or resume. Default: runs/NAME, from the configuration file's name.
+
+    Raises ConfigError if the folder contains anything but this run, or cannot be written.
+    """
+    if output_dir is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
+        folder = Path(resume).absolute().parent
+        output_dir = (folder.parent if folder.name.startswith(ABANDONED_FOLDER) else folder).parent
+    if output_dir is None:
+        name = config_file.stem if config_file else "default"
+        taken = [p for p in _numbered(name) if holds_run(p)]
+        output_dir = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if _is_free(p))
+    require_folder(output_dir, "run")
+    if not resume and not dry_run and holds_run(output_dir):
+        raise ConfigError(
+            f"{output_dir} already contains a run; continue it with --resume, or choose another --output-dir."
+        )
+    if not dry_run:
+        require_writable(output_dir)
+    return output_dir
+
+
+def _numbered(name: str, endless: bool = False) -> list[Path]:
+    found = [RUNS / name]
+    while found[-1].exists():
+        found.append(RUNS / f"{name}-{len(found) + 1}")
+    return found if endless else found[:-1]
+
+
+def _is_free(folder: Path) -> bool:
+    try:
+        require_folder(folder, "run")
+    except ConfigError:
+        return False
+    return not holds_run(folder)
+
+
+def holds_run(folder: Path) -> bool:
+    """Returns whether the folder has a snapshot or a final model."""
+    return bool(snapshots(folder / "snapshots")) or (folder / "final").exists()
+
+
+def require_writable(folder: Path) -> None:
+    """Creates a folder. Raises ConfigError if nothing can be written there."""
+    try:
+        make_folder(folder)
+        with scratch_folder(folder, is_folder=False) as probe:
+            probe.write_bytes(b"x")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+
+
+def require_plain_name(folder: Path) -> None:
+    """Raises ConfigError if a folder that scripts will refer to has control characters in its name."""
+    if printable_line(str(folder)) != str(folder):
+        raise ConfigError(
+            f"the name {folder} contains control characters, which scripts cannot use; choose another --output-dir."
+        )
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Locks `folder` for training; the lock is released when the process dies.
+
+    Raises ConfigError if another process holds it.
+    """
+    try:
+        with FileLock(RunPaths(folder).lock, timeout=PROBE_SECONDS):
+            yield
+    except Timeout:
+        raise ConfigError(f"{folder} is being trained by another process; wait for it, or stop it first.") from None
+
+
+def open_run(folder: Path) -> tuple[Config, RunPaths]:
+    """Returns the configuration and the paths of an existing run. Raises ConfigError if there is none.
+
+    The configuration allows no Python code from outside sansgpu: a run may come from anybody, so `objective` and
+    `model.trust_remote_code` take effect only if the command line repeats them.
+    """
+    config = recorded_config(folder)
+    require_own_configuration(run_paths(folder, config))
+    model = config.model.model_copy(update={"trust_remote_code": False})
+    return config.model_copy(update={"objective": None, "model": model}), run_paths(folder, config)
+
+
+def with_objective(config: Config, folder: Path, requested: str | None) -> Config:
+    """Returns `config` with the run's objective class, which the command line must name explicitly.
+
+    Raises ConfigError if `requested` is not the run's `objective`.
+    """
+    recorded = recorded_config(folder).objective
+    if recorded and requested is None:
+        raise ConfigError(
+            f"{folder} was trained with objective {recorded}, which is Python code: add --objective {recorded} to "
+            "import it, or name other data with --data."
+        )
+    if requested != recorded:
+        raise ConfigError(
+            f"{folder} was not trained with objective {requested}; its objective is {recorded or 'built in'}."
+        )
+    return config.model_copy(update={"objective": requested})
+
+
+def require_allowed(config: Config, file: Path, overrides: Sequence[str]) -> None:
+    """Raises ConfigError if a run's own configuration `file` needs Python code that the command line does not name."""
+    requested = {override.partition("=")[0].strip() for override in overrides}
+    if config.objective and "objective" not in requested:
+        raise ConfigError(
+            f"{file} names objective {config.objective}, which is Python code: add --objective {config.objective} to "
+            "import it, or give the configuration that you started the run with."
+        )
+    if config.model.trust_remote_code and "model.trust_remote_code" not in requested:
+        raise ConfigError(
+            f"{file} sets model.trust_remote_code, which runs the model's own Python code: add --trust-remote-code to "
+            "allow that, or give the configuration that you started the run with."
+        )
+
+
+def recorded_config(folder: Path) -> Config:
+    """Returns a run's recorded configuration, which may name foreign Python code. Raises ConfigError if unreadable."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} is not a run: it has no config.yaml.")
+    return load_config(folder / "config.yaml")[0]
+
+
+def recorded_file(folder: Path, resume: str) -> Path | None:
+    """Returns the config.yaml that the snapshot `resume` was trained with, or None if the run has none yet."""
+    own = run_paths(folder).config
+    if not own.is_file():
+        return None
+    places = (open_run(folder)[1].snapshots / resume, Path(resume))
+    of_branch = [place.with_name(own.name) for place in places if place.parent.name.startswith(ABANDONED_FOLDER)]
+    return next((file for file in of_branch if file.is_file()), own)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes one JSON object. Raises SansGPUError if the file cannot be written."""
+    try:
+        write_text(path, json.dumps(value, indent=2) + "\n")
+    except OSError as error:
+        raise SansGPUError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def open_any(config: Config) -> Config:
+    """Makes local paths in the configuration absolute, so that its file works from any folder."""
+    for section, keys in PATH_KEYS.items():
+        values = getattr(config, section)
+        paths = {
+            key: Path(name).expanduser()
+            for key in keys
+            if (name := getattr(values, key)) and name not in BUILT_IN_NAMES
+        }
+        local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
+        config = config.model_copy(update={section: values.model_copy(update=local)})
+    return config

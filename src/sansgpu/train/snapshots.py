@@ -1,0 +1,265 @@
+"""Snapshots: written atomically, and loaded without running code from them.
+
+A snapshot is a folder `step-000500` with weights and optimizer moments as safetensors, everything else as JSON, and
+MANIFEST.json with the SHA-256 of each file. It is written to a temporary folder, synced to disk and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from safetensors import safe_open
+
+from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.plain_data import InvalidDataError, read_json
+from sansgpu.machine.disk import file_sha256
+from sansgpu.models.weights_file import load_weights, readable_weights
+from sansgpu.reporting.files import make_folder, sync_to_disk
+from sansgpu.train.snapshot_schema import SnapshotManifest, SnapshotState
+from sansgpu.train.tensor_file import Whole, save_tensors, unchanged
+
+WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+TIME_DEPENDENT_KEY = "total_steps"  # the key of `progress` that depends on the time left, not on what was learned
+_NAME = re.compile(r"step-([0-9]{6,18})")
+_LEFTOVER = re.compile(r"\.(step-[0-9]{6,18})\.(?:partial|replaced|deleted)")
+_MAX_STEP_DIGITS = 18
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The folder of a snapshot."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, folder: Path, step: int) -> Snapshot:
+        """Returns the snapshot of `step` in `folder`; its folder need not exist."""
+        return cls(folder / f"step-{step:06d}")
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps completed when the snapshot was taken."""
+        return int(self.folder.name.removeprefix("step-"))
+
+    def validation_loss(self) -> float | None:
+        """Returns the validation loss at this step, or None if it was not evaluated, is not finite or is unreadable."""
+        try:
+            loss = float((self.state()["metrics"] or {})["loss"])
+        except (ConfigError, KeyError, TypeError):
+            return None
+        return loss if math.isfinite(loss) else None
+
+    def manifest(self) -> dict[str, Any]:
+        """Returns the content of MANIFEST.json. Raises ConfigError if it is missing or damaged."""
+        return self._read(MANIFEST, SnapshotManifest)
+
+    def _read(self, name: str, schema: type[BaseModel]) -> dict[str, Any]:
+        try:
+            return read_json(self.folder / name, schema, finite=False)
+        except InvalidDataError as error:
+            reason = str(error)
+        except OSError as error:
+            reason = str(error.strerror)
+        raise ConfigError(f"{self.folder} is not a complete snapshot: {name} cannot be read: {reason}.")
+
+    def content_id(self) -> str:
+        """Returns the SHA-256 of canonical JSON with the hashes of weights and moments and the training progress.
+
+        Equal training states have equal ids on any machine, whatever the elapsed time and the environment. Raises
+        ConfigError if the snapshot is damaged.
+        """
+        files = self.manifest()["files"]
+        learned = {key: value for key, value in self.state()["progress"].items() if key != TIME_DEPENDENT_KEY}
+        if missing := {WEIGHTS, MOMENTS} - files.keys():
+            raise ConfigError(f"{self.folder} is not a complete snapshot: {MANIFEST} does not list {min(missing)}.")
+        content = {"weights": files[WEIGHTS], "moments": files[MOMENTS], "progress": learned}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def problem(self) -> str | None:
+        """Returns a sentence about the first missing or altered file, or None if the snapshot is intact."""
+        try:
+            files: dict[str, Any] = self.manifest()["files"]
+        except ConfigError as error:
+            return str(error)
+        for name in (WEIGHTS, MOMENTS, STATE):
+            path = self.folder / name
+            if name not in files or not path.is_file():
+                return f"{path} is missing."
+            if file_sha256(path) != files[name]:
+                return f"{path} was altered: its SHA-256 differs from the one in {MANIFEST}."
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Returns the content of state.json. Raises ConfigError if it is missing or damaged."""
+        return self._read(STATE, SnapshotState)
+
+    def shapes(self, file: str) -> dict[str, tuple[list[int], str]]:
+        """Returns the shape and the safetensors dtype name of every tensor in one of the files."""
+        with readable_weights(self.folder / file), safe_open(self.folder / file, "pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
+            return {name: (list(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+
+    def tensors(self, file: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of one of the files sorted by name, loading one at a time."""
+        with readable_weights(self.folder / file), safe_open(self.folder / file, "pt") as tensors:
+            for name in sorted(tensors.keys()):
+                yield name, tensors.get_tensor(name)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_weights(self.folder / WEIGHTS)
+
+    def size_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.iterdir())
+
+
+def snapshots(folder: Path) -> list[Snapshot]:
+    """Returns the snapshots in `folder`, oldest first, including damaged ones."""
+    found = [Snapshot(p) for p in folder.glob("step-*") if p.is_dir() and _NAME.fullmatch(p.name)]
+    return sorted(found, key=lambda snapshot: snapshot.step)
+
+
+def latest_intact_snapshot(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
+    """Returns the newest intact snapshot and warns about newer damaged ones; None if there are no snapshots.
+
+    Raises ConfigError if there are snapshots but all are damaged.
+    """
+    found = snapshots(folder)
+    for snapshot in reversed(found):
+        problem = snapshot.problem()
+        if problem is None:
+            return snapshot
+        warn(f"{problem} It is skipped.")
+    if found:
+        raise ConfigError(f"all {len(found)} snapshots in {folder} are damaged; there is nothing to resume from.")
+    return None
+
+
+def best_snapshot(found: Sequence[Snapshot]) -> Snapshot | None:
+    """Returns the snapshot with the lowest validation loss, the first on a tie, or None if none was evaluated."""
+    scored = [(loss, snapshot) for snapshot in found if (loss := snapshot.validation_loss()) is not None]
+    return min(scored, key=lambda pair: pair[0])[1] if scored else None
+
+
+def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snapshot | None:
+    """Returns the snapshot that `name` selects: `latest`, `best`, a step, a name in `folder`, or a path.
+
+    Returns None for `latest` if there are no snapshots. Raises ConfigError if the snapshot does not exist or is
+    damaged.
+    """
+    if name == "latest":
+        return latest_intact_snapshot(folder, warn)
+    if name == "best":
+        best = best_snapshot(snapshots(folder))
+        if best is None:
+            raise ConfigError(f"no snapshot in {folder} has a validation loss, so none is the best; choose latest.")
+        chosen = best.folder
+    elif name.isdecimal() and len(name) <= _MAX_STEP_DIGITS:
+        chosen = Snapshot.of(folder, int(name)).folder
+    else:
+        chosen = folder / name if (folder / name).is_dir() else Path(name)
+    if not chosen.is_dir() or not _NAME.fullmatch(chosen.name):
+        known = ", ".join(s.folder.name for s in snapshots(folder)) or "none"
+        raise ConfigError(f"there is no snapshot {name}; {folder} has {known}.")
+    snapshot = Snapshot(chosen)
+    if problem := snapshot.problem():
+        raise ConfigError(problem)
+    return snapshot
+
+
+def save_snapshot(
+    folder: Path,
+    step: int,
+    weights: dict[str, torch.Tensor],
+    moments: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    record: Path,
+    whole: Whole = unchanged,
+) -> Snapshot:
+    """Writes `folder`/step-N. Raises SansGPUError if the disk refuses; an existing snapshot then stays in place.
+
+    `whole` returns each tensor when it is written; `weights` and `moments` may hold only shapes and dtypes. The metrics
+    file `record` is synced first if it exists, so that a snapshot's metrics are on the disk with it.
+    """
+    final = Snapshot.of(folder, step).folder
+    partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
+    try:
+        make_folder(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        files = {file: save_tensors(t, partial / file, whole) for file, t in ((WEIGHTS, weights), (MOMENTS, moments))}
+        (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        files[STATE] = file_sha256(partial / STATE)
+        (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
+        for path in [*partial.iterdir(), partial, *([record] if record.exists() else [])]:
+            sync_to_disk(path)
+        if final.exists():  # the run was resumed from an earlier step and reached this one again
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        partial.rename(final)
+        sync_to_disk(folder)
+        _delete(replaced)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = error.strerror or str(error)
+        raise SansGPUError(
+            f"the snapshot of step {step} cannot be written to {folder}: {reason}; earlier snapshots are untouched: "
+            "free some space and resume."
+        ) from None
+    return Snapshot(final)
+
+
+def prune(folder: Path, keep_last: int, keep: Collection[int | None]) -> list[Snapshot]:
+    """Deletes and returns all snapshots but the newest `keep_last` and those of the steps in `keep`."""
+    doomed = [s for s in snapshots(folder)[:-keep_last] if s.step not in keep and not s.folder.is_symlink()]
+    for snapshot in doomed:
+        trash = snapshot.folder.with_name(f".{snapshot.folder.name}.deleted")
+        snapshot.folder.rename(trash)  # a partly deleted folder must not look like a snapshot
+        _delete(trash)
+    return doomed
+
+
+def delete_snapshots(folder: Path) -> None:
+    """Deletes all snapshots in `folder`, and the folder if nothing else is in it."""
+    clear_leftovers(folder)
+    for snapshot in snapshots(folder):
+        if not snapshot.folder.is_symlink():
+            _delete(snapshot.folder)
+    with contextlib.suppress(OSError):  # not there, or not empty
+        folder.rmdir()
+
+
+def _delete(folder: Path) -> None:
+    """Deletes the files of a snapshot and moves files that users added to the sibling folder `step-N.notes`."""
+    notes = folder.with_name(_LEFTOVER.sub(r"\1", folder.name) + ".notes")
+    with contextlib.suppress(OSError):
+        for name in (WEIGHTS, MOMENTS, STATE, MANIFEST):
+            (folder / name).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            notes.mkdir(exist_ok=True)
+            if not os.path.lexists(notes / path.name):
+                path.rename(notes / path.name)
+        folder.rmdir()
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Deletes partly written or partly deleted folders of a killed process and restores a snapshot being replaced."""
+    for path in sorted(folder.glob(".step-*")):
+        if (match := _LEFTOVER.fullmatch(path.name)) is None or path.is_symlink():
+            continue
+        if path.suffix == ".replaced" and not (place := path.with_name(match[1])).exists():
+            path.rename(place)
+        else:
+            _delete(path)

@@ -1,0 +1,198 @@
+"""Snapshots: whole or named, kept or pruned, never lost to bad input."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sansgpu.cli import run as cli
+from sansgpu.train.snapshots import clear_leftovers, snapshots
+from tests.processes import environment, json_lines, settings, use_cache, write_corpus
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("snapshots")
+    write_corpus(folder / "corpus.jsonl")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, home / "cache")
+
+
+def train(home: Path, run: Path, *more: str, **changes: object) -> int:
+    chosen = {"data__dataset_name": home / "corpus.jsonl", "training__max_steps": 12, **changes}
+    return cli(["train", *settings(**chosen), "--output-dir", str(run), *more])
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        use_cache(patch, home / "cache")
+        assert train(home, home / "trained") == 0
+    return home / "trained"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def names(run: Path) -> list[str]:
+    return [s.folder.name for s in snapshots(run / "snapshots")]
+
+
+def alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_a_snapshot_holds_safetensors_and_json_and_nothing_else(run: Path) -> None:
+    files = {path.name for path in (run / "snapshots" / "step-000012").iterdir()}
+    assert files == {"model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"}
+
+
+def test_the_last_few_and_the_best_are_kept(home: Path, tmp_path: Path) -> None:
+    assert train(home, tmp_path / "r", training__keep_last=1, training__save_steps=2, training__eval_steps=6) == 0
+    assert names(tmp_path / "r")[-1] == "step-000012"
+    best = json.loads((tmp_path / "r/snapshots/step-000012/state.json").read_text())["progress"]["best_step"]
+    assert names(tmp_path / "r") == sorted({"step-000012", f"step-{best:06d}"})
+
+
+@pytest.mark.parametrize("damage", ["altered", "truncated", "no manifest", "torn manifest"])
+def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken(
+    home: Path, run: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest, before = snapshots(run / "snapshots")[-1], snapshots(run / "snapshots")[-2]
+    match damage:
+        case "altered":
+            alter(newest.folder / "model.safetensors")
+        case "truncated":
+            (newest.folder / "optimizer.safetensors").write_bytes(b"short")
+        case "no manifest":
+            (newest.folder / "MANIFEST.json").unlink()
+        case "torn manifest":
+            (newest.folder / "MANIFEST.json").write_text('{"step": 12, "fi')
+    assert train(home, run, "--resume") == 0
+    said = capsys.readouterr().out
+    assert newest.folder.name in said
+    assert "skipped" in said
+    assert f"resumed from {before.folder.name}" in said
+
+
+def test_where_none_is_whole_nothing_is_resumed(home: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for snapshot in snapshots(run / "snapshots"):
+        alter(snapshot.folder / "state.json")
+    assert train(home, run, "--resume") == 2
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_a_damaged_snapshot_asked_for_by_name_is_refused(
+    home: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alter(run / "snapshots/step-000012/model.safetensors")
+    assert train(home, run, "--resume", "step-000012") == 2
+    assert "model.safetensors was altered" in capsys.readouterr().err
+
+
+def test_another_models_snapshot_is_refused_and_the_run_stays_as_it_was(
+    home: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "tensorboard" not in str(p)}
+    assert train(home, run, "--resume", model__d_ff=64) == 2
+    assert "feed_forward" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_another_optimizers_snapshot_is_refused(home: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(home, run, "--resume", training__optimizer="adamw") == 2
+    assert "another optimizer" in capsys.readouterr().err
+
+
+def test_other_data_is_named_and_refused_when_strict(
+    home: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_corpus(tmp_path / "other.jsonl", seed=5)
+    more = {"data__dataset_name": other, "data__tokenizer": run / "tokenizer", "training__max_steps": 13}
+    assert train(home, run, "--resume", "--strict", **more) == 2
+    assert "other data" in capsys.readouterr().err
+    assert train(home, run, "--resume", **more) == 0
+
+
+def test_another_thread_count_is_named_and_refused_when_strict(
+    home: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"training__threads": 2, "training__max_steps": 14}
+    assert train(home, run, "--resume", "--strict", **more) == 2
+    assert "threads 1, now 2" in capsys.readouterr().err
+    assert train(home, run, "--resume", **more) == 0
+    assert "threads 1, now 2" in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_while_saving_leaves_the_last_snapshot(home: Path, tmp_path: Path) -> None:
+    """The limit on a file's size lets the small model's first files pass and a larger one's fail."""
+    run = tmp_path / "full"
+    assert train(home, run, training__max_steps=4) == 0
+    largest = max(path.stat().st_size for path in (run / "snapshots").rglob("*"))
+    command = ["train", *settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=12)]
+    done = subprocess.run(
+        [sys.executable, "-m", "sansgpu", *command, "--output-dir", str(run), "--resume"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, largest - 1)),
+        capture_output=True,
+        text=True,
+        env=environment(home / "cache"),
+    )
+    assert done.returncode == 1, done.stderr
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert cli(["snapshots", "verify", str(run)]) == 0
+    assert names(run) == ["step-000003", "step-000004"]
+
+
+def test_leftovers_of_a_killed_process_go_and_a_replaced_snapshot_comes_back(run: Path) -> None:
+    folder = run / "snapshots"
+    (folder / ".step-000099.partial").mkdir()
+    (folder / "step-000012").rename(folder / ".step-000012.replaced")
+    clear_leftovers(folder)
+    assert not list(folder.glob(".step-*"))
+    assert "step-000012" in names(run)
+
+
+def test_list_show_verify_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["snapshots", "list", str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["snapshots"]
+    assert [row["name"] for row in rows] == names(run)
+    assert sum(row["best"] for row in rows) == 1
+    assert cli(["snapshots", "show", str(run), "--snapshot", "best", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["name"] == next(row["name"] for row in rows if row["best"])
+    assert shown["progress"]["step"] == shown["step"]
+    assert cli(["snapshots", "verify", str(run)]) == 0
+    alter(run / "snapshots/step-000012/model.safetensors")
+    assert cli(["snapshots", "verify", str(run)]) == 1
+    assert "step-000012" in capsys.readouterr().out
+    assert cli(["snapshots", "prune", str(run), "--keep-last", "0"]) == 2
+    assert cli(["snapshots", "prune", str(run), "--keep-last", "1"]) == 0
+    assert "step-000012" in names(run)
+    assert len(names(run)) <= 2
+
+
+def test_a_fork_goes_on_by_itself_and_leaves_its_origin_alone(home: Path, run: Path, tmp_path: Path) -> None:
+    step = snapshots(run / "snapshots")[0].step
+    before = names(run)
+    fork = tmp_path / "fork"
+    assert cli(["snapshots", "fork", str(run), "--snapshot", str(step), "--output-dir", str(fork)]) == 0
+    assert names(fork) == [f"step-{step:06d}"]
+    steps = [line.get("step", 0) for line in json_lines(fork / "metrics.jsonl")]
+    assert max(steps) <= step
+    assert cli(["train", "--resume", "--output-dir", str(fork), "--set", "training.max_steps=14"]) == 0
+    assert names(fork)[-1] == "step-000014"
+    assert names(run) == before
+    assert cli(["snapshots", "fork", str(run), "--output-dir", str(fork)]) == 2
