@@ -21,7 +21,7 @@ settings.load_profile("sansgpu")
 
 # Begun first, so that no worker is left with a long file at the end.
 LONGEST = (
-    "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "jobs/test_plan.py", "planning/test_cluster.py",
+    "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "planning/test_plan.py", "planning/test_cluster.py",
     "jobs/test_tune.py",
     "train/test_runs.py", "scale/test_faults.py", "tasks/test_fine_tuning_runs.py", "train/test_resume.py",
     "test_cli.py", "tasks/test_graph_runs.py", "jobs/test_k8s.py", "scale/test_sums.py", "scale/test_tasks.py",

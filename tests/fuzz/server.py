@@ -27,18 +27,6 @@ def import_everything() -> None:
     import transformers  # noqa: F401
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import sansgpu.api
-    import sansgpu.cli
-    import sansgpu.jobs.evaluate
-    import sansgpu.jobs.export
-    import sansgpu.jobs.generate
-    import sansgpu.jobs.k8s
-    import sansgpu.jobs.plan
-    import sansgpu.jobs.predict
-    import sansgpu.jobs.report
-    import sansgpu.jobs.snapshots
-    import sansgpu.jobs.tokenize  # noqa: F401
-
 
 def child(case: dict[str, Any]) -> None:
     """Run one command line in this fork; does not return."""

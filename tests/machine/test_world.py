@@ -153,7 +153,7 @@ def test_a_kernels_list_is_read(numbers: list[int]) -> None:
 def test_a_process_keeps_to_its_cores() -> None:
     script = (
         "import json, os; from sansgpu.machine import cores\n"
-        "mine = cores.share(cores.cpus(), 0, max(1, len(cores.physical(cores.cpus()))))\n"
+        "mine = cores.partition(cores.cpus(), 0, max(1, len(cores.physical(cores.cpus()))))\n"
         "cores.bind(mine); bound = sorted(os.sched_getaffinity(0)); cores.unbind()\n"
         "print(json.dumps([[c.number for c in mine], bound, len(os.sched_getaffinity(0))]))"
     )

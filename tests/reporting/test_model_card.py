@@ -13,9 +13,9 @@ from sansgpu.cli import run as cli
 from sansgpu.reporting.model_card import model_card
 from sansgpu.reporting.record import RunRecord
 from tests.processes import use_cache, write_corpus
+from tests.reporting.runs import train
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.graphs import rows, write_rows
-from tests.watch.runs import train
 
 SMALL = {
     "training.max_steps": 2, "training.eval_steps": 1, "training.save_steps": 1, "training.batch_size": 2,

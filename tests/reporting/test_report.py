@@ -24,7 +24,7 @@ from sansgpu.reporting.run_plots import time_parts
 from sansgpu.reporting.run_report import run_plots
 from sansgpu.train.run_folders import lock_run
 from tests.processes import json_lines, use_cache
-from tests.watch.runs import Event, changed, events_of, train, written
+from tests.reporting.runs import Event, changed, events_of, train, written
 
 Captured = pytest.CaptureFixture[str]
 

@@ -12,7 +12,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from tests.processes import use_cache
-from tests.watch.runs import events_of, train
+from tests.reporting.runs import events_of, train
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(

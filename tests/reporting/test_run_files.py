@@ -15,7 +15,7 @@ import yaml
 
 from sansgpu.cli import run as cli
 from tests.fuzz.values import ODD, changed, dumped, places
-from tests.watch.runs import train
+from tests.reporting.runs import train
 
 Values = dict[str, Any]
 

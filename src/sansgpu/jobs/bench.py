@@ -23,10 +23,10 @@ from sansgpu.config import (
     save_config,
 )
 from sansgpu.data.shards import ReportProgress
-from sansgpu.jobs.plan import roofline_of, step_limits
 from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import best_gemm_rate, has_native_bf16
+from sansgpu.planning.estimate import roofline_of, step_limits
 from sansgpu.planning.measure import MeasureRequest, Result, measure_in_subprocess
 from sansgpu.planning.prepare import Prepared, Warn, prepare
 from sansgpu.reporting.bench_report import write_report

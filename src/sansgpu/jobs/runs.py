@@ -12,9 +12,9 @@ from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.reporting.record import RunRecord
 from sansgpu.reporting.results import changed_settings, numbers, size_bytes
+from sansgpu.train.run_folders import RUNS
 
 Row = dict[str, Any]
-RUNS = Path("runs")  # default parent folder of runs
 
 
 def list_runs(folder: Path) -> list[Row]:

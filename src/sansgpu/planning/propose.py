@@ -14,8 +14,8 @@ import yaml
 
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.data.shards import ReportProgress
-from sansgpu.jobs.plan import plan_prepared, roofline_of, step_limits
 from sansgpu.machine.compilation import missing_compiler, saves_compile_time
+from sansgpu.planning.estimate import plan_prepared, roofline_of, step_limits
 from sansgpu.planning.forecast import forecast_of
 from sansgpu.planning.prepare import Prepared, Warn, ignore_message, prepare
 from sansgpu.reporting.files import write_text

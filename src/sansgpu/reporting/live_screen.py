@@ -280,9 +280,9 @@ def _plot(shown: ScreenState, width: int, rows: int) -> RenderableType:
     figure.with_x_axis = figure.with_y_axis = False
     figure.set_x_limits(first, max(last, first + 1))
     figure.set_y_limits(low - margin, high + margin)
-    for points, colour in ((training, TRAINING), (validation, VALIDATION)):
+    for points, color in ((training, TRAINING), (validation, VALIDATION)):
         if shows := [point for point in points if point[1] <= high + margin]:
-            figure.plot(*zip(*shows, strict=True), lc=colour)
+            figure.plot(*zip(*shows, strict=True), lc=color)
     lines, label_width = list(AnsiDecoder().decode(figure.show())), max(map(len, labels))
     ends = f"step {first:,}", f"{last:,}"
     axis = ends[0] + ends[1].rjust(max(1, figure.width - len(ends[0])))

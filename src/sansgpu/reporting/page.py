@@ -87,7 +87,7 @@ def figure(plot: Plot) -> dict[str, Any]:
 
 
 def _trace(plot: Plot, series: Series) -> dict[str, Any]:
-    colour = PALETTE[series.color % len(PALETTE)]
+    color = PALETTE[series.color % len(PALETTE)]
     along = {plot.x: list(series.x), **{axis: list(values) for axis, values in series.along.items()}}
     trace = {
         "x": list(series.x),
@@ -98,12 +98,12 @@ def _trace(plot: Plot, series: Series) -> dict[str, Any]:
     }
     if plot.kind == "rows":
         shown = "%{x:.4g} " + plot.x + f"<extra>{escape(series.full_name)}</extra>"
-        return {**trace, "type": "bar", "orientation": "h", "marker": {"color": colour}, "hovertemplate": shown}
+        return {**trace, "type": "bar", "orientation": "h", "marker": {"color": color}, "hovertemplate": shown}
     if plot.kind == "bars":
-        return {**trace, "type": "bar", "marker": {"color": colour}}
+        return {**trace, "type": "bar", "marker": {"color": color}}
     if series.of and series.name:
         trace["hovertemplate"] = f"%{{y:.5g}}<extra>{escape(series.full_name)}</extra>"
-    line = {"color": colour, "width": 2 if series.marked else 1.6, "dash": DASHES[series.dash % len(DASHES)]}
+    line = {"color": color, "width": 2 if series.marked else 1.6, "dash": DASHES[series.dash % len(DASHES)]}
     return {**trace, "type": "scatter", "mode": "lines+markers" if series.marked else "lines", "line": line}
 
 

@@ -64,8 +64,8 @@ def _lines(plot: Plot, axes: Any) -> None:
     for series in plot.series:
         values = [float("nan") if value is None else value for value in series.y]
         style = {"linestyle": DASHES[series.dash % len(DASHES)], "marker": "o" if series.marked else ""}
-        colour = PALETTE[series.color % len(PALETTE)]
-        axes.plot(series.x, values, label=series.full_name, color=colour, linewidth=1.0, markersize=2.5, **style)
+        color = PALETTE[series.color % len(PALETTE)]
+        axes.plot(series.x, values, label=series.full_name, color=color, linewidth=1.0, markersize=2.5, **style)
     if plot.log:
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -88,8 +88,8 @@ def _rows(plot: Plot, axes: Any) -> None:
     ends = dict.fromkeys(names, 0.0)
     for series in plot.series:
         for name, value in zip(map(str, series.y), series.x, strict=True):
-            length, colour = float(value or 0.0), PALETTE[series.color % len(PALETTE)]
-            axes.barh(names.index(name), length, 0.6, left=ends[name], label=series.name, color=colour)
+            length, color = float(value or 0.0), PALETTE[series.color % len(PALETTE)]
+            axes.barh(names.index(name), length, 0.6, left=ends[name], label=series.name, color=color)
             ends[name] += length
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()

@@ -61,7 +61,7 @@ def _figures(result: Result, study: Any) -> list[PlotlyFigure]:
     from optuna import visualization
 
     name = NAMES[result["measure"]]
-    colours = {"colorscale": COLOR_SCALE, "reversescale": False, "showscale": False}  # too wide for phones
+    colors = {"colorscale": COLOR_SCALE, "reversescale": False, "showscale": False}  # too wide for phones
     history = visualization.plot_optimization_history(study, target_name=name)
     intermediate = visualization.plot_intermediate_values(study)
     intermediate.update_xaxes(title="% of the trial").update_yaxes(title=name)
@@ -70,7 +70,7 @@ def _figures(result: Result, study: Any) -> list[PlotlyFigure]:
         (f"{name.capitalize()} of every trial during training", intermediate),
     ]
     if sum(row["state"] == "done" and bool(row["parameters"]) for row in result["trials"]) > 1:
-        by_value = visualization.plot_slice(study, target_name=name).update_traces(marker=colours)
+        by_value = visualization.plot_slice(study, target_name=name).update_traces(marker=colors)
         found.append((f"{name.capitalize()} by each parameter", by_value.update_layout(width=None)))
     if result["importance"]:
         caption = "Share of the differences between trials that each parameter explains"

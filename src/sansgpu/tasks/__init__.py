@@ -10,7 +10,7 @@ from sansgpu.tasks.task import Collecting, Corpus, Evaluator, Gather, Objective,
 _TABLE = {
     "pretrain": "pretrain:Pretrain",
     "graph": "graph:Graph",
-    "masked": "masked:MaskedLM",
+    "masked": "masked_lm:MaskedLM",
     "sft": "sft:SFT",
     "qa": "qa:QA",
 }

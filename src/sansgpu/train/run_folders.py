@@ -12,13 +12,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from sansgpu.config import ABANDONED_FOLDER, BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
-from sansgpu.jobs.runs import RUNS
 from sansgpu.reporting.escape import printable_line
 from sansgpu.reporting.files import make_folder, scratch_folder, write_text
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.train.run_marks import require_own_configuration
 from sansgpu.train.snapshots import snapshots
 
+RUNS = Path("runs")  # default parent folder of runs
 PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
 PROBE_SECONDS = 0.5  # `is_locked` may hold the lock for a moment
 

@@ -28,12 +28,11 @@ from sansgpu.config import (
 )
 from sansgpu.config.plain_data import InvalidDataError, read_json
 from sansgpu.data.shards import ReportProgress
-from sansgpu.jobs.plan import plan_prepared
-from sansgpu.jobs.runs import RUNS
 from sansgpu.jobs.tune.result import result_of, write_files
 from sansgpu.jobs.tune.study import LOCK_SECONDS, ClaimedTrial, Study, require_same
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, chosen_config, trial_config
 from sansgpu.machine.probe import resolve_threads
+from sansgpu.planning.estimate import plan_prepared
 from sansgpu.planning.forecast import forecast_of, length_of
 from sansgpu.planning.prepare import Warn, prepare
 from sansgpu.reporting.files import write_text
@@ -41,7 +40,7 @@ from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
 from sansgpu.train.forecast import done_at
 from sansgpu.train.interrupt import Interrupt
-from sansgpu.train.run_folders import require_writable
+from sansgpu.train.run_folders import RUNS, require_writable
 
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8  # per trial: with fewer than the first, pruning needs the second
 MAX_IDENTICAL_FAILURES = 3  # at the start of a search, before it stops

@@ -11,7 +11,7 @@ const figures = [...document.querySelectorAll("figure")].map((figure) => ({
 const drawn = () => figures.filter(({ box }) => box.data);
 
 // Returns a layout with the current colors of the page.
-function coloured(layout) {
+function withColors(layout) {
   const probe = document.createElement("i");
   root.append(probe);
   const [ink, soft, line, card] = ["--ink", "--soft", "--line", "--card"].map((name) => {
@@ -35,7 +35,7 @@ function coloured(layout) {
 }
 
 function paint() {
-  for (const { box } of drawn()) Plotly.react(box, box.data, coloured(box.layout));
+  for (const { box } of drawn()) Plotly.react(box, box.data, withColors(box.layout));
 }
 dark.addEventListener("change", paint);
 document.getElementById("scheme").addEventListener("click", () => {
@@ -74,7 +74,7 @@ const restore = [onChange("run", showRuns), onChange("axis", setAxis)];
 (async () => {
   for (const figure of figures) {
     const { box, plot } = figure;
-    await Plotly.newPlot(box, plot.data, { ...coloured(plot.layout), dragmode: coarse ? false : "zoom" }, options);
+    await Plotly.newPlot(box, plot.data, { ...withColors(plot.layout), dragmode: coarse ? false : "zoom" }, options);
     restore.forEach((apply) => apply(figure));
     await new Promise((resume) => setTimeout(resume));
   }
