@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     native.keep_blocks(varying=True)
     config, corpus = Graph.prepare(config, cache, lambda *_: None)
     training = config.training
-    work = Graph.work(config, effective_batch(training) * corpus.example_tokens)
+    work = Graph.costs(config).work(effective_batch(training) * corpus.example_tokens)
     optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
     config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
     plan = StepPlan(MICRO_BATCH, device, resolve_precision(config.training, device))

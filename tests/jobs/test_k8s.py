@@ -328,8 +328,9 @@ def test_a_runs_name_is_made_of_its_configurations(stem: str, name: str) -> None
 
 def test_pods_have_longer_to_save_than_a_step_and_its_snapshots_take() -> None:
     config = TASKS["pretrain"].with_vocabulary(load_config(CONFIG)[0])
-    snapshot = 12 * sum(TASKS["pretrain"].parameters(config).values())  # weights and two moments in fp32
-    step = TASKS["pretrain"].work(config, 4 * 512).needed / (15 * EAGER_FLOPS_PER_SECOND["fp32"])
+    costs = TASKS["pretrain"].costs(config)
+    snapshot = 12 * sum(costs.parameters().values())  # weights and two moments in fp32
+    step = costs.work(4 * 512).needed / (15 * EAGER_FLOPS_PER_SECOND["fp32"])
     rendered = render()
     graces = {pod["terminationGracePeriodSeconds"] for pod in rendered.training_pods}
     assert len(graces) == 1

@@ -11,7 +11,7 @@ from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.kernels import native
 from sansgpu.kernels.attention import bidirectional_ranges
 from sansgpu.machine.memory import Execution
-from sansgpu.models.graph_costs import graph_memory, graph_products, graph_work, kept_bytes, parameters_by_part
+from sansgpu.models.graph_costs import GraphEncoderCosts
 from sansgpu.models.graph_encoder import GraphEncoder
 from tests.models.kept import kept_bytes_of
 
@@ -19,6 +19,12 @@ from tests.models.kept import kept_bytes_of
 def shape(**changes: object) -> ModelConfig:
     given = {"activation": "gelu", "vocab_size": 64, "max_seq_len": 32, "n_relations": 3, "dropout": 0.1}
     return ModelConfig.model_validate({**given, "attention_dropout": 0.1, **changes})
+
+
+def costs(
+    model: ModelConfig, nodes: int = 32, masked: float = 0.15, longest_span: int | None = None
+) -> GraphEncoderCosts:
+    return GraphEncoderCosts(model, TrainingConfig(), nodes, nodes, masked, longest_span)
 
 
 @settings(max_examples=40)
@@ -36,7 +42,7 @@ def test_the_parts_add_up_to_the_model(
         fusion=fusion, relation_rank=rank, embedding_norm=norm, slot_embedding=norm,
     )  # fmt: skip
     model = GraphEncoder(config, seed=None, longest_span=longest)
-    assert sum(parameters_by_part(config, longest).values()) == model.parameter_count
+    assert sum(costs(config, longest_span=longest).parameters().values()) == model.parameter_count
 
 
 def test_the_proposed_model_has_the_parameters_that_were_counted() -> None:
@@ -44,7 +50,7 @@ def test_the_proposed_model_has_the_parameters_that_were_counted() -> None:
         d_model=768, n_heads=12, n_layers=12, d_ff=3072, vocab_size=8000, n_relations=12, max_seq_len=512,
         position="learned",
     )  # fmt: skip
-    parts = parameters_by_part(config)
+    parts = costs(config).parameters()
     blocks = parts["attention"] + parts["feed_forward"] + parts["norms"]
     assert round(blocks / 1e6, 2) == 85.05
     assert round(parts["embedding"] / 1e6, 2) == 6.14
@@ -54,14 +60,14 @@ def test_the_proposed_model_has_the_parameters_that_were_counted() -> None:
 def test_flops_of_a_node_by_hand() -> None:
     config = shape(d_model=4, n_heads=1, n_layers=2, d_ff=8)
     matmul = 2 * (4 * 4 * 4 + 2 * 4 * 8)
-    work = graph_work(config, graph_nodes=10, nodes=1, masked=0.5)
+    work = costs(config, nodes=10, masked=0.5).work(1)
     assert work.matmul == 6 * matmul
     assert work.attention == 2 * 3 * 2 * 2 * 4 * 10  # layers, passes, two products of two operations a number
     assert work.loss == 6 * 0.5 * (64 * 4 + 4 * 4)
 
 
 def test_matrices_of_one_shape_are_all_counted() -> None:
-    assert graph_products(shape(d_model=8, n_heads=1, d_ff=8)).block == {(8, 8): 6}
+    assert costs(shape(d_model=8, n_heads=1, d_ff=8)).products().block == {(8, 8): 6}
 
 
 def kept_by_a_block(config: ModelConfig, how: Execution, nodes: int) -> int:
@@ -88,7 +94,7 @@ def test_a_block_keeps_what_is_said(precision: str, compiled: str) -> None:
     for width, feed_forward, heads in [(128, 512, 2), (256, 256, 4)]:
         config = shape(d_model=width, d_ff=feed_forward, n_heads=heads, n_layers=1, max_seq_len=256)
         how = Execution(1, 1, precision, compiled, "native", "adamw")
-        assert kept_bytes(config, 256, how) == pytest.approx(kept_by_a_block(config, how, 256), rel=0.03)
+        assert costs(config, 256).saved_bytes(how) == pytest.approx(kept_by_a_block(config, how, 256), rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -96,9 +102,8 @@ def test_what_takes_more_memory_is_said_to(precision: str) -> None:
     config = shape(d_model=128, n_heads=2, n_layers=4, d_ff=512, vocab_size=1000)
 
     def total(nodes: int = 1000, kernels: str = "native", optimizer: str = "adamw", **changes: object) -> int:
-        how = Execution(4, 1, precision, "off", kernels, optimizer)
-        changed = config.model_copy(update=changes)
-        return graph_memory(changed, nodes, 0.15, how, TrainingConfig()).total
+        how = Execution(1, 1, precision, "off", kernels, optimizer)
+        return costs(config.model_copy(update=changes), nodes).memory(how).total
 
     assert total() < total(2000)
     assert total() < total(kernels="torch")

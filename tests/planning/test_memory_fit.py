@@ -135,4 +135,4 @@ def test_presets_have_the_parameters_they_are_named_for() -> None:
     for name, millions in zip(PRESETS, (25, 117, 345), strict=True):
         config, notes = load_config(Path(name))
         assert notes == []
-        assert sum(TASK.parameters(config).values()) / 1e6 == pytest.approx(millions, rel=0.015)
+        assert sum(TASK.costs(config).parameters().values()) / 1e6 == pytest.approx(millions, rel=0.015)

@@ -120,7 +120,7 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
 def _summary(prepared: Prepared, measured: Result, baseline: Result, request: BenchRequest) -> Result:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
-    needed = task_of(prepared.config).work(prepared.config, tokens).needed
+    needed = task_of(prepared.config).costs(prepared.config).work(tokens).needed
     gemm = _gemm_rate(prepared, measured, needed / middle)
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
@@ -227,9 +227,9 @@ def _row(
     name: str, settings: Sequence[str], given_up: str, config: Config, measured: Result, prepared: Prepared
 ) -> Result:
     task = task_of(config)
-    parameters = sum(task.parameters(config).values())
+    parameters = sum(task.costs(config).parameters().values())
     seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
-    lost = parameters / sum(task.parameters(prepared.config).values()) - 1
+    lost = parameters / sum(task.costs(prepared.config).parameters().values()) - 1
     if given_up == "parameters":
         given_up = f"{-lost:.0%} of the parameters"
     return {
@@ -360,7 +360,7 @@ def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say
         one = change_config(chosen, (f"training.batch_size={size}",))
         measured = measure_in_subprocess(MeasureRequest(one, request.steps, forward_only=True))
         seconds = median(measured["step_seconds"][-request.steps :])
-        flops = task.work(chosen, size * window).needed / 3  # forward is a third of a step's FLOPs
+        flops = task.costs(chosen).work(size * window).needed / 3  # forward is a third of a step's FLOPs
         gemm = _gemm_rate(prepared, measured, flops / seconds)
         rows.append(
             {
@@ -374,4 +374,4 @@ def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say
                 "model_seconds": measured["model_seconds"],
             }
         )
-    return {"parameters": sum(task.parameters(chosen).values()), "forward": rows}
+    return {"parameters": sum(task.costs(chosen).parameters().values()), "forward": rows}

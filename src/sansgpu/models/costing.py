@@ -1,16 +1,22 @@
-"""Memory estimates that all kinds of models share, and the measured constants behind them."""
+"""What training a model costs in memory and time: what architectures share, and the measured constants behind it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
 
-from sansgpu.config import ModelConfig
+from sansgpu.config import ModelConfig, TrainingConfig
+from sansgpu.kernels.cross_entropy import CHUNK_ROWS
 from sansgpu.kernels.newton_schulz import newton_schulz_flops
 from sansgpu.machine.memory import Execution, Memory
 
 FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: master weights, and compute dtype by precision
-MOMENTS = {"fp32": 8.0, "8bit": 2.0 + 8 / 256}  # bytes per weight: two values, or two codes and their block scales
+# Bytes of optimizer state per weight in hidden matrices, and per other weight, by (optimizer, optimizer_state).
+_8BIT = 2.0 + 8 / 256  # two codes and their block scales
+MOMENTS = {("adamw", "fp32"): (8.0, 8.0), ("adamw", "8bit"): (_8BIT, _8BIT), ("muon", "fp32"): (4.0, 8.0)}
 # Measured on Linux: the process with torch and its libraries, the memory that the compiler leaves behind, and the share
 # that the allocator adds by rounding up.
 _PROCESS_BYTES, _COMPILER_BYTES, _ALLOCATOR_OVERHEAD = 434 << 20, 96 << 20, 0.05
@@ -19,8 +25,134 @@ _OVERLAP_SAVING = 0.25  # share of the smaller of gradients and activations; one
 Shapes = dict[tuple[int, int], int]  # (inputs, outputs) of the matrices of a block -> number of such matrices
 
 
-def counting_mode(shapes: Iterable[tuple[int, int]]) -> Shapes:
-    return dict(Counter(shapes))
+@dataclass(frozen=True)
+class LinearShapes:
+    """The shapes of the linear layers of a block, and (inputs, outputs) of the output head."""
+
+    block: Shapes
+    head: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """FLOPs of a step by part; causal attention counts only unmasked scores."""
+
+    matmul: float
+    attention: float
+    loss: float
+    muon: float  # orthogonalization, if Muon is the optimizer
+
+    @property
+    def needed(self) -> float:
+        """FLOPs of the model, without the optimizer and without recomputed activations."""
+        return self.matmul + self.attention + self.loss
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Lower bound of the bytes that a step moves, excluding operands and results of matmuls."""
+
+    optimizer: float  # weights and moments, read and written once
+    other: float  # saved activations, written and read once
+
+
+@dataclass(frozen=True)
+class Costs(ABC):
+    """What training a model costs, computed without building it. Each architecture has a subclass."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    window: int  # tokens of the longest example
+    example_tokens: float  # mean tokens of an example
+    target_ratio: float = 1.0  # share of tokens that have a loss
+
+    @property
+    def layers(self) -> int:
+        """The number of blocks."""
+        return self.model.n_layers
+
+    @property
+    def width(self) -> int:
+        """The number of features of a token between blocks."""
+        return self.model.d_model
+
+    def with_layers(self, layers: int) -> Self:
+        """Returns the costs of the model with at most `layers` blocks."""
+        return replace(self, model=self.model.model_copy(update={"n_layers": min(layers, self.layers)}))
+
+    @abstractmethod
+    def parameters(self) -> dict[str, int]:
+        """Returns the number of parameters of each part; tied parameters count once."""
+
+    @abstractmethod
+    def products(self) -> LinearShapes:
+        """Returns the shapes of the matrix products of a step."""
+
+    @abstractmethod
+    def work(self, tokens: float) -> StepWork:
+        """Estimates the FLOPs of a step with `tokens` tokens."""
+
+    @abstractmethod
+    def traffic(self, how: Execution) -> StepTraffic:
+        """Counts weights and moments read and written once, and saved activations written and read once."""
+
+    def memory(self, how: Execution) -> Memory:
+        """Estimates the peak memory of a step in bytes. `benchmarks/memory.py` compares it with real runs."""
+        weights, matrices, accumulated = self.trained(), self.trained_matrices(), how.accumulation > 1
+        # Gradients of matrices have the compute dtype unless micro-batches accumulate.
+        gradients = (FULL if accumulated else COMPUTE[how.precision]) * matrices + FULL * (weights - matrices)
+        moments, activations = self.moment_bytes(how), self.saved_bytes(how)
+        if self.model.gradient_checkpointing:
+            activations += self.layers * FULL * how.tokens(self.window) * self.width
+        else:
+            activations *= self.layers
+        copied = (2 if self.training.master_weights == "bf16" else FULL) * weights + moments
+        needed = {
+            "weights": self.weight_bytes(how),
+            "gradients": gradients,
+            "optimizer": moments,
+            "activations": activations - int(_OVERLAP_SAVING * min(gradients, activations)),
+            "logits": self.head_bytes(how),
+            "snapshot": copied if how.copies else 0,
+        }
+        return Memory(**needed, overhead=self.overhead_bytes(how, sum(needed.values())))
+
+    def trained(self) -> int:
+        """Returns the number of weights that are trained."""
+        return sum(self.parameters().values())
+
+    @abstractmethod
+    def trained_matrices(self) -> int:
+        """Returns the number of trained weights in hidden matrices."""
+
+    @abstractmethod
+    def saved_bytes(self, how: Execution) -> int:
+        """Returns the bytes that one block saves for the backward pass of a micro-batch, including its output."""
+
+    @abstractmethod
+    def head_bytes(self, how: Execution) -> int:
+        """Returns the bytes of logits, their gradients and the gradient of the output head's weight."""
+
+    def weight_bytes(self, how: Execution) -> int:
+        """Returns the bytes of weights and, if the compute dtype is narrower, their copies in that dtype."""
+        compute = COMPUTE[how.precision]
+        if self.training.master_weights == "bf16":
+            return self.trained() * compute
+        return self.trained() * (FULL + (compute if compute < FULL else 0))
+
+    def moment_bytes(self, how: Execution) -> int:
+        """Returns the bytes of the optimizer's state."""
+        in_matrix, elsewhere = MOMENTS[how.optimizer, self.training.optimizer_state]
+        return int(in_matrix * self.trained_matrices() + elsewhere * (self.trained() - self.trained_matrices()))
+
+    def overhead_bytes(self, how: Execution, needed: int) -> int:
+        """Returns the bytes of the process and the compiler, and the allocator's share of `needed`."""
+        process = _PROCESS_BYTES + (_COMPILER_BYTES if how.compile == "on" else 0)
+        return process + int(_ALLOCATOR_OVERHEAD * needed)
+
+
+def shapes_of(matrices: Iterable[tuple[int, int]]) -> Shapes:
+    return dict(Counter(matrices))
 
 
 def numbers_of(shapes: Shapes) -> int:
@@ -33,36 +165,14 @@ def muon_flops(shapes: Shapes) -> float:
     return sum(count * newton_schulz_flops(outputs, inputs) for (inputs, outputs), count in shapes.items())
 
 
-def master_bytes(numbers: int, precision: str, masters: str) -> int:
-    """Returns the bytes of trained weights and, if the compute dtype is narrower, their copies in that dtype."""
-    compute = COMPUTE[precision]
-    return numbers * (compute if masters == "bf16" else FULL + (compute if compute < FULL else 0))
-
-
-def copy_bytes(numbers: int, moments: int, masters: str, how: Execution) -> int:
-    """Returns the bytes of the copy of weights and moments from which a snapshot is written."""
-    return (2 if masters == "bf16" else FULL) * numbers + moments if how.copies else 0
-
-
-def gradient_bytes(matrices: int, rest: int, how: Execution) -> int:
-    """Returns the bytes of gradients; those of matrices have the compute dtype unless micro-batches accumulate."""
-    return (FULL if how.accumulation > 1 else COMPUTE[how.precision]) * matrices + FULL * rest
-
-
-def activation_bytes(layers: int, kept: int, numbers: int, checkpointing: bool) -> int:
-    """Returns the bytes of activations; each block saves `kept` bytes, and its input has `numbers` elements."""
-    return layers * FULL * numbers + kept if checkpointing else layers * kept
-
-
-def beside_gradients(activations: int, gradients: int) -> int:
-    """Returns the bytes of activations at the peak of memory, when backward has freed some of them."""
-    return activations - int(_OVERLAP_SAVING * min(gradients, activations))
-
-
-def with_process(needed: dict[str, int], how: Execution) -> Memory:
-    """Adds the overhead of process, compiler and allocator to the parts of a step, in bytes."""
-    process = _PROCESS_BYTES + (_COMPILER_BYTES if how.compile == "on" else 0)
-    return Memory(**needed, overhead=process + int(_ALLOCATOR_OVERHEAD * sum(needed.values())))
+def cross_entropy_bytes(how: Execution, tokens: int, head: tuple[int, int], trained: bool) -> int:
+    """Returns the bytes of a fused output head and loss of shape `head`, with its weight's gradient if `trained`."""
+    (width, outputs), compute = head, COMPUTE[how.precision]
+    logits = min(tokens, CHUNK_ROWS) * outputs * compute + tokens * width * (2 * compute + 2 * FULL)
+    if trained:
+        copies = FULL + (compute if tokens > CHUNK_ROWS else 0) + (FULL if how.accumulation > 1 else 0)
+        logits += outputs * width * copies
+    return logits
 
 
 def vocabulary_of(model: ModelConfig) -> int:

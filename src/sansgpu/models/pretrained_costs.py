@@ -1,32 +1,29 @@
-"""Parameters, memory and FLOPs of training a transformers model, from its shape.
+"""What training a transformers model costs.
 
 N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longest example, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.cross_entropy import CHUNK_ROWS
-from sansgpu.machine.memory import Execution, Memory
+from sansgpu.machine.memory import Execution
 from sansgpu.models.costing import (
     COMPUTE,
     FULL,
-    MOMENTS,
-    activation_bytes,
-    beside_gradients,
-    copy_bytes,
-    counting_mode,
-    gradient_bytes,
-    master_bytes,
+    Costs,
+    LinearShapes,
+    StepTraffic,
+    StepWork,
+    cross_entropy_bytes,
     numbers_of,
+    shapes_of,
 )
-from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import Head, meta_model
 
@@ -53,11 +50,6 @@ class PretrainedShape:
     trained: int
     trained_matrices: int  # in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
-
-    @property
-    def total(self) -> int:
-        """Number of all parameters."""
-        return self.embedding + self.head + self.blocks + self.adapter
 
     def with_layers(self, layers: int) -> PretrainedShape:
         """Returns the shape with at most `layers` blocks."""
@@ -106,64 +98,74 @@ def _shape(model_json: str, head: Head) -> PretrainedShape:
         adapter=adapter,
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
-        products=tuple(counting_mode((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
+        products=tuple(shapes_of((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
     )
 
 
-def parameters_by_part(shape: PretrainedShape) -> dict[str, int]:
-    """Returns the number of parameters of each part."""
-    parts = {"embedding": shape.embedding, "blocks": shape.blocks, "head": shape.head, "adapter": shape.adapter}
-    return {name: count for name, count in parts.items() if count}
+@dataclass(frozen=True)
+class PretrainedCosts(Costs):
+    """The costs of a transformers model of a given shape."""
 
+    shape: PretrainedShape = field(kw_only=True)
 
-def pretrained_memory(
-    shape: PretrainedShape, model: ModelConfig, tokens: int, how: Execution, masters: str, state: str
-) -> Memory:
-    """Estimates peak memory of a step in bytes; `tokens` per micro-batch. `benchmarks.memory` compares real runs."""
-    compute, summed = COMPUTE[how.precision], how.accumulation > 1
-    frozen, trained, matrices = shape.total - shape.trained, shape.trained, shape.trained_matrices
-    width, inner = _SAVED_BYTES[how.precision]
-    up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
-    saved = tokens * (width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads)
-    rows, table = min(tokens, CHUNK_ROWS), shape.outputs * shape.width
-    logits = rows * shape.outputs * compute + tokens * shape.width * (2 * compute + 2 * FULL)
-    if model.adapter == "none" and shape.outputs == shape.vocabulary:
-        logits += table * (FULL + (compute if tokens > CHUNK_ROWS else 0) + (FULL if summed else 0))
-    moments = int(MOMENTS[state] * trained)
-    gradients = gradient_bytes(matrices, trained - matrices, how)
-    activations = activation_bytes(shape.layers, saved, tokens * shape.width, model.gradient_checkpointing)
-    needed = {
-        "weights": master_bytes(trained, how.precision, masters) + compute * frozen,
-        "gradients": gradients,
-        "optimizer": moments,
-        "activations": beside_gradients(activations, gradients),
-        "logits": logits,
-        "snapshot": copy_bytes(trained, moments, masters, how),
-    }
-    return Memory(**needed, overhead=_PROCESS_BYTES)
+    @property
+    def layers(self) -> int:
+        return self.shape.layers
 
+    @property
+    def width(self) -> int:
+        return self.shape.width
 
-def pretrained_work(shape: PretrainedShape, example_tokens: float, tokens: float, learned: float = 1.0) -> StepWork:
-    """Returns the FLOPs of a step of `tokens`, in examples of `example_tokens`; the share `learned` are targets.
+    def with_layers(self, layers: int) -> PretrainedCosts:
+        return replace(self, shape=self.shape.with_layers(layers))
 
-    Counts 6 per token for each trained weight, and 4 for each frozen one, which needs no weight gradient.
-    """
-    matrices = numbers_of(dict(shape.products)) * shape.layers
-    in_blocks = 6.0 if shape.trained > shape.adapter + shape.head else 4.0
-    head = 6.0 if in_blocks == 6.0 else 4.0
-    return StepWork(
-        matmul=(in_blocks * matrices + 6.0 * shape.adapter) * tokens,
-        attention=12.0 * shape.layers * shape.width * (example_tokens + 1) / 2 * tokens,
-        loss=head * shape.outputs * shape.width * tokens * learned,
-        muon=0.0,
-    )
+    def parameters(self) -> dict[str, int]:
+        shape = self.shape
+        parts = {"embedding": shape.embedding, "blocks": shape.blocks, "head": shape.head, "adapter": shape.adapter}
+        return {name: count for name, count in parts.items() if count}
 
+    def products(self) -> LinearShapes:
+        return LinearShapes(dict(self.shape.products), (self.width, self.shape.outputs))
 
-def pretrained_traffic(shape: PretrainedShape, memory: Memory, how: Execution) -> StepTraffic:
-    """Counts weights and moments read and written once by the update, and saved activations written and read once."""
-    update = 2.0 * (memory.optimizer + FULL * shape.trained) + COMPUTE[how.precision] * 2 * shape.trained
-    return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
+    def work(self, tokens: float) -> StepWork:
+        """Counts 6 FLOPs per token for each trained weight, and 4 for each frozen one, which needs no gradient."""
+        shape = self.shape
+        per_weight = 6.0 if shape.trained > shape.adapter + shape.head else 4.0
+        matrices = numbers_of(dict(shape.products)) * shape.layers
+        return StepWork(
+            matmul=(per_weight * matrices + 6.0 * shape.adapter) * tokens,
+            attention=12.0 * shape.layers * shape.width * (self.example_tokens + 1) / 2 * tokens,
+            loss=per_weight * shape.outputs * shape.width * tokens * self.target_ratio,
+            muon=0.0,
+        )
 
+    def traffic(self, how: Execution) -> StepTraffic:
+        memory, trained = self.memory(how), self.trained()
+        update = 2.0 * (memory.optimizer + FULL * trained) + COMPUTE[how.precision] * 2 * trained
+        return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
 
-def pretrained_products(shape: PretrainedShape) -> LinearShapes:
-    return LinearShapes(dict(shape.products), (shape.width, shape.outputs))
+    def trained(self) -> int:
+        return self.shape.trained
+
+    def trained_matrices(self) -> int:
+        return self.shape.trained_matrices
+
+    def saved_bytes(self, how: Execution) -> int:
+        shape, (width, inner) = self.shape, _SAVED_BYTES[how.precision]
+        up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
+        per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
+        return how.tokens(self.window) * per_token
+
+    def head_bytes(self, how: Execution) -> int:
+        trained = self.model.adapter == "none" and self.shape.outputs == self.shape.vocabulary
+        return cross_entropy_bytes(how, how.tokens(self.window), self.products().head, trained)
+
+    def weight_bytes(self, how: Execution) -> int:
+        frozen = sum(self.parameters().values()) - self.trained()
+        return super().weight_bytes(how) + COMPUTE[how.precision] * frozen
+
+    def moment_bytes(self, how: Execution) -> int:
+        return super().moment_bytes(replace(how, optimizer="adamw"))
+
+    def overhead_bytes(self, how: Execution, needed: int) -> int:
+        return _PROCESS_BYTES

@@ -158,7 +158,8 @@ class _ClusterRun:
 def _work(prepared: Prepared, timing: Timing) -> NodeWork:
     """Returns a step's work in seconds and bytes. Pass times are linear between batch size 1 and the timed one."""
     config, training = prepared.config, prepared.config.training
-    parts, layers = task_of(config).parameters(config), task_of(config).layers(config)
+    costs = task_of(config).costs(config)
+    parts, layers = costs.parameters(), costs.layers
     whole, example = timing.pass_seconds(layers), 0.0
     if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
@@ -202,7 +203,7 @@ def _critical_batch(prepared: Prepared) -> Result:
         return {"critical_batch_tokens": None, "critical_batch_loss": None, "critical_batch_nodes": None}
     if isinstance(corpus, TextCorpus):
         steps, _ = length_of(prepared, forecast_of(prepared))
-        tokens, parameters = steps * prepared.learned_per_step, sum(task_of(config).parameters(config).values())
+        tokens, parameters = steps * prepared.learned_per_step, sum(task_of(config).costs(config).parameters().values())
         bits = expected_bits_per_byte(parameters, tokens, corpus.train_tokens)
         uniform_loss = math.log(corpus.tokenizer.vocab_size)
         loss = min(uniform_loss, bits * _bytes_per_token(corpus) * math.log(2))

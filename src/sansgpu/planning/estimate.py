@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import PRESETS, ConfigError, load_config
+from sansgpu.config import PRESETS, ConfigError, change_config, load_config
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.probe import isa, total_memory
@@ -59,9 +59,9 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
             task.with_vocabulary(config), None, ignore_message, warn, "report", data="unread", timed="always"
         )
         row = {"preset": name, **_described(prepared), **_time(prepared)}
-        frugal = prepared.config.model.model_copy(update={"gradient_checkpointing": True})
+        frugal = change_config(prepared.config, ["model.gradient_checkpointing=true"])
         smallest = replace(execution(prepared), micro_batch=1)
-        row["least_memory_bytes"] = task.memory(prepared.config.model_copy(update={"model": frugal}), smallest).least
+        row["least_memory_bytes"] = task.costs(frugal).memory(smallest).least
         tokens = OPTIMAL_TOKENS * row["parameters"]
         row["optimal_tokens"] = tokens
         row["optimal_seconds"] = tokens / row["tokens_per_second"] if row["tokens_per_second"] else None
@@ -72,8 +72,8 @@ def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
 def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
     """Returns the minimum seconds of each part of a step: its work at this machine's measured peak rates."""
     config, tokens = prepared.config, prepared.tokens_per_step
-    work = task_of(config).work(config, tokens)
-    traffic = task_of(config).traffic(config, execution(prepared))
+    costs = task_of(config).costs(config)
+    work, traffic = costs.work(tokens), costs.traffic(execution(prepared))
     muon = work.muon if config.training.optimizer == "muon" else 0.0
     return {
         "attention": roofline.seconds(work.attention, 0),
@@ -87,7 +87,7 @@ def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
 def roofline_of(prepared: Prepared) -> Roofline:
     """Returns the machine's peak rates at this model's matrix shapes. Measured once and then read from the cache."""
     config, machine = prepared.config, prepared.machine
-    products = task_of(config).products(config)
+    products = task_of(config).costs(config).products()
     shapes, head = products.block, products.head
     tokens = min(ROOFLINE_TOKENS, round(prepared.environment.micro_batch * prepared.example_tokens))
     question = {
@@ -106,7 +106,7 @@ def roofline_of(prepared: Prepared) -> Roofline:
 
 def _described(prepared: Prepared) -> Result:
     config, environment = prepared.config, prepared.environment
-    parts = task_of(config).parameters(config)
+    parts = task_of(config).costs(config).parameters()
     return {
         "parameters": sum(parts.values()),
         "parameters_by_part": parts,

@@ -31,7 +31,7 @@ def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None =
     """Estimates the run's parts in seconds from its timing. On several nodes, `step_seconds` is their joint step."""
     timing, config, training = prepared.timing, prepared.config, prepared.config.training
     assert timing is not None
-    layers = task_of(config).layers(config)
+    layers = task_of(config).costs(config).layers
     passes = prepared.accumulation * timing.pass_seconds(layers)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
     snapshot, weights = prepared.memory.snapshot, prepared.memory.weights

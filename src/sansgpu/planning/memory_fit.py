@@ -43,13 +43,15 @@ def estimate_memory(task: TaskKind, config: Config, how: Execution, layers: int 
     accumulation = micro_batches_per_rank(training, how.micro_batch, how.world_size)
     if how.world_size > 1 and training.gradient_reduction == "fp32":
         accumulation = max(2, accumulation)  # gradients are reduced in fp32, as with accumulation
-    memory = task.memory(config, replace(how, accumulation=accumulation), layers)
+    costs = task.costs(config)
+    shallow = costs if layers is None else costs.with_layers(layers)
+    memory = shallow.memory(replace(how, accumulation=accumulation))
     if how.world_size == 1:
         return memory
     memory = replace(memory, gradients=2 * memory.gradients)  # the buckets to reduce are copies; measured
     if training.sharding == "none":
         return memory
-    return _sharded_memory(memory, task.parameters(config), training.sharding, how)
+    return _sharded_memory(memory, costs.parameters(), training.sharding, how)
 
 
 def _sharded_memory(memory: Memory, parts: dict[str, int], sharding: str, how: Execution) -> Memory:
@@ -174,7 +176,7 @@ def _change(
     how = replace(how, micro_batch=size, precision=precision, optimizer=optimizer)
     memory = estimate_memory(task, changed, how)
     if FEWER in cost:
-        now, then = (sum(task.parameters(c).values()) / 1e6 for c in (config, changed))
+        now, then = (sum(task.costs(c).parameters().values()) / 1e6 for c in (config, changed))
         cost = cost.replace(FEWER, f"{then:.0f}M parameters instead of {now:.0f}M")
     return ConfigChange(settings, cost, memory)
 

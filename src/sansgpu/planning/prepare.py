@@ -124,7 +124,8 @@ class Prepared:
     def facts(self) -> dict[str, Any]:
         corpus: Corpus | None = self.corpus
         training = self.config.training
-        parts = task_of(self.config).parameters(self.config)
+        costs = task_of(self.config).costs(self.config)
+        parts = costs.parameters()
         return {
             "parameters": sum(parts.values()),
             "trained_parameters": parts.get("adapter", sum(parts.values())),
@@ -140,7 +141,7 @@ class Prepared:
             "train_tokens": corpus.train_tokens if corpus else None,
             "train_examples": corpus.train_examples if corpus else None,
             "validation_tokens": corpus.validation_tokens if corpus else None,
-            "vocab_size": task_of(self.config).products(self.config).head[1],
+            "vocab_size": costs.products().head[1],
             "memory_bytes": self.memory.to_json(),
             "available_bytes": self.machine.available,
         }
@@ -255,7 +256,7 @@ def _with_length(config: Config, machine: Machine, corpus: Corpus | None) -> tup
     """Returns the configuration with its optimizer, the total steps, and whether the run is long enough to measure."""
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
-    work = task_of(config).work(config, tokens_per_step)
+    work = task_of(config).costs(config).work(tokens_per_step)
     optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
     config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
     if corpus is not None:

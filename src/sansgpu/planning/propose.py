@@ -153,7 +153,7 @@ def _candidate(base: Prepared, width: int, hours: float, efficiencies: list[tupl
     unique = base.corpus.train_tokens
     speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, efficiencies)
     tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MAX_EPOCHS * unique)
-    parameters = sum(task_of(config).parameters(config).values())
+    parameters = sum(task_of(config).costs(config).parameters().values())
     return ProposedRun(
         config, parameters, speed, tokens, tokens / unique, expected_bits_per_byte(parameters, tokens, unique)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,6 @@ from transformers import PreTrainedModel
 
 from sansgpu.config import Config, ConfigError, derive_seed
 from sansgpu.machine.compilation import expect_shapes
-from sansgpu.machine.memory import Execution, Memory
-from sansgpu.models import pretrained_costs as costs
-from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.patches import patch_layers, patch_model
 from sansgpu.models.pretrained import (
@@ -31,6 +28,7 @@ from sansgpu.models.pretrained import (
     save_pretrained,
     stored_dtype,
 )
+from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
 from sansgpu.models.unpadded import UnpaddedModel
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.variable_length_corpus import P, VariableLengthCorpus
@@ -143,48 +141,25 @@ class FineTuning(ABC):
             save_pretrained(self.whole_model(stored_dtype(settings)), tokenizer, folder)
 
     @classmethod
-    def shape(cls, config: Config) -> costs.PretrainedShape:
-        """Returns the model's dimensions."""
-        return costs.pretrained_shape(config.model, cls.head)
+    def costs(cls, config: Config) -> PretrainedCosts:
+        shape = pretrained_shape(config.model, cls.head)
+        return PretrainedCosts(config.model, config.training, config.window, config.window, shape=shape)
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:
         return config  # the vocabulary is the model's
 
-    @classmethod
-    def parameters(cls, config: Config) -> dict[str, int]:
-        return costs.parameters_by_part(cls.shape(config))
-
-    @classmethod
-    def memory(cls, config: Config, how: Execution, layers: int | None = None) -> Memory:
-        training, tokens = config.training, how.tokens(config.window)
-        shape = cls.shape(config) if layers is None else cls.shape(config).with_layers(layers)
-        masters, state = training.master_weights, training.optimizer_state
-        return costs.pretrained_memory(shape, config.model, tokens, how, masters, state)
-
-    @classmethod
-    def work(cls, config: Config, tokens: float) -> StepWork:
-        """Estimates the FLOPs of a step in which every token has a loss."""
-        return costs.pretrained_work(cls.shape(config), config.window, tokens)
-
-    @classmethod
-    def traffic(cls, config: Config, how: Execution) -> StepTraffic:
-        return costs.pretrained_traffic(cls.shape(config), cls.memory(config, how), how)
-
-    @classmethod
-    def products(cls, config: Config) -> LinearShapes:
-        return costs.pretrained_products(cls.shape(config))
-
-    @classmethod
-    def layers(cls, config: Config) -> int:
-        return cls.shape(config).layers
+    def flops_of_token(self, example_tokens: float, target_ratio: float = 1.0) -> float:
+        """Returns the training FLOPs per token, for examples with `example_tokens` on average."""
+        costs = replace(self.costs(self.config), example_tokens=example_tokens, target_ratio=target_ratio)
+        return costs.work(1).needed
 
     @classmethod
     def random_tokens(cls, config: Config, size: int, tokens: int | None) -> list[np.ndarray]:
         """Returns `size` examples of `tokens` random tokens."""
         length = min(tokens or config.window, config.window)
         draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
-        return list(torch.randint(0, cls.shape(config).vocabulary, (size, length), generator=draws).numpy())
+        return list(torch.randint(0, cls.costs(config).shape.vocabulary, (size, length), generator=draws).numpy())
 
 
 def too_few(name: str, count: int, what: str) -> ConfigError:

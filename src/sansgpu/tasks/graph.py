@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,8 @@ from sansgpu.data.masking import MaskRules, mask_example
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_and_hits
 from sansgpu.kernels.embedding import embed
-from sansgpu.machine.memory import Execution, Memory
-from sansgpu.models import graph_costs as costs
-from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 from sansgpu.models.entities import NameBags
+from sansgpu.models.graph_costs import GraphEncoderCosts
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import export_graph_model
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
@@ -177,9 +176,8 @@ class Graph(MaskedTask, GraphObjective):
         self.fingerprint = corpus.fingerprint
         self.notes: Sequence[str] = ()
         masked = corpus.train_targets / corpus.train_tokens
-        self.flops_per_token = costs.graph_work(
-            config.model, corpus.example_tokens, 1, masked, longest_span(config)
-        ).needed
+        costs = replace(self.costs(config), example_tokens=corpus.example_tokens, target_ratio=masked)
+        self.flops_per_token = costs.work(1).needed
         training, rules = config.training, mask_rules(config, corpus.codec.tokenizer)
         facts = Facts.of(corpus.train, config.data.kge_triples)
         self._masking = Masking(corpus.train, rules, training.seed, facts=facts)
@@ -209,10 +207,6 @@ class Graph(MaskedTask, GraphObjective):
         return GraphObjective(config.model_copy(update={"model": model}))
 
     @staticmethod
-    def layers(config: Config) -> int:
-        return config.model.n_layers
-
-    @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> GraphBatch:
         """Builds `size` random graphs of `tokens` nodes each, or with every leaf slot filled."""
         model, nodes = config.model, min(tokens or config.window, config.window)
@@ -226,29 +220,10 @@ class Graph(MaskedTask, GraphObjective):
         return GraphBatch.of(examples, masked_examples, _random_facts(config, size, draws))
 
     @staticmethod
-    def parameters(config: Config) -> dict[str, int]:
-        return costs.parameters_by_part(config.model, longest_span(config))
-
-    @staticmethod
-    def memory(config: Config, how: Execution, layers: int | None = None) -> Memory:
-        model, training = config.model, config.training
-        if layers is not None:
-            model = model.model_copy(update={"n_layers": min(layers, model.n_layers)})
-        nodes = how.tokens(config.window)
-        return costs.graph_memory(model, nodes, _masked_share(config), how, training, longest_span(config))
-
-    @staticmethod
-    def work(config: Config, tokens: float) -> StepWork:
-        """Estimates the FLOPs of a step with `tokens` nodes; most leaf slots are assumed to be empty."""
-        return costs.graph_work(config.model, config.roots, tokens, _masked_share(config), longest_span(config))
-
-    @staticmethod
-    def traffic(config: Config, how: Execution) -> StepTraffic:
-        return costs.graph_traffic(config.model, Graph.memory(config, how), how)
-
-    @staticmethod
-    def products(config: Config) -> LinearShapes:
-        return costs.graph_products(config.model)
+    def costs(config: Config) -> GraphEncoderCosts:
+        """Returns the costs if every leaf slot is filled, or for FLOPs, most are empty."""
+        model, masked = config.model, _masked_share(config)
+        return GraphEncoderCosts(model, config.training, config.window, config.roots, masked, longest_span(config))
 
     def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
         """Returns the masked examples of a step with the loss weights at that step."""

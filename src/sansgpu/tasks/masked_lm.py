@@ -18,7 +18,6 @@ from sansgpu.data.mask_tokenizer import GraphCodec, from_pretrained
 from sansgpu.data.masking import MaskRules, mask_example
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, save_tokenizer, weights_fingerprint
-from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
 from sansgpu.tasks.masked_prediction import (
@@ -72,8 +71,7 @@ class MaskedLM(MaskedTask, MaskedObjective):
         super().__init__(config)
         self.corpus, self._effective_batch = corpus, effective_batch
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        share = config.data.mask_ratio
-        self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
+        self.flops_per_token = self.flops_of_token(corpus.example_tokens, config.data.mask_ratio)
         rules, seed = mask_rules(config, corpus.codec.tokenizer), config.training.seed
         self._masking = Masking(corpus.train, rules, seed, self.ordered)
         held = validation_masking(corpus.validation, rules, seed, self.ordered)
@@ -98,7 +96,7 @@ class MaskedLM(MaskedTask, MaskedObjective):
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> GraphBatch:
-        ids = np.arange(cls.shape(config).vocabulary)
+        ids = np.arange(cls.costs(config).shape.vocabulary)
         rules = MaskRules(config.data.mask_ratio, 1, 0.0, 0, 0, ids)
         examples = [LeafyExample(t, np.ones(len(t), bool), []) for t in cls.random_tokens(config, size, tokens)]
         masked_examples = [mask_example(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]

@@ -17,18 +17,8 @@ from sansgpu.data.sources import open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.kernels.cross_entropy import LossOptions
-from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import TransformerLM
-from sansgpu.models.costs import (
-    LinearShapes,
-    StepTraffic,
-    StepWork,
-    decoder_memory,
-    decoder_products,
-    parameters_by_part,
-    step_traffic,
-    step_work,
-)
+from sansgpu.models.decoder_costs import DecoderCosts
 from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.huggingface import export_model
 from sansgpu.tasks.language_modeling import LanguageModeling
@@ -98,7 +88,7 @@ class Pretrain(PretrainObjective):
         self._effective_batch = effective_batch
         self._measured = LanguageModeling(self.model, corpus.validation)
         self.fingerprint, self.notes = corpus.fingerprint, ()
-        self.flops_per_token = self.work(config, 1).needed
+        self.flops_per_token = self.costs(config).work(1).needed
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TextCorpus]:
@@ -136,10 +126,6 @@ class Pretrain(PretrainObjective):
         return PretrainObjective(config.model_copy(update={"model": model}))
 
     @staticmethod
-    def layers(config: Config) -> int:
-        return config.model.n_layers
-
-    @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
         """Builds `size` windows of random tokens, each a single document. Windows are full, so `tokens` is ignored."""
         assert config.model.vocab_size is not None
@@ -155,27 +141,9 @@ class Pretrain(PretrainObjective):
         return with_expected_vocabulary(config)
 
     @staticmethod
-    def parameters(config: Config) -> dict[str, int]:
-        return parameters_by_part(config.model)
-
-    @staticmethod
-    def memory(config: Config, how: Execution, layers: int | None = None) -> Memory:
-        model = config.model
-        if layers is not None:
-            model = model.model_copy(update={"n_layers": min(layers, model.n_layers)})
-        return decoder_memory(model, config.window, how)
-
-    @staticmethod
-    def work(config: Config, tokens: float) -> StepWork:
-        return step_work(config.model, config.window, tokens)
-
-    @staticmethod
-    def traffic(config: Config, how: Execution) -> StepTraffic:
-        return step_traffic(config.model, config.window, how)
-
-    @staticmethod
-    def products(config: Config) -> LinearShapes:
-        return decoder_products(config.model)
+    def costs(config: Config) -> DecoderCosts:
+        fp32 = config.training.model_copy(update={"master_weights": "fp32", "optimizer_state": "fp32"})
+        return DecoderCosts(config.model, fp32, config.window, config.window)
 
     def batch(self, step: int, total_steps: int | None = None) -> Batch:
         """Returns the global batch of a step, cut into shorter pieces during the window warm-up."""

@@ -22,7 +22,6 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
-from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.reporting.files import write_text
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.task import Gather, Sums
@@ -99,7 +98,7 @@ class QA(QAObjective):
         super().__init__(config)
         self.corpus, self._effective_batch = corpus, effective_batch
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1).needed
+        self.flops_per_token = self.flops_of_token(corpus.example_tokens)
         self._reader = QAEvaluator(self, corpus.validation, config.data)
 
     @classmethod

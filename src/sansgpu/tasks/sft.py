@@ -24,7 +24,6 @@ from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.models.chat import answer
 from sansgpu.models.generate import Sampling
 from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
-from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Sums
@@ -97,8 +96,8 @@ class SFT(SFTObjective):
         self.corpus, self._effective_batch = corpus, effective_batch
         self._measured = SFTEvaluator(self, corpus.validation)
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        share = corpus.train.targets / corpus.train_tokens
-        self.flops_per_token = pretrained_work(self.shape(config), corpus.example_tokens, 1, share).needed
+        target_ratio = corpus.train.targets / corpus.train_tokens
+        self.flops_per_token = self.flops_of_token(corpus.example_tokens, target_ratio)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, ChatCorpus]:

@@ -12,8 +12,7 @@ from torch import nn
 from sansgpu.config import Config
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.memory import Execution, Memory
-from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
+from sansgpu.models.costing import Costs
 
 Gather = Callable[[Any], list[Any]]
 Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
@@ -138,23 +137,8 @@ class TaskKind(Protocol):
     def with_vocabulary(self, config: Config) -> Config:
         """Estimates the settings that `prepare` fills in, without reading the data. Raises ConfigError."""
 
-    def parameters(self, config: Config) -> dict[str, int]:
-        """Returns the number of parameters by part, without building the model."""
-
-    def memory(self, config: Config, how: Execution, layers: int | None = None) -> Memory:
-        """Estimates the peak memory of a step in bytes, for a model with at most `layers` blocks if given."""
-
-    def work(self, config: Config, tokens: float) -> StepWork:
-        """Estimates the FLOPs of a step with `tokens` tokens."""
-
-    def traffic(self, config: Config, how: Execution) -> StepTraffic:
-        """Estimates the minimum memory traffic of a step in bytes."""
-
-    def products(self, config: Config) -> LinearShapes:
-        """Returns the shapes of the matrix products of a step."""
-
-    def layers(self, config: Config) -> int:
-        """Returns the number of blocks of the model."""
+    def costs(self, config: Config) -> Costs:
+        """Returns what training costs, without building the model."""
 
     def objective(self, config: Config, layers: int | None = None) -> Objective:
         """Builds a model with its loss but without data, with `layers` blocks if given."""

@@ -70,7 +70,7 @@ def measure(
     are also timed compiled. `whole` states that memory suffices for all layers. `tokens` is the length of an example
     if it is shorter than the maximum.
     """
-    layers = task.layers(config)
+    layers = task.costs(config).layers
     first = "off" if compile_wanted == "measure" else compile_wanted
     tried: list[Timing] = []
     for size in sorted(sizes):
@@ -106,8 +106,8 @@ def time_parts(
 ) -> Timing:
     """Times one micro-batch size."""
     short_pass, short_update = _timed(task, config, plan, size, compiled, SHORT, tokens)
-    whole = whole and task.layers(config) * short_pass < MAX_FULL_DEPTH_SECONDS
-    deep = max(LONG, task.layers(config)) if whole else LONG
+    whole = whole and task.costs(config).layers * short_pass < MAX_FULL_DEPTH_SECONDS
+    deep = max(LONG, task.costs(config).layers) if whole else LONG
     long_pass, long_update = _timed(task, config, plan, size, compiled, deep, tokens)
     more = deep - SHORT
     block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more

@@ -47,7 +47,7 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
     try:
         task = task_of(config)
         config = task.with_vocabulary(config)
-        work = task.work(config, tokens)
+        work = task.costs(config).work(tokens)
         training = config.training
         how = Execution(
             micro_batch=micro_batch_choices(training, config.window, world_size)[0],

@@ -8,13 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sansgpu.config import ModelConfig
+from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.kernels import native
 from sansgpu.kernels.attention import causal_ranges
 from sansgpu.machine.memory import Execution
 from sansgpu.models import TransformerLM
-from sansgpu.models.costs import decoder_memory, kept_bytes, parameters_by_part, step_work
+from sansgpu.models.decoder_costs import DecoderCosts
 from tests.models.kept import kept_bytes_of
+
+
+def costs(model: ModelConfig, window: int = 16) -> DecoderCosts:
+    return DecoderCosts(model, TrainingConfig(), window, window)
+
 
 ACTIVATIONS = ("swiglu", "relu2", "gelu")
 
@@ -37,7 +42,7 @@ def test_the_parts_add_up_to_the_model(
             "d_ff": 8 * widths, "vocab_size": vocabulary, "max_seq_len": 16, "tie_embeddings": tied,
         }
     )  # fmt: skip
-    parts = parameters_by_part(config)
+    parts = costs(config).parameters()
     assert sum(parts.values()) == TransformerLM(config, seed=None).parameter_count
     assert ("head" in parts) == (not tied)
 
@@ -46,12 +51,12 @@ def test_flops_of_a_token_by_hand() -> None:
     modern = ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=1, d_ff=8, max_seq_len=8)
     matmul = 4 * 4 * 4 + 3 * 4 * 8  # q k v o, gate up down
     attention = 3 * 2 * 2 * 4 * (1 + 2 + 3) / 3  # two products a key, over an average of two keys
-    work = step_work(modern, window=3, tokens=5)
+    work = costs(modern, window=3).work(5)
     assert (work.matmul, work.loss, work.attention) == (5 * 6 * matmul, 5 * 6 * 10 * 4, 5 * attention)
     assert work.needed == 5 * (6 * (matmul + 40) + attention)
     classic = ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=2, d_ff=8, activation="gelu")
     matmul = 2 * (4 * 4 * 4 + 2 * 4 * 8)  # neither biases nor positions are multiplied by
-    assert step_work(classic, window=3, tokens=1).needed == 6 * (matmul + 10 * 4) + 2 * attention
+    assert costs(classic, window=3).work(1).needed == 6 * (matmul + 10 * 4) + 2 * attention
 
 
 def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
@@ -87,7 +92,7 @@ def test_a_block_keeps_what_is_said(activation: str, precision: str, compiled: s
             }
         )  # fmt: skip
         how = Execution(2, 1, precision, compiled, "native", "adamw")
-        assert kept_bytes(config, 128, how) == pytest.approx(kept_by_a_block(config, how, 128), rel=0.03)
+        assert costs(config, 128).saved_bytes(how) == pytest.approx(kept_by_a_block(config, how, 128), rel=0.03)
 
 
 @settings(max_examples=50)
@@ -95,20 +100,16 @@ def test_a_block_keeps_what_is_said(activation: str, precision: str, compiled: s
 def test_what_takes_more_memory_is_said_to(activation: str, precision: str, optimizer: str) -> None:
     config = ModelConfig.model_validate({"vocab_size": 1000, "activation": activation})
     how = Execution(4, 1, precision, "off", "native", optimizer)
-    memory = decoder_memory(config, 256, how)
+    memory = costs(config, 256).memory(how)
     assert sum(value for name, value in memory.to_json().items() if name != "total") == memory.total
-    double = decoder_memory(config, 256, Execution(8, 1, precision, "off", "native", optimizer))
-    frugal = decoder_memory(
-        config.model_copy(update={"gradient_checkpointing": True}),
-        256,
-        Execution(8, 1, precision, "off", "native", optimizer),
+    double = costs(config, 256).memory(Execution(8, 1, precision, "off", "native", optimizer))
+    frugal = costs(config.model_copy(update={"gradient_checkpointing": True}), 256).memory(
+        Execution(8, 1, precision, "off", "native", optimizer)
     )
-    plain = decoder_memory(config, 256, Execution(4, 1, precision, "off", "torch", optimizer))
+    plain = costs(config, 256).memory(Execution(4, 1, precision, "off", "torch", optimizer))
     assert frugal.total < double.total
     assert memory.total < double.total
     assert memory.total < plain.total
     if optimizer == "muon":
-        assert (
-            memory.optimizer
-            < decoder_memory(config, 256, Execution(4, 1, precision, "off", "native", "adamw")).optimizer
-        )
+        adamw = costs(config, 256).memory(Execution(4, 1, precision, "off", "native", "adamw"))
+        assert memory.optimizer < adamw.optimizer
