@@ -24,6 +24,8 @@ from tests import processes
 from tests.processes import digests, finish, json_lines, kill_when, record, start, use_cache, write_corpus
 from tests.tasks.folders import NAMES, chat_rows, model_folder, squad
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 Captured = pytest.CaptureFixture[str]
 TINY = {
     "data.max_length": 96, "training.batch_size": 2, "training.gradient_accumulation_steps": 2,
@@ -43,11 +45,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chat_rows(folder / "chat.jsonl")
     squad(folder / "squad.json", impossible=True)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
