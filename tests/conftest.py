@@ -24,7 +24,7 @@ LONGEST = (
     "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "planning/test_plan.py", "planning/test_cluster.py",
     "jobs/test_tune.py", "train/test_runs.py", "scale/test_faults.py", "tasks/test_fine_tuning_runs.py",
     "train/test_resume.py", "test_cli.py", "tasks/test_graph_runs.py", "jobs/k8s/test_manifests.py",
-    "scale/test_sums.py", "scale/test_tasks.py",
+    "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
 )  # fmt: skip
 
 

@@ -8,11 +8,7 @@ import yaml
 from sansgpu.cli import run as cli
 
 ROOT = Path(__file__).parents[3]
-
-
 CONFIG = ROOT / "configs/cpu_80m.yaml"
-
-
 OPTIONS = {"nodes": 4, "cpus": 16, "memory": "64Gi", "pvc": "corpus", "image": "registry.example/sansgpu:1"}
 
 

@@ -20,8 +20,6 @@ from tests.jobs.k8s.rendered import CONFIG, OPTIONS, ROOT, arguments, refused, r
 from tests.processes import environment, settings, write_corpus
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
-
-
 MODELS = {
     "ConfigMap": trainer.IoK8sApiCoreV1ConfigMap,
     "Pod": trainer.IoK8sApiCoreV1Pod,
