@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from sansgpu.kernels import native
 from sansgpu.machine.compilation import missing_compiler
-from tests.processes import COMPILED
+from tests.processes import COMPILED, use_cache, write_corpus
 
 # Tests of the kernels are skipped where nothing can be compiled, and for no other reason.
 reason = native.load(COMPILED)
@@ -19,12 +19,12 @@ if reason is not None and missing_compiler() is None:
 settings.register_profile("sansgpu", deadline=None)  # a busy machine must not fail an example by its time
 settings.load_profile("sansgpu")
 
-# Begun first, so that no worker is left with a long file at the end.
+# These files start first, so that no worker is left with a long one at the end.
 LONGEST = (
     "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "planning/test_plan.py", "planning/test_cluster.py",
-    "jobs/test_tune.py",
-    "train/test_runs.py", "scale/test_faults.py", "tasks/test_fine_tuning_runs.py", "train/test_resume.py",
-    "test_cli.py", "tasks/test_graph_runs.py", "jobs/test_k8s.py", "scale/test_sums.py", "scale/test_tasks.py",
+    "jobs/test_tune.py", "train/test_runs.py", "scale/test_faults.py", "tasks/test_fine_tuning_runs.py",
+    "train/test_resume.py", "test_cli.py", "tasks/test_graph_runs.py", "jobs/k8s/test_manifests.py",
+    "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
 )  # fmt: skip
 
 
@@ -35,8 +35,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    """A run inside the test process sets its threads and its treatment of denormals; the next test finds neither."""
+    """Resets the number of threads and the treatment of denormals, which a run in the test process changes."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, shared by a module's tests; modules that need other data replace it."""
+    folder = tmp_path_factory.mktemp("home")
+    write_corpus(folder / "corpus.jsonl")
+    return folder
+
+
+@pytest.fixture
+def own_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, home / "cache")
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes an empty folder the working directory."""
+    monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Real processes for tests: the command line in a process of its own, killed where a test says so."""
+"""Runs of the command line, in this process or in one of their own that a test may kill."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.outcome import file_digests
 from benchmarks.outcome import json_lines as json_lines
 from benchmarks.outcome import record as record
 
+from sansgpu.cli import run as cli
 from sansgpu.machine.compiled import compiled_in
 
 # A model of a second, with dropout on, and everything that can be due at a step due within a few.
@@ -64,6 +65,12 @@ def settings(**overrides: object) -> list[str]:
     """TINY with changes (`model__d_model=64`), as --set arguments."""
     merged = {**TINY, **{key.replace("__", "."): value for key, value in overrides.items()}}
     return [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
+
+
+def train(home: Path, run: Path, *more: str, **changes: object) -> int:
+    """Trains a tiny model on the corpus in `home`, in this process; returns the exit code."""
+    chosen = {"data__dataset_name": home / "corpus.jsonl", **changes}
+    return cli(["train", *settings(**chosen), "--output-dir", str(run), *more])
 
 
 def environment(cache: Path) -> dict[str, str]:

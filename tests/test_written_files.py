@@ -20,6 +20,8 @@ from sansgpu.config import ConfigError
 from tests.processes import settings, use_cache, write_corpus
 from tests.test_cli import sentence
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 CONFIG = Path(__file__).parents[1] / "configs/cpu_small.yaml"
 SPACE = "training.learning_rate: [0.001, 0.01]\n"
 FOLDER, FILE = "folder", "file"  # what a command writes
@@ -47,11 +49,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("one", "other"):
             assert cli(train(folder, folder / name)) == 0
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def train(home: Path, output: Path | str, *more: str, steps: int = 4, **changes: object) -> list[str]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import io
 import json
 import os
 import random
@@ -12,14 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
-from sansgpu.config import load_config
 from sansgpu.config.load import describe
-from tests.fuzz.bases import Bases, copy, member, tiny_config, yaml_text
+from tests.fuzz.bases import Bases, copy, tiny_config, yaml_text
+from tests.fuzz.files import ggufs, model_folders, rows, run_folders, tokenizers, writes
 from tests.fuzz.harness import Case
-from tests.fuzz.values import NUMBERS, TEXTS, changed, damaged, dumped, odd, places
+from tests.fuzz.values import NUMBERS, TEXTS, changed, damaged, dumped, odd
 from tests.processes import settings
 
 FAST = ["--set", "training.timeout_seconds=3", "--set", "training.kernels=torch"]
@@ -45,11 +39,6 @@ TEXT_FILES = [  # (name, content) that no schema sees
 Generator = Callable[[random.Random, Bases], Case]
 
 
-def _write(name: str, content: bytes | str) -> Callable[[Path], object]:
-    data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
-    return lambda here: (here / name).write_bytes(data)
-
-
 def _toml(values: dict[str, Any]) -> str:
     """Flat sections as TOML; null, which TOML lacks, is left out."""
     top = [(k, v) for k, v in values.items() if not isinstance(v, dict)]
@@ -65,7 +54,7 @@ def configuration(draw: random.Random, bases: Bases) -> Case:
     how = draw.random()
     if how < 0.2:
         name, text = draw.choice(TEXT_FILES)
-        return Case(["train", name, "--dry-run"], _write(name, text), (2,))
+        return Case(["train", name, "--dry-run"], writes(name, text), (2,))
     if how < 0.25:
         name = draw.choice(("a.yaml", "a.toml", "a.json"))
         make: Callable[[Path], object] = draw.choice(
@@ -84,7 +73,7 @@ def configuration(draw: random.Random, bases: Bases) -> Case:
     if how < 0.4:
         text = damaged(yaml_text(values).encode(), draw)
         command = ["train", "a.yaml", "--dry-run", *_small_data(text.decode(errors="replace"), bases)]
-        return Case(command, _write("a.yaml", text))
+        return Case(command, writes("a.yaml", text))
     if how < 0.5:
         values = changed(values, draw)
     else:
@@ -97,7 +86,7 @@ def configuration(draw: random.Random, bases: Bases) -> Case:
     if name == "a.toml":
         text = _toml(values) if isinstance(values, dict) else "a = 1"
     command = ["plan", name] if draw.random() < 0.05 else ["train", name, "--dry-run"]
-    return Case([*command, *_small_data(text, bases)], _write(name, text))
+    return Case([*command, *_small_data(text, bases)], writes(name, text))
 
 
 def _small_data(text: str, bases: Bases) -> list[str]:
@@ -170,175 +159,6 @@ def flags(draw: random.Random, bases: Bases) -> Case:
     return Case(arguments, prepare)
 
 
-def rows(draw: random.Random, bases: Bases) -> Case:
-    """Data of every format and task with odd values in its rows, or damaged."""
-    task = draw.choice(("pretrain", "pretrain", "graph", "sft", "qa"))
-    source = {"pretrain": bases.corpus, "graph": bases.graph, "sft": bases.chats, "qa": bases.questions}[task]
-    text = source.read_text()
-    if task == "qa":
-        name, content = "data.json", dumped(changed(json.loads(text), draw)).encode()
-    else:
-        found = [json.loads(line) for line in text.splitlines()]
-        for _ in range(draw.choice((1, 3, 10))):
-            number = draw.randrange(len(found))
-            found[number] = changed(found[number], draw) if draw.random() < 0.9 else odd(draw)
-        name, content = _form(draw, found, task)
-    if draw.random() < 0.3:
-        content = damaged(content, draw)
-    if draw.random() < 0.15:
-        name, content = name + ".gz", gzip.compress(content)
-        content = damaged(content, draw) if draw.random() < 0.5 else content
-    chosen = settings(data__dataset_name=name, training__max_steps=2)
-    if task == "graph":
-        chosen += ["--set", "task=graph", "--set", "model.activation=gelu", "--set", "data.validation_split=0.2"]
-    if task in ("sft", "qa"):
-        folder = bases.decoder if task == "sft" else bases.encoder
-        chosen = [
-            "--set",
-            f"task={task}",
-            "--set",
-            f"model.name_or_path={folder}",
-            "--set",
-            f"data.dataset_name={name}",
-        ]
-        chosen += ["--set", "training.batch_size=1", "--set", "training.max_steps=2", "--set", "data.max_length=48"]
-        chosen += ["--set", "data.chat_template=simple"] if task == "sft" else ["--set", "data.doc_stride=16"]
-    return Case(["train", *chosen, "--dry-run"], _write(name, content))
-
-
-def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]:
-    """Rows as a file."""
-    form = draw.choice(
-        ("jsonl", "jsonl", "json", "csv", "parquet", "txt") if task == "pretrain" else ("jsonl", "jsonl", "json")
-    )
-    lines = "".join(dumped(row) + "\n" for row in found)
-    if form == "json":
-        return "data.json", dumped(found).encode()
-    if form == "csv":
-        cells = [row.get("text") if isinstance(row, dict) else row for row in found]
-        csv = "text\n" + "".join(f"{json.dumps(cell)}\n" for cell in cells)
-        return "data.csv", csv.encode()
-    if form == "parquet":
-        table = pyarrow.table({draw.choice(("text", "other")): [str(len(lines)), "words " * 50] * 40})
-        buffer = io.BytesIO()
-        pyarrow.parquet.write_table(table, buffer)
-        return "data.parquet", damaged(buffer.getvalue(), draw)
-    if form == "txt":
-        return draw.choice(("data.txt", "data.md", "data.py")), damaged(lines.encode(), draw)
-    return "data.jsonl", lines.encode()
-
-
-def tokenizers(draw: random.Random, bases: Bases) -> Case:
-    """A tokenizer.json with odd values, or damaged."""
-    source = draw.choice((bases.tokenizer, bases.decoder / "tokenizer.json", bases.encoder / "tokenizer.json"))
-    content = source.read_bytes()
-    if draw.random() < 0.7:
-        content = dumped(_changed_shallow(json.loads(content), draw)).encode()
-    else:
-        content = damaged(content, draw)
-    return Case(
-        ["tokenizer", "encode", "tokenizer.json", "--text", "the model 12 ½"], _write("tokenizer.json", content)
-    )
-
-
-def _changed_shallow(value: Any, draw: random.Random) -> Any:
-    """Changed outside of long lists and vocabularies, which are most of a tokenizer."""
-    short = [place for place in places(value) if "vocab" not in place[:-1] and "merges" not in place[:-1]]
-    *path, last = draw.choice(short)
-    inner = value
-    for key in path:
-        inner = inner[key]
-    inner[last] = odd(draw)
-    return value
-
-
-def model_folders(draw: random.Random, bases: Bases) -> Case:
-    """A Hugging Face folder of which one file is changed or damaged."""
-    source = draw.choice((bases.final, bases.final, bases.decoder))
-    seed = draw.randrange(2**32)
-    command = draw.choice(
-        [
-            ["generate", "model", "--prompt", "the", "--max-new-tokens", "2"],
-            ["eval", "model", "--data", str(bases.corpus)],
-        ]
-    )
-
-    def prepare(here: Path) -> None:
-        again = random.Random(seed)
-        folder = copy(source, here / "model")
-        file = member(again, folder, (".json", ".safetensors"))
-        if file.suffix == ".json" and again.random() < 0.7:
-            file.write_text(dumped(_changed_shallow(json.loads(file.read_text()), again)))
-        elif again.random() < 0.1:
-            file.unlink()
-            os.mkfifo(file)
-        else:
-            head = again.random() < 0.7 and file.suffix == ".safetensors"
-            content = file.read_bytes()
-            size = 8 + int.from_bytes(content[:8], "little") if head else len(content)
-            file.write_bytes(damaged(content[:size], again) + content[size:])
-
-    return Case(command, prepare, (0, 1, 2))
-
-
-def ggufs(draw: random.Random, bases: Bases) -> Case:
-    """A GGUF file damaged, most often in its header, or with a number there replaced by a huge one."""
-    content = bytearray(bases.gguf.read_bytes())
-    head = 1 << draw.choice((5, 8, 11))
-    if draw.random() < 0.4:
-        at = draw.randrange(0, head)
-        content[at : at + 8] = draw.choice((2**64 - 1, 2**63, 2**40, 2**31, 0)).to_bytes(8, "little")
-        data = bytes(content)
-    else:
-        data = damaged(bytes(content[:head]), draw) + bytes(content[head:])
-    return Case(["generate", "m.gguf", "--prompt", "the", "--max-new-tokens", "2"], _write("m.gguf", data), (0, 1, 2))
-
-
-_READERS = (
-    ["report", "run"], ["runs", "."], ["runs", ".", "--json"], ["snapshots", "list", "run"],
-    ["snapshots", "list", "run", "--json"],
-    ["snapshots", "show", "run"], ["snapshots", "verify", "run"], ["generate", "run", "--max-new-tokens", "2"],
-    ["train", "--resume", "latest", "--output-dir", "run", "--dry-run"],
-    ["snapshots", "fork", "run", "--output-dir", "forked"],
-)  # fmt: skip
-RECORDS = ("metrics.jsonl", "environment.json", "config.yaml", "state.json", "MANIFEST.json")
-
-
-def run_folders(draw: random.Random, bases: Bases) -> Case:
-    """A run of which one file holds a value of another type, or is damaged."""
-    command, seed = draw.choice(_READERS), draw.randrange(2**32)
-
-    def prepare(here: Path) -> None:
-        again = random.Random(seed)
-        folder = copy(bases.run, here / "run")
-        file = member(again, folder, (again.choice(RECORDS),))
-        if again.random() < 0.15:
-            file.write_bytes(damaged(file.read_bytes(), again))
-        elif again.random() < 0.05:
-            file.unlink()
-            os.mkfifo(file)
-        elif file.suffix == ".jsonl":
-            lines = file.read_text().splitlines()
-            number = again.randrange(len(lines))
-            lines[number] = dumped(changed(json.loads(lines[number]), again))
-            file.write_text("".join(line + "\n" for line in lines))
-        elif file.suffix == ".yaml":
-            config, _ = load_config(file)
-            file.write_text(dumped(changed(config.model_dump(mode="json", exclude_defaults=True), again)))
-        else:
-            file.write_text(dumped(changed(json.loads(file.read_text()), again)))
-        if (
-            file.name == "state.json" and file.is_file() and again.random() < 0.7
-        ):  # as somebody would who wants it to be believed
-            manifest = file.with_name("MANIFEST.json")
-            values = json.loads(manifest.read_text())
-            values["files"]["state.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
-            manifest.write_text(json.dumps(values))
-
-    codes = (0, 1, 2) if "verify" in command or "fork" in command else (0, 2)  # a pipe cannot be copied
-    return Case(command, prepare, codes)
-
-
 _VARIABLES = {
     "SANSGPU_CACHE": ["", "/dev/null", "/dev/null/x", "x" * 300, "relative", "file", "\x1b[31m", "~"],
     "XDG_CACHE_HOME": ["/dev/null", "", "x" * 300],
@@ -384,7 +204,7 @@ def variables(draw: random.Random, bases: Bases) -> Case:
     ]
     commands = [train, train, ["runs", str(bases.run)], ["--version"], ["snapshots", "list", str(bases.run)]]
     codes = (0, 1, 2) if "WORLD_SIZE" in chosen else (0, 2)  # another process that never comes is a failure at work
-    return Case(draw.choice(commands), _write("file", "x"), codes, chosen, apart=True)
+    return Case(draw.choice(commands), writes("file", "x"), codes, chosen, apart=True)
 
 
 # How many of a thousand are of each kind.

@@ -13,6 +13,8 @@ from sansgpu.train.snapshots import snapshots
 from tests.processes import settings, use_cache, write_corpus
 from tests.tasks.folders import chat_rows, model_folder
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 Captured = pytest.CaptureFixture[str]
 ADAPTED = {
     "task": "sft", "data.max_length": 96, "training.batch_size": 2, "training.max_steps": 2, "training.warmup_steps": 1,
@@ -40,11 +42,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }.items():
             assert cli(["train", *chosen, "--output-dir", str(folder / name)]) == 0
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def pairs(values: dict[str, object]) -> list[str]:

@@ -16,10 +16,12 @@ from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.compiled import NotPrivateError, compiled_in
 from tests import processes
 from tests.jobs.hostile import MODULE, bomb, copied, with_code, write_cache, write_module
-from tests.processes import environment, use_cache, write_corpus
+from tests.processes import environment, write_corpus
 from tests.tasks import graphs
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.test_graph_runs import TINY as GRAPH
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 Captured = pytest.CaptureFixture[str]
 OBJECTIVE = f"{MODULE}:Pretrain"
@@ -65,11 +67,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     squad(folder / "squad.json")
     graphs.write_rows(folder / "graph.jsonl", graphs.rows())
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def made(home: Path, task: str) -> Path:

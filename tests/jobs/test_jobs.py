@@ -13,6 +13,8 @@ from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
 from tests.processes import json_lines, settings, use_cache, write_corpus
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,11 +25,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chosen = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=20)
         assert cli(["train", *chosen, "--output-dir", str(folder / "run")]) == 0
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, float]:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import settings, use_cache, write_corpus
+from tests.processes import settings, write_corpus
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 CLUSTER_KEYS = {
     "nodes", "network_bits_per_second", "latency_seconds", "gloo_bytes_per_second", "gradient_bytes", "step_seconds",
@@ -25,11 +27,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clusters")
     write_corpus(folder / "corpus.jsonl", documents=200)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def planned(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str, **more: object) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from sansgpu.config import SansGPUError, load_config
 from sansgpu.config.load import BUILT_IN
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
 from sansgpu.train.scaling_law import effective_tokens, expected_bits_per_byte
-from tests.processes import environment, json_lines, settings, use_cache, write_corpus
+from tests.processes import environment, json_lines, settings, write_corpus
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 # What INTERFACE promises other programs.
 PLAN_KEYS = {
@@ -42,11 +44,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans")
     write_corpus(folder / "corpus.jsonl", documents=200)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def printed(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tiny runs for the tests of what is said of runs."""
+"""Tiny runs for the tests of reports."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sansgpu.cli import run as cli
 from sansgpu.config import RunPaths
-from tests.processes import json_lines, settings, write_corpus
+from tests import processes
+from tests.processes import json_lines, write_corpus
 
 Event = dict[str, Any]
 
 
 def train(home: Path, name: str, **changes: object) -> Path:
-    """A run in this process, on made-up sentences."""
+    """Trains a tiny model on made-up sentences in this process."""
     corpus = home / "corpus.jsonl"
     if not corpus.exists():
         write_corpus(corpus)
-    merged = {"data__dataset_name": corpus, "training__max_steps": 8, "training__sample_tokens": 8, **changes}
-    assert cli(["train", *settings(**merged), "--output-dir", str(home / name)]) == 0
+    small: dict[str, object] = {"training__max_steps": 8, "training__sample_tokens": 8}
+    assert processes.train(home, home / name, **{**small, **changes}) == 0
     return home / name
 
 
 def written(folder: Path, events: list[Event], source: Path) -> Path:
-    """A run's folder with these events, and a real run's configuration and environment."""
+    """Writes a run's folder with `events` and the configuration and environment of the run `source`."""
     paths, real = RunPaths(folder), RunPaths(source)
     folder.mkdir(parents=True)
     for path, other in ((paths.config, real.config), (paths.environment, real.environment)):
@@ -39,5 +39,5 @@ def events_of(run: Path) -> list[Event]:
 
 
 def changed(run: Path, change: Callable[[Event], Event | None]) -> list[Event]:
-    """The events of a run, each as `change` makes it; None leaves it out."""
+    """Returns the events of a run after `change`, which may return None to drop one."""
     return [new for event in events_of(run) if (new := change(dict(event))) is not None]

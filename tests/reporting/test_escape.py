@@ -18,6 +18,8 @@ from sansgpu.cli import run as cli
 from sansgpu.reporting.escape import printable, printable_json, printable_line
 from tests.processes import environment, settings, use_cache, write_corpus
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 Captured = pytest.CaptureFixture[str]
 EVIL = "a\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x7fz"
 WRITTEN = r"a\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x7fz"
@@ -51,11 +53,6 @@ def run(home: Path) -> Path:
     warning = {"event": "warning", "message": f"{EVIL}<script>alert(1)</script>", "step": 1, "cause": "gradient"}
     (target / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*events, warning]))
     return target
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def test_what_is_written_out_and_what_stays() -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,28 +13,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sansgpu.cli import run as cli
 from sansgpu.reporting.jsonl import read_events
-from tests.processes import environment, json_lines, record, settings, use_cache, write_corpus
+from tests import processes
+from tests.processes import environment, json_lines, record, use_cache
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 # What str.splitlines ends lines at, besides "\n". JSON escapes those below U+0020.
 LINE_ENDS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 TEXT = "".join(f"a line{end}" for end in LINE_ENDS)
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lines")
-    write_corpus(folder / "corpus.jsonl")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
-
-
-def train(home: Path, run: Path, *more: str, **changes: object) -> int:
-    chosen = {"data__dataset_name": home / "corpus.jsonl", "training__max_steps": 6, **changes}
-    return cli(["train", *settings(**chosen), "--output-dir", str(run), *more])
+train = partial(processes.train, training__max_steps=6)
 
 
 def test_an_event_with_any_line_end_is_one_line(home: Path, tmp_path: Path) -> None:

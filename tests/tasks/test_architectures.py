@@ -20,7 +20,7 @@ from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.reporting.events import Event, EventBuffer
 from sansgpu.tasks import TASKS
-from tests.processes import digests, record, use_cache
+from tests.processes import digests, record
 from tests.tasks.folders import chat_rows, model_folder, squad
 
 # Value: several examples share a row.
@@ -46,8 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
+def _one_thread(own_cache: None) -> None:
     torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 

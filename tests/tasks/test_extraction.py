@@ -23,6 +23,8 @@ from sansgpu.tasks.tail_prediction import BeamSearch, TailPredictor, TailQuery
 from tests.processes import use_cache
 from tests.tasks.test_link_prediction import CPU, LEAVES, quiet, run_of, untrained, words_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 WORDS = ["red", "blue", "green", "old", "new", "fox", "owl", "bear"]
 TOKENIZER = words_tokenizer(*WORDS, "saw the , .")
 RULES = LeafyRules(roots=10, leaves=LEAVES)
@@ -253,11 +255,6 @@ def run(home: Path, rows: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         use_cache(patch, home / "cache")
         return run_of(home / "run", rows, 300, model__leaves=2, data__vocab_size=360)
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def extracted(run: Path, text: str | None = None, data: Path | None = None, **chosen: Any) -> Triples:

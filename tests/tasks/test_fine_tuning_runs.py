@@ -1,10 +1,8 @@
-"""Fine-tuning by the command line: runs are reproducible, resumed, exported and used; errors are one sentence."""
+"""Fine-tuning runs are reproducible, resume, export and predict; errors are one sentence."""
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,14 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from sansgpu.cli import run as cli
-from sansgpu.jobs.chat import ChatSession
 from sansgpu.jobs.fine_tuned import load_fine_tuned
 from sansgpu.machine.probe import has_native_bf16
-from sansgpu.models.generate import Sampling
-from tests import processes
-from tests.processes import digests, finish, json_lines, kill_when, record, start, use_cache, write_corpus
-from tests.tasks.folders import NAMES, chat_rows, model_folder, squad
+from tests.processes import digests, finish, kill_when, record, start
+from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
+from tests.tasks.folders import chat_rows, model_folder, squad
 
-Captured = pytest.CaptureFixture[str]
-TINY = {
-    "data.max_length": 96, "training.batch_size": 2, "training.gradient_accumulation_steps": 2,
-    "training.learning_rate": 0.002, "training.warmup_steps": 2, "training.max_steps": 4, "training.logging_steps": 1,
-    "training.save_steps": 2, "training.eval_steps": 2, "training.precision": "fp32", "training.compile": "off",
-    "training.report_to": "none", "training.threads": 1, "device": "cpu",
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 ADAPTED = {"model__adapter": "lora", "model__lora_dropout": 0.1}
 NARROW = {"training__master_weights": "bf16", "training__optimizer_state": "8bit", "training__precision": "bf16"}
 NEEDS_BF16 = pytest.mark.skipif(not has_native_bf16(), reason="this CPU has no native bf16")
@@ -43,46 +34,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chat_rows(folder / "chat.jsonl")
     squad(folder / "squad.json", impossible=True)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
-
-
-def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
-    own: dict[str, object] = {
-        "task": task,
-        "model.name_or_path": model_folder("qwen2" if task == "sft" else "bert"),
-        "data.dataset_name": home / ("chat.jsonl" if task == "sft" else "squad.json"),
-        **({"data.doc_stride": 16} if task == "qa" else {}),
-    }
-    merged = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
-    return [part for key, value in merged.items() if value != "" for part in ("--set", f"{key}={value}")]
-
-
-def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
-    """A run in this process, shared by all tests."""
-    run = home / name
-    if not run.exists():
-        assert cli(["train", *settings(home, task, **changes), "--output-dir", str(run)]) == 0
-    return run
-
-
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = json_lines(run / "metrics.jsonl")
-    return [line for line in lines if line["event"] == kind]
-
-
-def sentence(capsys: Captured) -> str:
-    """The only line of stderr apart from progress."""
-    captured = capsys.readouterr()
-    doing = ("tokenizing", "warning: ")
-    lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("sansgpu: ")
-    assert "Traceback" not in captured.err + captured.out
-    return lines[0]
 
 
 def outputs(model: Any) -> torch.Tensor:
@@ -214,79 +165,6 @@ def test_activations_computed_again_change_no_loss(
 
 
 # A model that has learned something
-
-
-def answers() -> dict[str, str]:
-    words = NAMES.split()
-    return {
-        f"What follows {word}?": f"{words[(n * 7 + 3) % 16]} {words[(n * 5 + 1) % 16]}" for n, word in enumerate(words)
-    }
-
-
-@pytest.fixture(scope="module")
-def learned(home: Path) -> Path:
-    rows = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in answers().items()
-    ]
-    (home / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    patch = pytest.MonkeyPatch()
-    use_cache(patch, home / "cache")
-    try:
-        return made(
-            home, "learned", data__dataset_name=home / "short.jsonl", data__validation_name=home / "short.jsonl",
-            training__batch_size=16, training__gradient_accumulation_steps=1, training__max_steps=120,
-            training__learning_rate=0.005, training__eval_steps=60, training__save_steps=0,
-            training__sample_tokens=20, training__sample_prompt="What follows red?",
-        )  # fmt: skip
-    finally:
-        patch.undo()
-
-
-def test_a_model_learns_and_repeats_what_it_learned(learned: Path, capsys: Captured) -> None:
-    assert events_of(learned, "step")[-1]["loss"] < 0.1
-    assert events_of(learned, "eval")[-1]["loss"] < 0.1
-    for question, answer in list(answers().items())[:2]:
-        for target in (learned, learned, learned / "final"):
-            capsys.readouterr()
-            assert cli(["chat", str(target), "--prompt", question, "--temperature", "0"]) == 0
-            assert capsys.readouterr().out == answer + "\n"
-
-
-def test_a_conversation_comes_from_a_pipe(learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    first, second = list(answers().items())[:2]
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first[0]}\n/new\n\n{second[0]}\n"))
-    assert cli(["chat", str(learned), "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == f"{first[1]}\n{second[1]}\n"
-
-
-def test_what_was_said_is_remembered_until_it_is_forgotten(learned: Path) -> None:
-    conversation = ChatSession(str(learned), "Be short.", "latest", pytest.fail)
-    question, said = "What follows red?", []
-    for _ in range(2):
-        said.append("".join(conversation.say(question, 8, Sampling(temperature=0))))
-    assert [turn["content"] for turn in conversation.said] == ["Be short.", question, said[0], question, said[1]]
-    conversation.reset()
-    assert [turn["role"] for turn in conversation.said] == ["system"]
-    assert "".join(conversation.say(question, 8, Sampling(temperature=0))) == said[0]
-
-
-def test_what_cannot_talk_is_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    data = write_corpus(tmp_path / "corpus.jsonl")
-    small = processes.settings(data__dataset_name=data, training__max_steps=1)
-    assert cli(["train", *small, "--output-dir", str(tmp_path / "pretrained")]) == 0
-    silent = shutil.copytree(model_folder("qwen2"), tmp_path / "silent")
-    (silent / "chat_template.jinja").unlink()
-    asked = made(home, "asked", "qa")
-    capsys.readouterr()
-    for target, words in (
-        (tmp_path / "pretrained", "sansgpu generate"),
-        (silent, "has no chat template"),
-        (asked, "task qa"),
-        (tmp_path / "nowhere", "does not exist"),
-    ):
-        assert cli(["chat", str(target), "--prompt", "hello"]) == 2
-        assert words in sentence(capsys)
 
 
 # Questions

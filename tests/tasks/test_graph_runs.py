@@ -16,9 +16,11 @@ from sansgpu.config import Config
 from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import load_pretrained
 from sansgpu.models.unpadded import UnpaddedModel
-from tests.processes import digests, finish, json_lines, kill_when, record, start, use_cache
+from tests.processes import digests, finish, json_lines, kill_when, record, start
 from tests.tasks.folders import model_folder
 from tests.tasks.graphs import rows, write_rows
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 Captured = pytest.CaptureFixture[str]
 TINY = {
@@ -47,11 +49,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
     write_rows(folder / "rows.jsonl", rows())
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def settings(home: Path, **changes: object) -> list[str]:

@@ -268,8 +268,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
+def _one_thread(own_cache: None) -> None:
     torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 

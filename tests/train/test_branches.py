@@ -10,23 +10,13 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
-from tests.processes import digests, environment, json_lines, record, settings, start, use_cache, write_corpus
+from tests.processes import digests, environment, json_lines, record, settings, start, use_cache
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 # Evaluations at 3, 6, 9, 12, of which some are the best; regular snapshots at 4, 8, 12.
 SHAPE = {"training__max_steps": 12, "training__keep_last": 9, "training__save_steps": 4}
 FIRST = "abandoned-from-step-000004"
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("branches")
-    write_corpus(folder / "corpus.jsonl")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
 
 
 def arguments(home: Path, run: Path, *more: str, **changes: object) -> list[str]:

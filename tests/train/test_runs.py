@@ -15,7 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sansgpu.cli import run as cli
 from sansgpu.reporting.events import Event, EventBuffer, Sinks
 from sansgpu.train.snapshots import snapshots
-from tests.processes import digests, environment, finish, json_lines, record, settings, start, use_cache, write_corpus
+from tests import processes
+from tests.processes import digests, environment, finish, json_lines, record, settings, start
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 # What the documentation promises other programs.
 STEP_KEYS = {
@@ -27,21 +30,8 @@ EVAL_KEYS = {"event", "step", "loss", "perplexity", "bits_per_byte", "seconds"}
 END_KEYS = {"event", "step", "time", "reason", "seconds", "snapshot"}
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    write_corpus(folder / "corpus.jsonl")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
-
-
 def train(home: Path, run: Path, *more: str, **changes: object) -> list[dict[str, Any]]:
-    chosen = {"data__dataset_name": home / "corpus.jsonl", **changes}
-    assert cli(["train", *settings(**chosen), "--output-dir", str(run), *more]) == 0
+    assert processes.train(home, run, *more, **changes) == 0
     return json_lines(run / "metrics.jsonl")
 
 

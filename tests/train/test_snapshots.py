@@ -5,30 +5,20 @@ import resource
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import clear_leftovers, snapshots
+from tests import processes
 from tests.processes import environment, json_lines, settings, use_cache, write_corpus
 
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("snapshots")
-    write_corpus(folder / "corpus.jsonl")
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
-
-
-def train(home: Path, run: Path, *more: str, **changes: object) -> int:
-    chosen = {"data__dataset_name": home / "corpus.jsonl", "training__max_steps": 12, **changes}
-    return cli(["train", *settings(**chosen), "--output-dir", str(run), *more])
+train = partial(processes.train, training__max_steps=12)
 
 
 @pytest.fixture(scope="module")

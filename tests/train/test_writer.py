@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sansgpu.cli import run as cli
 from sansgpu.config import SansGPUError
 from sansgpu.train import writer
 from sansgpu.train.snapshots import snapshots
 from sansgpu.train.tensor_file import save_tensors
 from sansgpu.train.writer import SnapshotWriter, Tensors
-from tests.processes import digests, record, settings, use_cache, write_corpus
+from tests import processes
+from tests.processes import digests, record, use_cache, write_corpus
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def tensors(seed: int, rows: int = 700) -> Tensors:
@@ -90,14 +92,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
-
-
 def train(home: Path, run: str, *more: str) -> int:
-    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=20, training__keep_last=9)
-    return cli(["train", *chosen, "--output-dir", str(home / run), *more])
+    return processes.train(home, home / run, *more, training__max_steps=20, training__keep_last=9)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,87 @@
+"""The container image that `k8s` describes."""
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sansgpu import __version__
+from sansgpu.jobs.k8s.manifests import LIBIOMP, TCMALLOC, USER
+from tests.jobs.k8s.rendered import ROOT, render
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
+
+@pytest.mark.parametrize(
+    ("allocator", "openmp", "preloaded"),
+    [
+        ("tcmalloc", "libgomp", [TCMALLOC]),
+        ("tcmalloc", "libiomp", [TCMALLOC, LIBIOMP]),
+        ("none", "libiomp", [LIBIOMP]),
+        ("none", "libgomp", []),
+    ],
+)
+def test_what_is_preloaded_is_in_the_image(allocator: str, openmp: str, preloaded: list[str]) -> None:
+    rendered = render(allocator=allocator, openmp=openmp)
+    assert rendered.env.get("LD_PRELOAD", "").split(":") == (preloaded or [""])
+    assert ("KMP_BLOCKTIME" in rendered.env) == (openmp == "libiomp")
+    assert not [name for name in rendered.env if name.startswith("GOMP")]  # what matters is set by `set_openmp_spin`
+    for library in (TCMALLOC, LIBIOMP):
+        assert (library in rendered.dockerfile) == (library in preloaded)
+    assert ("libtcmalloc-minimal4" in rendered.dockerfile) == (allocator == "tcmalloc")
+    pinned = re.search(r"intel-openmp==\d+\.\d+\.\d+", rendered.dockerfile)
+    assert (pinned is not None) == (openmp == "libiomp")
+
+
+def test_the_image_is_made_of_what_a_checkout_has() -> None:
+    rendered = render()
+    lines = rendered.dockerfile.splitlines()
+    copied = [source for line in lines if line.startswith("COPY") for source in line.split()[1:-1]]
+    assert {"pyproject.toml", "constraints.txt", "src"} <= {*copied}
+    assert all((ROOT / source).exists() for source in copied)
+    ignored = rendered.texts["Dockerfile.dockerignore"].splitlines()
+    assert ignored[1] == "*"
+    assert {f"!{source}" for source in copied} <= {*ignored}
+    package_data = (ROOT / "pyproject.toml").read_text()
+    assert "jobs/k8s/templates/*" in package_data  # else an installed sansgpu could render nothing
+
+
+def test_the_image_pins_what_is_in_it_and_runs_as_nobody() -> None:
+    rendered = render()
+    text = rendered.dockerfile
+    assert re.search(r"^FROM python:3\.12\.\d+-slim-bookworm$", text, re.MULTILINE)
+    assert f"torch=={torch.__version__.partition('+')[0]}" in text
+    assert "https://download.pytorch.org/whl/cpu" in text
+    assert {"g++", "libgomp1", "libtcmalloc-minimal4"} <= {*text.split()}
+    installs = [line for line in text.splitlines() if "pip install" in line]
+    assert all("--no-cache-dir" in line for line in installs)
+    assert all("-c constraints.txt" in line or "==" in line for line in installs)
+    assert f'test "$(sansgpu --version)" = {__version__}' in text
+    assert text.splitlines()[-2:] == [f"USER {USER}:{USER}", "WORKDIR /data"]
+    assert "'.[wandb]'" in render("--set", "training.report_to=[wandb]").dockerfile
+    assert {*requirements("sansgpu")} - {*pinned()} == {"sansgpu", "torch"}
+
+
+def pinned() -> Iterator[str]:
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if "==" in line:
+            yield line.partition("==")[0].lower().replace("_", "-")
+
+
+def requirements(name: str, seen: set[str] | None = None) -> set[str]:
+    """A distribution and all it needs on this machine, by their names; without extras."""
+    seen = set() if seen is None else seen
+    name = name.lower().replace("_", "-")
+    if name not in seen:
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            return seen  # for another platform or Python
+        seen.add(name)
+        for line in needed:
+            inner = re.match(r"[A-Za-z0-9._-]+", line)
+            if inner and "extra ==" not in line:
+                requirements(inner[0], seen)
+    return seen

@@ -1,0 +1,79 @@
+"""CPUs, threads, memory and grace periods of the pods that `k8s` writes."""
+
+import pytest
+
+from sansgpu.config import load_config
+from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
+from sansgpu.tasks import TASKS
+from sansgpu.train.budget import DISK_BYTES_PER_SECOND
+from tests.jobs.k8s.rendered import CONFIG, ROOT, refused, render
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
+
+def test_pods_are_guaranteed() -> None:
+    rendered = render()
+    containers = [container for pod in rendered.pods for container in pod["containers"]]
+    assert len(containers) == 3
+    assert not any("initContainers" in pod for pod in rendered.pods)
+    for resources in [*(c["resources"] for c in containers), rendered.trainer["resourcesPerNode"]]:
+        assert resources["requests"] == resources["limits"]
+        assert resources["limits"].keys() == {"cpu", "memory"}
+        assert resources["limits"]["cpu"].isdigit()  # whole, so that a static CPU manager gives cores
+    for resources in (rendered.container["resources"], rendered.trainer["resourcesPerNode"]):
+        assert resources["limits"] == {"cpu": "16", "memory": "64Gi"}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "processes", "threads"),
+    [(1, 1, 1), (2, 1, 1), (2, 2, 1), (8, 1, 7), (16, 1, 15), (16, 2, 7), (17, 1, 15), (64, 2, 31), (64, 4, 15)],
+)
+def test_threads_leave_some_cpus_to_others(cpus: int, processes: int, threads: int) -> None:
+    rendered = render(cpus=cpus, processes_per_node=processes)
+    assert rendered.env["OMP_NUM_THREADS"] == str(threads)
+    assert rendered.elastic["nprocPerNode"] == str(processes)  # Training Operator wants a string
+    assert rendered.trainer["numProcPerNode"] == processes  # and Trainer a number
+    assert rendered.trainer["env"] == rendered.container["env"]
+
+
+def test_threads_of_the_configuration_are_kept_where_there_are_cpus_for_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rendered = render("--set", "training.threads=8", processes_per_node=2)
+    assert rendered.env["OMP_NUM_THREADS"] == "8"
+    line = refused(capsys, "--set", "training.threads=9", processes_per_node=2)
+    assert "9 threads in each of 2 processes, but --cpus is 16" in line
+
+
+def test_pods_have_longer_to_save_than_a_step_and_its_snapshots_take() -> None:
+    config = TASKS["pretrain"].with_vocabulary(load_config(CONFIG)[0])
+    costs = TASKS["pretrain"].costs(config)
+    snapshot = 12 * sum(costs.parameters().values())  # weights and two moments in fp32
+    step = costs.work(4 * 512).needed / (15 * EAGER_FLOPS_PER_SECOND["fp32"])
+    rendered = render()
+    graces = {pod["terminationGracePeriodSeconds"] for pod in rendered.training_pods}
+    assert len(graces) == 1
+    [grace] = graces
+    needed = step + 2 * snapshot / DISK_BYTES_PER_SECOND
+    assert needed + 30 < grace < needed + 60
+    # torchrun gives its processes 30 seconds, whatever the pod has.
+    assert needed + 20 < int(rendered.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+    larger = render("--set", "model.d_model=2304", "--set", "model.n_heads=36")
+    assert larger.training_pods[0]["terminationGracePeriodSeconds"] > 2 * grace
+    longer = render("--set", "training.gradient_accumulation_steps=4000", cpus=2)
+    assert longer.training_pods[0]["terminationGracePeriodSeconds"] > 10 * grace
+
+
+def test_of_a_model_that_is_not_here_a_size_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    rendered = render("--set", "model.name_or_path=/data/models/base", config=ROOT / "configs/sft.yaml")
+    assert "the grace period of pods assumes a model of 1B parameters" in capsys.readouterr().err
+    assert rendered.training_pods[0]["terminationGracePeriodSeconds"] > 2 * 12e9 / DISK_BYTES_PER_SECOND
+
+
+def test_memory_that_will_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    render(memory="2Gi")
+    assert "each process needs about" in capsys.readouterr().err
+    render(memory="8Gi")
+    assert capsys.readouterr().err == ""
+    render(memory="8Gi", processes_per_node=4)
+    assert "each process needs about" in capsys.readouterr().err

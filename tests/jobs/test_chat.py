@@ -1,0 +1,94 @@
+"""`chat` repeats what a model has learned, and names models that cannot chat."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sansgpu.cli import run as cli
+from sansgpu.jobs.chat import ChatSession
+from sansgpu.models.generate import Sampling
+from tests import processes
+from tests.processes import use_cache, write_corpus
+from tests.tasks.fine_tuned import Captured, events_of, made, sentence
+from tests.tasks.folders import NAMES, model_folder, squad
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def answers() -> dict[str, str]:
+    words = NAMES.split()
+    return {
+        f"What follows {word}?": f"{words[(n * 7 + 3) % 16]} {words[(n * 5 + 1) % 16]}" for n, word in enumerate(words)
+    }
+
+
+@pytest.fixture(scope="module")
+def learned(home: Path) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in answers().items()
+    ]
+    (home / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    patch = pytest.MonkeyPatch()
+    use_cache(patch, home / "cache")
+    try:
+        return made(
+            home, "learned", data__dataset_name=home / "short.jsonl", data__validation_name=home / "short.jsonl",
+            training__batch_size=16, training__gradient_accumulation_steps=1, training__max_steps=120,
+            training__learning_rate=0.005, training__eval_steps=60, training__save_steps=0,
+            training__sample_tokens=20, training__sample_prompt="What follows red?",
+        )  # fmt: skip
+    finally:
+        patch.undo()
+
+
+def test_a_model_learns_and_repeats_what_it_learned(learned: Path, capsys: Captured) -> None:
+    assert events_of(learned, "step")[-1]["loss"] < 0.1
+    assert events_of(learned, "eval")[-1]["loss"] < 0.1
+    for question, answer in list(answers().items())[:2]:
+        for target in (learned, learned, learned / "final"):
+            capsys.readouterr()
+            assert cli(["chat", str(target), "--prompt", question, "--temperature", "0"]) == 0
+            assert capsys.readouterr().out == answer + "\n"
+
+
+def test_a_conversation_comes_from_a_pipe(learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    first, second = list(answers().items())[:2]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first[0]}\n/new\n\n{second[0]}\n"))
+    assert cli(["chat", str(learned), "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"{first[1]}\n{second[1]}\n"
+
+
+def test_what_was_said_is_remembered_until_it_is_forgotten(learned: Path) -> None:
+    conversation = ChatSession(str(learned), "Be short.", "latest", pytest.fail)
+    question, said = "What follows red?", []
+    for _ in range(2):
+        said.append("".join(conversation.say(question, 8, Sampling(temperature=0))))
+    assert [turn["content"] for turn in conversation.said] == ["Be short.", question, said[0], question, said[1]]
+    conversation.reset()
+    assert [turn["role"] for turn in conversation.said] == ["system"]
+    assert "".join(conversation.say(question, 8, Sampling(temperature=0))) == said[0]
+
+
+def test_what_cannot_talk_is_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    data = write_corpus(tmp_path / "corpus.jsonl")
+    small = processes.settings(data__dataset_name=data, training__max_steps=1)
+    assert cli(["train", *small, "--output-dir", str(tmp_path / "pretrained")]) == 0
+    silent = shutil.copytree(model_folder("qwen2"), tmp_path / "silent")
+    (silent / "chat_template.jinja").unlink()
+    squad(home / "squad.json")
+    asked = made(home, "asked", "qa")
+    capsys.readouterr()
+    for target, words in (
+        (tmp_path / "pretrained", "sansgpu generate"),
+        (silent, "has no chat template"),
+        (asked, "task qa"),
+        (tmp_path / "nowhere", "does not exist"),
+    ):
+        assert cli(["chat", str(target), "--prompt", "hello"]) == 2
+        assert words in sentence(capsys)

@@ -1,0 +1,55 @@
+"""Tiny fine-tuning runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sansgpu.cli import run as cli
+from tests.processes import json_lines
+from tests.tasks.folders import model_folder
+
+Captured = pytest.CaptureFixture[str]
+TINY = {
+    "data.max_length": 96, "training.batch_size": 2, "training.gradient_accumulation_steps": 2,
+    "training.learning_rate": 0.002, "training.warmup_steps": 2, "training.max_steps": 4, "training.logging_steps": 1,
+    "training.save_steps": 2, "training.eval_steps": 2, "training.precision": "fp32", "training.compile": "off",
+    "training.report_to": "none", "training.threads": 1, "device": "cpu",
+}  # fmt: skip
+
+
+def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
+    own: dict[str, object] = {
+        "task": task,
+        "model.name_or_path": model_folder("qwen2" if task == "sft" else "bert"),
+        "data.dataset_name": home / ("chat.jsonl" if task == "sft" else "squad.json"),
+        **({"data.doc_stride": 16} if task == "qa" else {}),
+    }
+    merged = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return [part for key, value in merged.items() if value != "" for part in ("--set", f"{key}={value}")]
+
+
+def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
+    """A run in this process, shared by all tests."""
+    run = home / name
+    if not run.exists():
+        assert cli(["train", *settings(home, task, **changes), "--output-dir", str(run)]) == 0
+    return run
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = json_lines(run / "metrics.jsonl")
+    return [line for line in lines if line["event"] == kind]
+
+
+def sentence(capsys: Captured) -> str:
+    """The only line of stderr apart from progress."""
+    captured = capsys.readouterr()
+    doing = ("tokenizing", "warning: ")
+    lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("sansgpu: ")
+    assert "Traceback" not in captured.err + captured.out
+    return lines[0]
