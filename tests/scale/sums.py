@@ -13,8 +13,9 @@ from sansgpu.config import TrainingConfig
 from sansgpu.machine.group import Group
 from sansgpu.machine.joining import join
 from sansgpu.machine.world import find_world
-from sansgpu.train.optim import Optimizer, TrainedWeight
+from sansgpu.train.optim import Optimizer
 from sansgpu.train.sharding import OwnedByRank, RowSharded
+from sansgpu.train.trained_weight import TrainedWeight
 
 
 class Block(nn.Module):

@@ -144,7 +144,7 @@ class _Bench:
             result |= dict.fromkeys(DATA_SECONDS, 0.0) | self._saving(state)
         result["peak_rss_bytes"] = peak_rss_bytes()
         if self._request.profiled:
-            parts = profile_step(lambda: self._step(task, state), state.optimizer, PROFILED_STEPS)
+            parts = profile_step(lambda: self._step(task, state), PROFILED_STEPS)
             result["breakdown"] = parts
         if self._request.with_data:  # last, because it may merge an adapter, which ends training
             start = time.perf_counter()

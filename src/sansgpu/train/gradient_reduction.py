@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from sansgpu.machine.group import Group
 from sansgpu.train.sharding import OwnedByRank
-
-if TYPE_CHECKING:
-    from sansgpu.train.optim import TrainedWeight
+from sansgpu.train.trained_weight import TrainedWeight
 
 BUCKET_BYTES = 25 << 20  # large enough for full network throughput, small enough to start early
 _ALIGNMENT = 16  # elements: one cache line of fp32

@@ -1,20 +1,15 @@
-"""The optimizer: trained weights with their gradients and moments, updated by AdamW or Muon."""
+"""The optimizer of a model: reduces, clips and applies the gradients of all its trained weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.profiler import record_function
 
-from sansgpu.config import ConfigError, TrainingConfig, derive_seed
-from sansgpu.kernels.newton_schulz import newton_schulz
-from sansgpu.kernels.quantized import adamw8, quantized_zeros
-from sansgpu.kernels.update import adamw, add_product, global_norm
+from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.kernels.update import global_norm
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.train.gradient_reduction import Reducer
 from sansgpu.train.parameter_groups import parameter_groups
@@ -28,74 +23,19 @@ from sansgpu.train.sharding import (
     register_gradient_hooks,
     shard_blocks,
 )
+from sansgpu.train.trained_weight import TrainedWeight, UpdateStep
+from sansgpu.train.update_rules import rule_for
 
-MUON_MOMENTUM = 0.95
-MUON_UPDATE_RMS = 0.2  # the typical update size of AdamW, so that both share one learning rate (arXiv 2502.16982)
-ADAM_EPS = 1e-8
 MUON_MAX_TIME_RATIO = 0.1  # `auto` chooses Muon if orthogonalization takes less than this share of a step
-MUON_CHUNK_ELEMENTS = 1 << 22  # orthogonalized at once; needs about five times their memory
 MUON_RELATIVE_FLOP_COST = 0.6  # seconds per Muon FLOP / seconds per step FLOP; measured, as Muon is all large matmuls
-MUON, ADAMW = ("momentum",), ("exp_avg", "exp_avg_sq")
-ADAMW8 = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # 8-bit codes, and one scale per block
-MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantized, as it would save nothing
-
-
-@dataclass
-class TrainedWeight:
-    """A trained tensor.
-
-    `parameter` is the tensor the model computes with. `master` is its fp32 copy, or the parameter itself if there is no
-    copy. `master` and `moments` hold only the part that `place` assigns to this rank.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    master: torch.Tensor
-    kinds: tuple[str, ...]  # names of its moments
-    decay: float
-    place: Placement = REPLICATED
-    moments: dict[str, torch.Tensor] = field(default_factory=dict)
-    gradient: torch.Tensor | None = None
-    used: bool = False  # this rank computed a gradient in one of the step's micro-batches
-    summed: bool = False  # accumulate gradients of several micro-batches in fp32; otherwise use them as computed
-    hook: RemovableHandle | None = None
-    gathered: Callable[[TrainedWeight], None] | None = None  # called with the weight after each gradient
-
-    def mark_used(self) -> None:
-        """Records that this rank computed a gradient of the weight in this step."""
-        self.used = True
-
-    def gather(self, parameter: torch.Tensor) -> None:
-        """Accumulates the gradient of a backward pass; registered as a post-accumulate-grad hook."""
-        new, parameter.grad = parameter.grad, None
-        assert new is not None
-        self.mark_used()
-        if new.is_sparse and self.gradient is None:
-            new = new.to_dense()
-        if self.gradient is None:
-            self.gradient = new.to(torch.promote_types(new.dtype, torch.float32)) if self.summed else new
-        else:
-            self.gradient = add_product(self.gradient, new)
-        if self.gathered is not None:
-            self.gathered(self)
-
-    @property
-    def working(self) -> torch.Tensor | None:
-        """The parameter's tensor if it is a lower-precision copy of the master, otherwise None."""
-        return None if self.parameter.dtype == self.master.dtype else self.parameter.detach()
-
-    def described(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with the unsharded shape and the dtype of this rank's part `tensor`."""
-        if not isinstance(self.place, RowSharded):
-            return tensor
-        return torch.empty(self.parameter.shape, dtype=tensor.dtype, device="meta")
+PROFILED_AS = "sansgpu update"  # the profiler's name for the gradient norm and the update
 
 
 class Optimizer:
-    """Updates the trained weights of a model with AdamW or Muon.
+    """Updates the trained weights of a model with the rules of `update_rules`.
 
     Matrices are cast to the compute dtype once per step, not at every use. The weights to save are then the fp32
-    `masters`; `release` writes them back to the model.
+    master weights, which `release_state` writes back to the model.
     """
 
     def __init__(
@@ -110,10 +50,22 @@ class Optimizer:
         if training.optimizer == "muon" and not groups.matrices:
             raise ConfigError("training.optimizer is muon, but no matrix of the model is trained; set it to adamw.")
         places = self._places(model, {name for name, p in model.named_parameters() if p.requires_grad}, cut)
-        kinds, decay = MUON if training.optimizer == "muon" else ADAMW, training.weight_decay
-        self.weights = [self._hold(name, p, kinds, decay, places[name]) for name, p in groups.matrices]
-        self.weights += [self._hold(name, p, ADAMW, decay, places[name]) for name, p in groups.filters]
-        self.weights += [self._hold(name, p, ADAMW, 0.0, places[name]) for name, p in groups.others]
+        matrices = {name for name, _ in groups.matrices}
+        undecayed = {name for name, _ in groups.others}
+        self.weights = [
+            TrainedWeight(
+                name,
+                number,
+                parameter,
+                master=parameter.detach(),
+                rule=rule_for(parameter, name in matrices, training),
+                decay=0.0 if name in undecayed else training.weight_decay,
+                place=places[name],
+            )
+            for number, (name, parameter) in enumerate([*groups.matrices, *groups.filters, *groups.others])
+        ]
+        for weight in self.weights:
+            self._set_dtypes(weight)
         for parameter in model.parameters():
             if not parameter.requires_grad:  # frozen: matrices in the compute dtype, vectors in fp32
                 parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
@@ -121,7 +73,7 @@ class Optimizer:
             register_gradient_hooks(model, {w.name: w.mark_used for w in self.weights if w.name in cut})
         self._reducer = self._reducer_of(model) if group.size > 1 else None
         self._state: dict[str, tuple[TrainedWeight, str | None]] = {w.name: (w, None) for w in self.weights}
-        self._state |= {f"{kind}.{w.name}": (w, kind) for w in self.weights for kind in w.kinds}
+        self._state |= {f"{kind}.{w.name}": (w, kind) for w in self.weights for kind in w.rule.moments}
 
     def _places(self, model: nn.Module, trained: set[str], cut: set[str]) -> dict[str, Placement]:
         if self._sharding == "none":
@@ -140,22 +92,20 @@ class Optimizer:
             weight.gathered = reducer.arrived
         return reducer
 
-    def _hold(
-        self, name: str, parameter: nn.Parameter, kinds: tuple[str, ...], decay: float, place: Placement
-    ) -> TrainedWeight:
-        if isinstance(place, RowSharded):
-            return TrainedWeight(name, parameter, local_tensor(parameter), kinds, decay, place)
+    def _set_dtypes(self, weight: TrainedWeight) -> None:
+        """Gives a weight its master copy, casts its parameter to the compute dtype and collects its gradients."""
+        parameter = weight.parameter
+        if isinstance(weight.place, RowSharded):
+            weight.master = local_tensor(parameter)
+            return
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        weight = TrainedWeight(name, parameter, parameter.detach(), kinds, decay, place)
-        if kinds == ADAMW and self._training.optimizer_state == "8bit" and parameter.numel() >= MIN_QUANTIZED_ELEMENTS:
-            weight.kinds = ADAMW8
+        weight.master = parameter.detach()
         if parameter.ndim > 1 and self._compute_dtype != parameter.dtype:
             parameter.data = parameter.data.to(self._compute_dtype)
             parameter.grad_dtype = None  # gradients are fp32 from the loss and the embedding, bf16 from matmuls
             narrow = self._training.master_weights == "bf16"
-            weight.master = parameter.detach() if narrow else place.shard(weight.master)
+            weight.master = parameter.detach() if narrow else weight.place.shard(weight.master)
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
-        return weight
 
     def mark_last_backward(self) -> None:
         """Announces this rank's last backward pass of the step, so that the all-reduce may overlap with it."""
@@ -189,6 +139,7 @@ class Optimizer:
         for weight in self.weights:
             weight.summed = summed
 
+    @record_function(PROFILED_AS)
     def grad_norm(self) -> float:
         """Returns the 2-norm of the gradients of all weights."""
         norm = global_norm([w.gradient for w in self.weights if w.gradient is not None])
@@ -196,20 +147,15 @@ class Optimizer:
             return norm
         return math.sqrt(self._group.all_reduce_sums({"squares": norm * norm})["squares"])
 
+    @record_function(PROFILED_AS)
     @torch.no_grad()
     def step(self, lr: float, step: int, scale: float) -> None:
         """Applies update number `step` (from 1) with the gradients times `scale`, and drops the gradients."""
-        trained = [w for w in self.weights if w.gradient is not None]
         self.allocate_moments()
-        for number, weight in enumerate(self.weights):
-            if weight.gradient is not None and weight.kinds != MUON:
-                self._adamw(weight, lr, step, scale, derive_seed(self._training.seed, "rounding", step, number))
-        # Grouped by unsharded shapes: ranks may have unequal numbers of rows but must gather in the same order.
-        orthogonal = sorted((w for w in trained if w.kinds == MUON), key=lambda w: w.parameter.shape)
-        for shape, same in groupby(orthogonal, key=lambda w: w.parameter.shape):
-            group, together = list(same), max(1, MUON_CHUNK_ELEMENTS // shape.numel())
-            for start in range(0, len(group), together):
-                self._muon(group[start : start + together], lr, scale)
+        trained = [w for w in self.weights if w.gradient is not None]
+        settings = UpdateStep(step, lr, scale, self._training, self._compute_dtype)
+        for rule in dict.fromkeys(weight.rule for weight in self.weights):
+            rule.update([weight for weight in trained if weight.rule is rule], settings)
         self.zero_grad()
         self._share()
 
@@ -222,52 +168,11 @@ class Optimizer:
     def allocate_moments(self) -> None:
         """Allocates the moments; called before the first step, because later allocation would fragment the heap."""
         for weight in self.weights:
-            if not weight.moments:
-                weight.moments = _zeros(weight)
+            weight.allocate_moments()
 
     def zero_grad(self) -> None:
         for weight in self.weights:
             weight.gradient = None
-
-    def _adamw(self, weight: TrainedWeight, lr: float, step: int, scale: float, seed: int) -> None:
-        assert weight.gradient is not None
-        moments = [weight.moments[kind] for kind in weight.kinds]
-        update: Callable[..., None] = adamw8 if weight.kinds == ADAMW8 else adamw
-        update(
-            weight.master,
-            *moments,
-            weight.gradient,
-            weight.working,
-            lr=lr,
-            betas=(self._training.beta1, self._training.beta2),
-            eps=ADAM_EPS,
-            weight_decay=weight.decay,
-            step=step,
-            scale=scale,
-            seed=seed,
-        )
-
-    def _muon(self, weights: list[TrainedWeight], lr: float, scale: float) -> None:
-        """Updates weights of one shape along their orthogonalized momentum (Jordan et al. 2024).
-
-        Each weight is a matrix or a stack of matrices. torch.optim.Muon is not used because it processes one matrix at
-        a time and always computes in bf16, which is slow if the processor emulates it.
-        """
-        updates = []
-        for weight in weights:
-            assert weight.gradient is not None
-            gradient, momentum = weight.gradient.to(weight.master.dtype).mul_(scale), weight.moments["momentum"]
-            momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
-            updates.append(gradient.lerp_(momentum, MUON_MOMENTUM))  # Nesterov
-        size = MUON_UPDATE_RMS * max(weights[0].parameter.shape[-2:]) ** 0.5
-        whole = torch.stack([w.place.all_gather(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
-        matrices = whole.view(-1, *whole.shape[-2:])
-        for some in matrices.split(max(1, MUON_CHUNK_ELEMENTS // matrices[0].numel())):
-            some.copy_(newton_schulz(some, self._compute_dtype))
-        for weight, update in zip(weights, whole, strict=True):
-            weight.master.mul_(1 - lr * weight.decay).add_(weight.place.shard(update), alpha=-lr * size)
-            if weight.working is not None:
-                weight.working.copy_(weight.master)
 
     def parameter_copies(self) -> dict[str, torch.Tensor]:
         """Returns the fp32 weights by parameter name; on the meta device if another rank owns them."""
@@ -311,22 +216,11 @@ class Optimizer:
 
     def state_names(self) -> set[str]:
         """Returns the names in `state_tensors`."""
-        return {f"{kind}.{w.name}" for w in self.weights for kind in w.kinds}
+        return {name for name, (_, kind) in self._state.items() if kind is not None}
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the moments as `KIND.PARAMETER`. AdamW's step count is the run's step and not included."""
         return {f"{kind}.{w.name}": w.described(value) for w in self.weights for kind, value in w.moments.items()}
-
-
-def _zeros(weight: TrainedWeight) -> dict[str, torch.Tensor]:
-    """Returns the initial moments of a weight."""
-    mine = weight.master if isinstance(weight.place, RowSharded) else weight.place.shard(weight.master)
-    if weight.kinds == ADAMW8:
-        parts = [*quantized_zeros(mine), *quantized_zeros(mine)]
-    else:
-        dtype = torch.promote_types(mine.dtype, torch.float32)
-        parts = [torch.zeros_like(mine, dtype=dtype) for _ in weight.kinds]
-    return dict(zip(weight.kinds, parts, strict=True))
 
 
 def choose_optimizer(wanted: str, step_flops: float, muon_flops: float) -> str:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from sansgpu.machine.launch import quiet_profiler
-from sansgpu.train.optim import Optimizer
+from sansgpu.train.optim import PROFILED_AS
 
 PARTS = ("attention", "matmul", "loss", "optimizer", "other")
-_UPDATE = "sansgpu update"
 # The time of an event, including its children, counts for the first pattern that matches its name.
 _EVENTS = (
-    ("optimizer", re.compile(re.escape(_UPDATE))),
+    ("optimizer", re.compile(re.escape(PROFILED_AS))),
     ("loss", re.compile(r"LinearCrossEntropy|cross_entropy")),
     ("attention", re.compile(r"[aA]ttention")),
     ("matmul", re.compile(r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|linear_gradients|mkldnn.*linear|_Linear")),
 )
 
 
-def profile_step(step: Callable[[], object], optimizer: Optimizer, repeats: int) -> dict[str, float]:
+def profile_step(step: Callable[[], object], repeats: int) -> dict[str, float]:
     """Returns the share of time per part of PARTS over `repeats` steps, measured with torch's profiler."""
     quiet_profiler()
-    with _annotated(optimizer), profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         start = time.perf_counter()
         for _ in range(repeats):
             step()
@@ -49,26 +47,6 @@ def _add(event: Any, seconds: dict[str, float]) -> None:
         return
     for child in event.cpu_children:
         _add(child, seconds)
-
-
-@contextmanager
-def _annotated(optimizer: Optimizer) -> Iterator[None]:
-    """Within the context, the profiler records the optimizer update under the name _UPDATE."""
-    norm, step = optimizer.grad_norm, optimizer.step
-
-    def marked_norm() -> float:
-        with record_function(_UPDATE):
-            return norm()
-
-    def marked_step(lr: float, number: int, scale: float) -> None:
-        with record_function(_UPDATE):
-            step(lr, number, scale)
-
-    vars(optimizer).update(norm=marked_norm, step=marked_step)
-    try:
-        yield
-    finally:
-        del optimizer.grad_norm, optimizer.step
 
 
 def synchronize(device: torch.device) -> None:

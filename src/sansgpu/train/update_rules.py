@@ -1,0 +1,103 @@
+"""The optimizers AdamW, 8-bit AdamW and Muon. To add one, write its rule and an entry in MATRIX_RULES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from sansgpu.config import TrainingConfig, derive_seed
+from sansgpu.kernels.newton_schulz import newton_schulz
+from sansgpu.kernels.quantized import adamw8, quantized_zeros
+from sansgpu.kernels.update import adamw
+from sansgpu.train.trained_weight import TrainedWeight, UpdateRule, UpdateStep
+
+ADAM_EPS = 1e-8
+MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantized, as it would save nothing
+MUON_MOMENTUM = 0.95
+MUON_UPDATE_RMS = 0.2  # the typical update size of AdamW, so that both share one learning rate (arXiv 2502.16982)
+MUON_CHUNK_ELEMENTS = 1 << 22  # orthogonalized at once; needs about five times their memory
+
+
+def _zeros(count: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+    """Returns a function that allocates `count` moments of a weight in at least fp32."""
+
+    def zeros(mine: torch.Tensor) -> Sequence[torch.Tensor]:
+        dtype = torch.promote_types(mine.dtype, torch.float32)
+        return [torch.zeros_like(mine, dtype=dtype) for _ in range(count)]
+
+    return zeros
+
+
+def _adamw_with(kernel: Callable[..., None]) -> Callable[[Sequence[TrainedWeight], UpdateStep], None]:
+    """Returns an update function that calls `kernel` for each weight."""
+
+    def update(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
+        for weight in weights:
+            kernel(
+                weight.master,
+                *(weight.moments[kind] for kind in weight.rule.moments),
+                weight.gradient,
+                weight.working,
+                lr=step.lr,
+                betas=(step.training.beta1, step.training.beta2),
+                eps=ADAM_EPS,
+                weight_decay=weight.decay,
+                step=step.number,
+                scale=step.scale,
+                seed=derive_seed(step.training.seed, "rounding", step.number, weight.number),
+            )
+
+    return update
+
+
+def _muon(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
+    """Updates weights along their orthogonalized momentum (Jordan et al. 2024), several of one shape together.
+
+    Each weight is a matrix or a stack of matrices. torch.optim.Muon is not used because it processes one matrix at a
+    time and always computes in bf16, which is slow if the processor emulates it.
+    """
+    # Grouped by unsharded shapes: ranks may have unequal numbers of rows but must gather in the same order.
+    in_order = sorted(weights, key=lambda w: w.parameter.shape)
+    for shape, group in groupby(in_order, key=lambda w: w.parameter.shape):
+        same, together = list(group), max(1, MUON_CHUNK_ELEMENTS // shape.numel())
+        for start in range(0, len(same), together):
+            _muon_chunk(same[start : start + together], step)
+
+
+def _muon_chunk(weights: list[TrainedWeight], step: UpdateStep) -> None:
+    updates = []
+    for weight in weights:
+        assert weight.gradient is not None
+        gradient, momentum = weight.gradient.to(weight.master.dtype).mul_(step.scale), weight.moments["momentum"]
+        momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
+        updates.append(gradient.lerp_(momentum, MUON_MOMENTUM))  # Nesterov
+    size = MUON_UPDATE_RMS * max(weights[0].parameter.shape[-2:]) ** 0.5
+    whole = torch.stack([w.place.all_gather(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
+    matrices = whole.view(-1, *whole.shape[-2:])
+    for some in matrices.split(max(1, MUON_CHUNK_ELEMENTS // matrices[0].numel())):
+        some.copy_(newton_schulz(some, step.compute_dtype))
+    for weight, update in zip(weights, whole, strict=True):
+        weight.master.mul_(1 - step.lr * weight.decay).add_(weight.place.shard(update), alpha=-step.lr * size)
+        if weight.working is not None:
+            weight.working.copy_(weight.master)
+
+
+ADAMW = UpdateRule(("exp_avg", "exp_avg_sq"), _zeros(2), _adamw_with(adamw))
+ADAMW8 = UpdateRule(  # 8-bit codes, and one scale per block
+    ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
+    lambda mine: [*quantized_zeros(mine), *quantized_zeros(mine)],
+    _adamw_with(adamw8),
+)
+MUON = UpdateRule(("momentum",), _zeros(1), _muon)
+MATRIX_RULES = {"adamw": ADAMW, "muon": MUON}  # rules of the hidden matrices, by `training.optimizer`
+
+
+def rule_for(parameter: nn.Parameter, is_matrix: bool, training: TrainingConfig) -> UpdateRule:
+    """Returns the rule that updates a parameter. Only hidden matrices depend on the chosen optimizer."""
+    rule = MATRIX_RULES[training.optimizer] if is_matrix else ADAMW
+    if rule is ADAMW and training.optimizer_state == "8bit" and parameter.numel() >= MIN_QUANTIZED_ELEMENTS:
+        return ADAMW8
+    return rule
