@@ -6,11 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from sansgpu.config import Config, ConfigError, derive_seed
 from sansgpu.machine.compilation import expect_shapes
@@ -18,7 +17,6 @@ from sansgpu.machine.memory import Execution, Memory
 from sansgpu.models import pretrained_costs as costs
 from sansgpu.models.costs import LinearShapes, StepTraffic, StepWork
 from sansgpu.models.modules import blocks_of
-from sansgpu.models.patches import patch_layers, patch_model
 from sansgpu.models.pretrained import (
     Head,
     add_adapter,
@@ -31,9 +29,11 @@ from sansgpu.models.pretrained import (
     save_pretrained,
     stored_dtype,
 )
-from sansgpu.models.unpadded import UnpaddedModel
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.variable_length_corpus import P, VariableLengthCorpus
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class FineTuning(ABC):
     head: Head
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
+        from sansgpu.models.patches import patch_layers, patch_model  # imports transformers, which takes seconds
+        from sansgpu.models.unpadded import UnpaddedModel
+
         self.config, settings, seed = config, config.model, config.training.seed
         if random:
             self.model = random_model(settings, self.head, layers)
