@@ -7,22 +7,10 @@ import warnings
 from itertools import cycle, islice
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from tokenizers import Tokenizer as Backend
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
 
 from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
 from sansgpu.config.plain_data import first_line, shown
@@ -36,11 +24,14 @@ from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.model_folder import validate_model_folder
 from sansgpu.models.whole_folder import write_folder_atomically
 
+if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 Head = Literal["causal", "qa", "masked"]
-_AUTO: dict[Head, Any] = {
-    "causal": AutoModelForCausalLM,
-    "qa": AutoModelForQuestionAnswering,
-    "masked": AutoModelForMaskedLM,
+AUTO_CLASSES: dict[Head, str] = {
+    "causal": "AutoModelForCausalLM",
+    "qa": "AutoModelForQuestionAnswering",
+    "masked": "AutoModelForMaskedLM",
 }
 _DESCRIPTION: dict[Head, str] = {
     "causal": "a causal language model",
@@ -55,6 +46,8 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     """Loads the config.json of a model. Raises ConfigError if it cannot be loaded."""
     if (file := _gguf_file(model)) is not None:
         return _config_of(file)
+    from transformers import AutoConfig
+
     name, options = _source(model)
     with _library_errors(f"{name} cannot be loaded"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
@@ -66,6 +59,8 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
     if (file := _gguf_file(model)) is not None:
         tokenizer: Any = _tokenizer_of(file)
     else:
+        from transformers import AutoTokenizer
+
         name, options = _source(model)
         _require_sound_tokenizer(Path(name) / "tokenizer.json")
         with _library_errors(f"the tokenizer of {name} cannot be loaded"):
@@ -95,13 +90,15 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedMode
     A missing question answering or masked LM head is initialized from `seed`. Raises ConfigError if the model cannot be
     loaded or other weights are missing.
     """
+    import transformers
+
     name: str | None = None
-    loader: Any = _AUTO[head]
+    loader: Any = getattr(transformers, AUTO_CLASSES[head])
     if (file := _gguf_file(model)) is None:
         name, options = _source(model)
     elif head == "causal":
         config = _config_of(file)
-        loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the Auto classes do not accept a state_dict
+        loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the Auto classes do not accept a state_dict
         options = {"config": config, "state_dict": file.weights()}
     else:
         raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head]}.")
@@ -132,12 +129,14 @@ def meta_model(model: ModelConfig, head: Head) -> PreTrainedModel:
 
 
 def _from_config(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
+    import transformers
+
     config = pretrained_config(model)
     if layers is not None:
         config = with_layers(config, layers)
     options = {"trust_remote_code": True} if model.trust_remote_code else {}
     with _library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head]}"), _seeded(0, "shape"):
-        built: PreTrainedModel = _AUTO[head].from_config(config, **options)
+        built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head]).from_config(config, **options)
     return built
 
 
@@ -280,6 +279,8 @@ def _gguf_file(model: ModelConfig) -> GGUFFile | None:
 
 
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
     _silence_transformers()
     config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
     return config
@@ -298,6 +299,8 @@ def _require_finite_length(tokenizer: Any, name: str | None) -> None:
 
 
 def _tokenizer_of(file: GGUFFile) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     parts = file.tokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(parts.json),
@@ -309,9 +312,11 @@ def _tokenizer_of(file: GGUFFile) -> Any:
 
 
 def _silence_transformers() -> None:
+    from transformers.utils import logging
+
     quiet_hub()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:

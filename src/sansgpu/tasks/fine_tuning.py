@@ -6,16 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from sansgpu.config import Config, ConfigError, derive_seed
 from sansgpu.machine.compilation import expect_shapes
 from sansgpu.models.modules import blocks_of
-from sansgpu.models.patches import patch_layers, patch_model
 from sansgpu.models.pretrained import (
     Head,
     add_adapter,
@@ -29,9 +27,11 @@ from sansgpu.models.pretrained import (
     stored_dtype,
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
-from sansgpu.models.unpadded import UnpaddedModel
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.variable_length_corpus import P, VariableLengthCorpus
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class FineTuning(ABC):
     head: Head
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
+        from sansgpu.models.patches import patch_layers, patch_model  # imports transformers, which takes seconds
+        from sansgpu.models.unpadded import UnpaddedModel
+
         self.config, settings, seed = config, config.model, config.training.seed
         if random:
             self.model = random_model(settings, self.head, layers)

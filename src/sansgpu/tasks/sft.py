@@ -21,7 +21,6 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
-from sansgpu.models.chat import answer
 from sansgpu.models.generate import Sampling
 from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
@@ -147,6 +146,8 @@ class SFT(SFTObjective):
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         """Generates an answer to `prompt`."""
+        from sansgpu.models.chat import answer  # imports transformers
+
         messages = [{"role": "user", "content": prompt}]
         return "".join(answer(self.model, self.corpus.tokenizer, messages, tokens, Sampling(seed=seed)))
 
