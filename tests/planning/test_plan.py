@@ -12,7 +12,7 @@ import yaml
 
 from sansgpu.cli import run as cli
 from sansgpu.config import SansGPUError, load_config
-from sansgpu.config.load import BUILT_IN
+from sansgpu.config.built_in import BUILT_IN
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
 from sansgpu.train.scaling_law import effective_tokens, expected_bits_per_byte
 from tests.processes import environment, json_lines, settings, write_corpus

@@ -1,45 +1,23 @@
-"""Typer applications, shared options and output helpers of the command line."""
+"""Shared options and output helpers of the command line."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sansgpu.reporting.escape import printable, printable_json, printable_line
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Train language models on machines without a GPU.",
-)
-tokenizer_app = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer, or encode text with one.")
-snapshots_app = typer.Typer(no_args_is_help=True, help="List, verify, delete and fork a run's snapshots.")
-app.add_typer(tokenizer_app, name="tokenizer")
-app.add_typer(snapshots_app, name="snapshots")
+if TYPE_CHECKING:
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
-SnapshotOption = Annotated[
-    str, typer.Option(help="Snapshot to use: latest, best, a step, or a name from `snapshots list`.")
-]
-RemoteCodeOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow Python code that ships with the model to run.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-ConfigArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[CONFIG]", help="Configuration file or preset (small, medium, large). Default: built-in configuration."
-    ),
-]
-OverrideOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a configuration key. Repeatable.")
-]
+CONFIGURATION, OUTPUT, SAMPLING = "Configuration", "Output", "Sampling"  # groups of options in a command's help
+CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 MAX_LINE_LENGTH = 2500  # characters of a message on stderr
 LARGEST_SEED = 2**63 - 1  # limit of torch.Generator
 
@@ -51,7 +29,40 @@ def written_path(name: str) -> Path:
     return Path(name)
 
 
-CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+def option(help: str, group: str | None = None, *names: str, **more: Any) -> Any:
+    """Returns an option that a command's help shows in the box `group`."""
+    return typer.Option(*names, help=help, rich_help_panel=group, **more)
+
+
+def flag(help: str, group: str | None = None, *names: str) -> Any:
+    """Returns an option that takes no value."""
+    return option(help, group, *names, metavar="")
+
+
+def path_option(help: str, metavar: str) -> Any:
+    """Returns an option that takes an output path."""
+    return option(help, OUTPUT, parser=written_path, metavar=metavar)
+
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
+ModelArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.")]
+ConfigArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="Configuration file or preset (small, medium, large). Default: built-in configuration.",
+        show_default=False,
+    ),
+]
+OverrideOption = Annotated[
+    list[str] | None,
+    option("Override a configuration key. Repeatable.", CONFIGURATION, "--set", metavar="KEY.PATH=VALUE"),
+]
+SnapshotOption = Annotated[str, option("Snapshot to use: latest, best, a step, or a name from `snapshots list`.")]
+RemoteCodeOption = Annotated[
+    bool, flag("Allow Python code that ships with the model to run.", None, "--trust-remote-code")
+]
+JsonOption = Annotated[bool, flag("Print the result as one JSON object.", OUTPUT, "--json")]
 
 
 def show(text: object = "", end: str = "\n") -> None:
@@ -68,6 +79,23 @@ def print_json(value: dict[str, Any]) -> None:
     from sansgpu.reporting.events import finite
 
     show_json(json.dumps(finite(value), allow_nan=False) + "\n")
+
+
+def print_result(result: Any, as_json: bool, print_table: Callable[[RunConsole, Any], None]) -> None:
+    """Prints a result as JSON, or as a table on the terminal."""
+    from sansgpu.reporting.terminal import RunConsole
+
+    if as_json:
+        print_json(result)
+    else:
+        print_table(RunConsole(), result)
+
+
+def preparation_bar() -> closing[PreparationBar]:
+    """Returns a progress bar on stderr for use in a `with` statement."""
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole
+
+    return closing(PreparationBar(RunConsole(stderr=True)))
 
 
 def complain(message: str) -> None:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import errno
 import traceback
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from sansgpu import __version__
-from sansgpu.cli import (  # noqa: F401  importing them registers their commands in app
-    cluster,
-    extracting,
-    planning,
-    reporting,
-    tools,
-    training,
-    tuning,
-    using,
-)
-from sansgpu.cli.options import CONFIG_SUFFIXES, app, complain, show
+from sansgpu.cli.extract import extract
+from sansgpu.cli.look import list_runs, report, snapshots
+from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
+from sansgpu.cli.scale import k8s
 from sansgpu.cli.signals import CODE, interrupted
+from sansgpu.cli.start import bench, doctor, plan
+from sansgpu.cli.tokenizer import tokenizer
+from sansgpu.cli.train import train, tune
+from sansgpu.cli.use import chat, evaluate, export, generate, predict
 
+# Commands by group, in the order of a user's day, as `sansgpu --help` lists them. Groups of commands must come last.
+_COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
+    "Start": {"doctor": doctor, "plan": plan, "bench": bench},
+    "Train": {"train": train, "tune": tune},
+    "Look": {"runs": list_runs, "report": report, "snapshots": snapshots},
+    "Use": {
+        "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "extract": extract,
+        "export": export, "tokenizer": tokenizer,
+    },
+    "Scale": {"k8s": k8s},
+}  # fmt: skip
 # Errors caused by the requested path (missing, wrong kind of file, too long) rather than by the disk.
 _PATH_ERRORS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO,
@@ -88,11 +97,31 @@ def _version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, metavar="", help="Show the version.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, flag("Show the traceback of an error.", None, "--debug")] = False,
 ) -> None:
-    pass
+    """Train language models on machines without a GPU."""
+
+
+def _build_app() -> typer.Typer:
+    app = typer.Typer(
+        callback=_options,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        # Options may also be written with underscores, e.g. --output_dir.
+        context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+    )
+    for title, commands in _COMMANDS.items():
+        for name, command in commands.items():
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name, rich_help_panel=title)
+            else:
+                app.command(name, rich_help_panel=title)(command)
+    return app
+
+
+app = _build_app()

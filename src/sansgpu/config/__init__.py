@@ -1,5 +1,6 @@
 """The configuration schema, its files and its errors. Nothing in this package imports torch."""
 
+from sansgpu.config.built_in import PRESETS
 from sansgpu.config.by_task import (
     BUILT_IN_NAMES,
     FINE_TUNING,
@@ -15,12 +16,13 @@ from sansgpu.config.by_task import (
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
-    PRESETS,
+    Override,
     acting_values,
     as_config,
     change_config,
     default_values,
     load_config,
+    overridden_key,
     problems,
     recorded_values,
     save_config,
@@ -50,6 +52,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "ModelConfig",
+    "Override",
     "RunPaths",
     "SansGPUError",
     "SearchParameter",
@@ -65,6 +68,7 @@ __all__ = [
     "load_config",
     "load_space",
     "measure_of",
+    "overridden_key",
     "problems",
     "recorded_values",
     "require_identity",

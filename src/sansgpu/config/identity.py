@@ -12,7 +12,7 @@ from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import acting_values
-from sansgpu.config.schema import Config
+from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
 
 Values = dict[str, Any]
 
@@ -26,7 +26,6 @@ _CHANGEABLE = {
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
 _EXAMPLES_PER_STEP = " x ".join(_BATCH_KEYS)
 _FIXED = {"task", "training.seed", "training.window_warmup_ratio", _EXAMPLES_PER_STEP}
-_TOP_LEVEL_KEYS = "device", "force_cpu"  # allowed at the top level as well as in `training`
 
 
 def identity(config: Config) -> Values:
@@ -71,7 +70,7 @@ def _flat(values: Values) -> Values:
         if isinstance(section, dict):
             flat |= {f"{name}.{key}": value for key, value in section.items()}
         else:
-            flat[f"training.{name}" if name in _TOP_LEVEL_KEYS else name] = section
+            flat[f"training.{name}" if name in TOP_LEVEL_KEYS else name] = section
     size, accumulated = (flat.get(key) for key in _BATCH_KEYS)
     if isinstance(accumulated, int):
         flat[_EXAMPLES_PER_STEP] = size * accumulated if isinstance(size, int) else accumulated

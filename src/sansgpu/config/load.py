@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 from collections.abc import Sequence
@@ -12,52 +11,45 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from sansgpu.config.built_in import built_in, preset_file
 from sansgpu.config.by_task import KINDS, PRETRAIN, kinds_with, with_defaults
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MOST_DEPTH, shown, truncate
-from sansgpu.config.schema import Config
+from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
+from sansgpu.config.training import unused_settings
 
-# The configuration of a run without a file: takes minutes on two cores and writes samples.
-BUILT_IN: Values = {"training": {"max_steps": 500, "sample_tokens": 64}}
+Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or a key and its value
 
 MAX_UNKNOWN_KEYS, MAX_WRONG_VALUES = 5, 10  # named in one message
 MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
-LENGTH_KEYS = {f"training.{key}" for key in ("num_epochs", "max_steps", "max_tokens", "max_hours", "until")}
-
-PRESETS = ("small", "medium", "large")  # bundled configurations that can be named instead of a file
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """Loads a file, a preset or (None) the built-in default, and applies `key.path=value` overrides.
+def load_config(path: Path | None = None, overrides: Sequence[Override] = ()) -> tuple[Config, list[str]]:
+    """Loads a file, a preset or (None) the built-in default, and applies the overrides.
 
     Returns the configuration and notes for the user about ignored keys.
     Raises ConfigError naming the file and every problem in it.
     """
-    if path and str(path) in PRESETS and not path.exists():
-        path = Path(__file__).parent / "presets" / f"{path}.yaml"
-    overridden = {override.partition("=")[0].strip() for override in overrides}
-    values = read_values(path) if path else {} if "task" in overridden else copy.deepcopy(BUILT_IN)
-    if values and path is None and overridden & LENGTH_KEYS:
-        del values["training"]["max_steps"]  # the overrides set the run's length
+    path = preset_file(path) if path else None
+    values = read_values(path) if path else built_in([overridden_key(override) for override in overrides])
     for override in overrides:
-        _override(values, override)
-    where = str(path) if path else "the configuration"
-    if isinstance(sampling := values.get("sampling"), dict) and sampling.get("stream"):
-        raise ConfigError(
-            f"{where}: sampling.stream is not supported in training, because a streamed sample cannot be reproduced; "
-            "remove it, and use `sansgpu generate` or `sansgpu chat` to stream."
-        )
-    return as_config(values, where), _notes(values)
+        _set(values, *_key_and_value(override))
+    return as_config(values, str(path) if path else "the configuration"), unused_settings(values)
 
 
-def change_config(config: Config, overrides: Sequence[str]) -> Config:
-    """Applies `key.path=value` overrides to `config`. Raises ConfigError if the result is invalid."""
+def change_config(config: Config, overrides: Sequence[Override]) -> Config:
+    """Applies the overrides to `config`. Raises ConfigError if the result is invalid."""
     values = config.model_dump()
-    for override in overrides:  # the two top-level shortcuts are not part of a dump
-        _override(values, f"training.{override}" if override.startswith(("device=", "force_cpu=")) else override)
+    for override in overrides:
+        key, value = _key_and_value(override)
+        _set(values, f"training.{key}" if key in TOP_LEVEL_KEYS else key, value)  # a dump has them in their section
     return as_config(values)
+
+
+def overridden_key(override: Override) -> str:
+    return override.partition("=")[0].strip() if isinstance(override, str) else override[0]
 
 
 def as_config(values: Values, where: str = "the configuration") -> Config:
@@ -113,27 +105,26 @@ def default_values(values: Values) -> Values:
     return {**found, "device": found["training.device"]}
 
 
-def _override(values: Values, override: str) -> None:
+def _key_and_value(override: Override) -> tuple[str, Any]:
+    if not isinstance(override, str):
+        return override
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {truncate(override)} has no value; write --set key.path=value.")
-    *sections, name = key.strip().split(".")
+    return key.strip(), parse_value(text)
+
+
+def _set(values: Values, key: str, value: Any) -> None:
+    *sections, name = key.split(".")
     if len(sections) > MOST_DEPTH:
-        raise ConfigError(f"--set {truncate(override)}: a key has at most {MOST_DEPTH} parts.")
+        raise ConfigError(f"--set {truncate(key)}: a key has at most {MOST_DEPTH} parts.")
     for section in sections:
         if values.get(section) is None:  # missing or empty
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            raise ConfigError(f"--set {truncate(override)}: {section} is not a section.")
-    values[name] = parse_value(text)
-
-
-def _notes(values: Values) -> list[str]:
-    training = values.get("training") or {}
-    if training.get("dataloader_num_workers") == 0 and training.get("dataloader_prefetch_factor") is not None:
-        return ["training.dataloader_prefetch_factor is ignored, because training.dataloader_num_workers is 0."]
-    return []
+            raise ConfigError(f"--set {truncate(key)}: {section} is not a section.")
+    values[name] = value
 
 
 def problems(error: ValidationError, with_unknown: bool = True) -> list[str]:
@@ -179,7 +170,7 @@ def _nearest(path: list[str]) -> str:
     model: Any = Config
     for part in path[:-1]:
         model = model.model_fields[part].annotation
-    known = list(model.model_fields) + (["device", "force_cpu"] if model is Config else [])
+    known = list(model.model_fields) + (list(TOP_LEVEL_KEYS) if model is Config else [])
     if len(path[-1]) > MAX_SUGGESTION_LENGTH:
         return ""
     if near := difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5):

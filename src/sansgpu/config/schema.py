@@ -35,6 +35,7 @@ _LEAF_KEYS = (
     "training.mnm_ramp_steps", "training.mnm_reduction", "data.triples", "data.inverse_relations",
     "data.leaf_mask_ratio", "data.min_leaf_groups", "data.long_tails", "model.n_entities", *_ENTITY_KEYS,
 )  # fmt: skip
+TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
 _SECTIONS = ("model", "training", "data")  # an empty one, e.g. `data:` alone, is null in YAML
 
 
@@ -124,7 +125,7 @@ class DataConfig(Section):
 
 
 class Config(Section):
-    """The configuration of one run. A file may also set `device` and `force_cpu` at the top level."""
+    """The configuration of one run. A file may also set `TOP_LEVEL_KEYS` at the top level."""
 
     task: Literal["pretrain", "graph", "sft", "qa"] = Field(
         "pretrain",
@@ -145,8 +146,13 @@ class Config(Section):
     def _move_top_level_device(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        if isinstance(sampling := values.get("sampling"), dict) and sampling.get("stream"):
+            raise ValueError(
+                "sampling.stream is not supported in training, because a streamed sample cannot be reproduced; "
+                "remove it, and use `sansgpu generate` or `sansgpu chat` to stream"
+            )
         values = {key: value for key, value in values.items() if value is not None or key not in _SECTIONS}
-        top = {key: values[key] for key in ("device", "force_cpu") if key in values}
+        top = {key: values[key] for key in TOP_LEVEL_KEYS if key in values}
         rest = {key: value for key, value in values.items() if key not in top}
         training = as_values(rest.get("training"))
         if top and is_section(rest.get("training")):

@@ -250,7 +250,7 @@ def _number(value: object) -> Number | None:
 def _in_schema(key: str, value: object, config: Config, where: str) -> Any:
     """Returns `value` as validated by the schema. Raises ConfigError if it is invalid."""
     try:
-        changed = change_config(config, (f"{key}={json.dumps(value, default=str)}",))
+        changed = change_config(config, [(key, value)])
     except ConfigError as error:
         reason = str(error).removeprefix("the configuration: ").rstrip(".")
         whole = isinstance(value, float) and "integer" in reason

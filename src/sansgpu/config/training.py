@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from importlib import import_module
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from sansgpu.config.plain_data import truncate
 from sansgpu.config.section import Section
-
-if TYPE_CHECKING:
-    import torch
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -221,9 +219,16 @@ class TrainingConfig(Section):
         """Batches to keep ready: workers x prefetch factor."""
         return self.dataloader_num_workers * (self.dataloader_prefetch_factor or 2)
 
-    def get_effective_device(self) -> torch.device:
-        """Returns the device that this machine will train on."""
-        import torch  # imported here because nothing else in this package needs it
-
+    def get_effective_device(self) -> Any:
+        """Returns the torch.device that this machine will train on."""
+        torch = import_module("torch")  # takes seconds, and only this method needs it
         wants_gpu = not self.force_cpu and self.device != "cpu"
         return torch.device("cuda" if wants_gpu and torch.cuda.is_available() else "cpu")
+
+
+def unused_settings(values: dict[str, Any]) -> list[str]:
+    """Returns a note for every key in a configuration's values that another key makes ineffective."""
+    training = values.get("training") or {}
+    if training.get("dataloader_num_workers") == 0 and training.get("dataloader_prefetch_factor") is not None:
+        return ["training.dataloader_prefetch_factor is ignored, because training.dataloader_num_workers is 0."]
+    return []

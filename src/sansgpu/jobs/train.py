@@ -14,6 +14,7 @@ from sansgpu.config import (
     GRAPH,
     Config,
     ConfigError,
+    Override,
     RunPaths,
     change_config,
     load_config,
@@ -52,7 +53,7 @@ class TrainRequest:
     """Arguments of the train command, apart from the configuration's own values."""
 
     config_file: Path | None = None
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
     output_dir: Path | None = None
     resume: str | None = None
     strict: bool = False

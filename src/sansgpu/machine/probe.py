@@ -60,7 +60,7 @@ def user_cache_dir() -> Path:
 
 def resolve_device(training: TrainingConfig) -> torch.device:
     """Returns the device to train on. Raises ConfigError if a GPU is requested but not available."""
-    device = training.get_effective_device()
+    device: torch.device = training.get_effective_device()
     if training.device == "cuda" and not training.force_cpu and device.type != "cuda":
         reason = "this is a CPU build of torch" if torch.version.cuda is None else "torch finds no GPU"
         raise ConfigError(f"device is cuda, but {reason}; set device to cpu or auto.")

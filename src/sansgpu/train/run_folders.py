@@ -11,7 +11,17 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from sansgpu.config import ABANDONED_FOLDER, BUILT_IN_NAMES, Config, ConfigError, RunPaths, SansGPUError, load_config
+from sansgpu.config import (
+    ABANDONED_FOLDER,
+    BUILT_IN_NAMES,
+    Config,
+    ConfigError,
+    Override,
+    RunPaths,
+    SansGPUError,
+    load_config,
+    overridden_key,
+)
 from sansgpu.reporting.escape import printable_line
 from sansgpu.reporting.files import make_folder, scratch_folder, write_text
 from sansgpu.reporting.outputs import require_folder
@@ -132,9 +142,9 @@ def with_objective(config: Config, folder: Path, requested: str | None) -> Confi
     return config.model_copy(update={"objective": requested})
 
 
-def require_allowed(config: Config, file: Path, overrides: Sequence[str]) -> None:
+def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -> None:
     """Raises ConfigError if a run's own configuration `file` needs Python code that the command line does not name."""
-    requested = {override.partition("=")[0].strip() for override in overrides}
+    requested = {overridden_key(override) for override in overrides}
     if config.objective and "objective" not in requested:
         raise ConfigError(
             f"{file} names objective {config.objective}, which is Python code: add --objective {config.objective} to "

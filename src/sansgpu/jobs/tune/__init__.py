@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from sansgpu.config import (
     Config,
     ConfigError,
+    Override,
     SansGPUError,
     Space,
     acting_values,
@@ -55,7 +56,7 @@ class TuneRequest:
     """Arguments of the tune command."""
 
     config_file: Path | None
-    overrides: tuple[str, ...]
+    overrides: tuple[Override, ...]
     space_file: Path | None
     trials: int | None
     hours: float | None
@@ -136,7 +137,7 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
     threads = resolve_threads(training)
     if request.workers > threads:
         raise ConfigError(f"--workers is {request.workers}, but there are only {threads} threads; lower --workers.")
-    return change_config(config, (f"training.threads={threads // request.workers}",))
+    return change_config(config, [("training.threads", threads // request.workers)])
 
 
 def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Length:

@@ -47,15 +47,15 @@ def chosen_config(config: Config, values: Values, length: Length) -> Config:
 
     Raises ConfigError if the values contradict each other.
     """
-    changed = change_config(config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+    changed = change_config(config, tuple(values.items()))
     batch, before = _step_tokens(changed), _step_tokens(config)
     if batch == before:
         return changed
-    settings = []
+    settings: list[tuple[str, Any]] = []
     if length.tokens is not None:
-        settings += [f"training.max_tokens={length.tokens}", "training.max_steps=null"]
+        settings += [("training.max_tokens", length.tokens), ("training.max_steps", None)]
     if "training.warmup_steps" not in values:
-        settings.append(f"training.warmup_steps={round(config.training.warmup_steps * before / batch)}")
+        settings.append(("training.warmup_steps", round(config.training.warmup_steps * before / batch)))
     return change_config(changed, settings)
 
 
@@ -65,16 +65,16 @@ def trial_config(config: Config, values: Values, length: Length) -> Config:
     steps = length.steps * _step_tokens(config) / _step_tokens(chosen)
     if config.training.num_epochs and chosen.training.num_epochs:
         steps *= chosen.training.num_epochs / config.training.num_epochs
-    settings = (
-        f"training.eval_steps={max(1, round(steps / length.evaluations))}",
-        "training.save_steps=0",  # the best evaluation so far is saved anyway
-        "training.keep_last=1",
-        "training.report_to=none",
-        "training.logging_dir=null",
-        "training.checkpoint_dir=null",
-        "training.sample_tokens=0",
-    )
-    return change_config(chosen, settings)
+    settings = {
+        "eval_steps": max(1, round(steps / length.evaluations)),
+        "save_steps": 0,  # the best evaluation so far is saved anyway
+        "keep_last": 1,
+        "report_to": "none",
+        "logging_dir": None,
+        "checkpoint_dir": None,
+        "sample_tokens": 0,
+    }
+    return change_config(chosen, [(f"training.{key}", value) for key, value in settings.items()])
 
 
 def _step_tokens(config: Config) -> int:

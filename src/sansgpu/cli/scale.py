@@ -6,9 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, app, print_json, show, warn, written_path
+from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, option, path_option, print_json, show, warn
 
 
 class Allocator(str, Enum):
@@ -25,32 +23,32 @@ class OpenMP(str, Enum):
     LIBIOMP = "libiomp"
 
 
-@app.command()
+_PODS, _IMAGE = "Pods", "Image"
+
+
 def k8s(
-    nodes: Annotated[int, typer.Option(min=1, help="Number of pods.")],
-    cpus: Annotated[int, typer.Option(min=1, help="CPUs per pod.")],
-    memory: Annotated[str, typer.Option(help="Memory per pod, e.g. 64Gi.")],
-    pvc: Annotated[
-        str, typer.Option(help="PersistentVolumeClaim for data and snapshots; ReadWriteMany for several pods.")
-    ],
-    image: Annotated[str, typer.Option(help="Image reference with a tag, e.g. registry.example/sansgpu:1.")],
+    nodes: Annotated[int, option("Number of pods.", _PODS, min=1)],
+    cpus: Annotated[int, option("CPUs per pod.", _PODS, min=1)],
+    memory: Annotated[str, option("Memory per pod, e.g. 64Gi.", _PODS)],
+    pvc: Annotated[str, option("PersistentVolumeClaim for data and snapshots; ReadWriteMany for several pods.")],
+    image: Annotated[str, option("Image reference with a tag, e.g. registry.example/sansgpu:1.", _IMAGE)],
     config: ConfigArgument = None,
     override: OverrideOption = None,
-    min_nodes: Annotated[int, typer.Option(min=1, help="Minimum pods for the run to continue (PyTorchJob only).")] = 1,
-    processes_per_node: Annotated[int, typer.Option(min=1, help="Processes per pod, e.g. one per NUMA node.")] = 1,
+    min_nodes: Annotated[int, option("Minimum pods for the run to continue (PyTorchJob only).", _PODS, min=1)] = 1,
+    processes_per_node: Annotated[int, option("Processes per pod, e.g. one per NUMA node.", _PODS, min=1)] = 1,
     node_selector: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Node label required for scheduling. Repeatable.")
+        list[str] | None, option("Node label required for scheduling. Repeatable.", _PODS, metavar="KEY=VALUE")
     ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Namespace. Default: kubectl's current one.")] = None,
-    name: Annotated[str | None, typer.Option(help="Run name. Default: the configuration's file name.")] = None,
-    allocator: Annotated[Allocator, typer.Option(help="Memory allocator to preload.")] = Allocator.TCMALLOC,
-    openmp: Annotated[OpenMP, typer.Option(help="OpenMP runtime. libiomp is x86-64 only.")] = OpenMP.LIBGOMP,
-    output_dir: Annotated[
-        Path | None, typer.Option(parser=written_path, metavar="DIR", help="Output folder. Default: k8s/NAME.")
-    ] = None,
+    namespace: Annotated[str | None, option("Namespace. Default: kubectl's current one.")] = None,
+    name: Annotated[str | None, option("Run name. Default: the configuration's file name.")] = None,
+    allocator: Annotated[Allocator, option("Memory allocator to preload.", _IMAGE)] = Allocator.TCMALLOC,
+    openmp: Annotated[OpenMP, option("OpenMP runtime. libiomp is x86-64 only.", _IMAGE)] = OpenMP.LIBGOMP,
+    output_dir: Annotated[Path | None, path_option("Output folder. Default: k8s/NAME.", "DIR")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a Dockerfile and Kubeflow manifests (PyTorchJob and TrainJob) to train on Kubernetes.
+    """Write a Dockerfile and manifests for Kubernetes.
+
+    The manifests are a PyTorchJob and a TrainJob for Kubeflow.
 
     Example: sansgpu k8s configs/cpu_80m.yaml --nodes 4 --cpus 16 --memory 64Gi --pvc corpus --image hub/sansgpu:1
     """

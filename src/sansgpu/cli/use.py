@@ -1,4 +1,4 @@
-"""The commands that use a trained model: `sansgpu eval`, `generate`, `chat`, `predict` and `export`."""
+"""The commands that use a trained model: `sansgpu eval`, `predict`, `generate`, `chat` and `export`."""
 
 from __future__ import annotations
 
@@ -10,47 +10,59 @@ import typer
 
 from sansgpu.cli.options import (
     LARGEST_SEED,
+    OUTPUT,
+    SAMPLING,
     JsonOption,
+    ModelArgument,
     RemoteCodeOption,
     RunArgument,
     SnapshotOption,
-    app,
+    flag,
+    option,
+    path_option,
+    preparation_bar,
     print_json,
+    print_result,
     show,
     warn,
-    written_path,
 )
 
+_GRAPH = "Task graph"
+TemperatureOption = Annotated[float, option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
+TopKOption = Annotated[int, option("Sample from the k most likely tokens. 0: from all.", SAMPLING)]
+TopPOption = Annotated[float, option("Sample from the most likely tokens with this total probability.", SAMPLING)]
+SeedOption = Annotated[int, option("Random seed.", SAMPLING, min=0, max=LARGEST_SEED)]
 
-@app.command("eval")
+
 def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.")],
+    run: ModelArgument,
     data: Annotated[
         str | None,
-        typer.Option(help="Dataset to evaluate on (file, folder or Hub name). Default: the run's validation split."),
+        option("Dataset to evaluate on (file, folder or Hub name). Default: the run's validation split."),
     ] = None,
     snapshot: SnapshotOption = "latest",
-    window: Annotated[int | None, typer.Option(min=2, help="With --data: context length in tokens.")] = None,
+    window: Annotated[int | None, option("With --data: context length in tokens.", min=2)] = None,
     link_prediction: Annotated[
-        bool, typer.Option("--link-prediction", help="Task graph: rank all entities as tails of held-out triples.")
+        bool, flag("Rank all entities as tails of held-out triples.", _GRAPH, "--link-prediction")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --link-prediction: maximum triples per side.")] = None,
+    limit: Annotated[int | None, option("With --link-prediction: maximum triples per side.", _GRAPH, min=1)] = None,
     trust_remote_code: RemoteCodeOption = False,
     objective: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:CLASS", help="Python class that the run was trained with."),
+        option("Python class that the run was trained with.", metavar="MODULE:CLASS"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate a model: loss, perplexity and bits per byte.
+    """Evaluate a model on text or labeled data.
 
-    Task qa: exact match and F1; the answers are written to the run folder. Task graph: accuracy on masked tokens
-    and leaves.
+    Prints the loss, perplexity and bits per byte. Task qa: exact match and F1; the answers are written to the run
+    folder. Task graph: accuracy on masked tokens and leaves.
 
     Example: sansgpu eval runs/default --data notes.txt
     """
     from sansgpu.reporting.events import finite
-    from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal
+    from sansgpu.reporting.tables import print_link_prediction
+    from sansgpu.reporting.terminal import Terminal
 
     if limit is not None and not link_prediction:
         raise typer.BadParameter("--limit requires --link-prediction")
@@ -58,40 +70,32 @@ def evaluate(
         raise typer.BadParameter("--window has no effect with --link-prediction; leave it out")
     if objective and link_prediction:
         raise typer.BadParameter("--objective has no effect with --link-prediction; leave it out")
-    bar = PreparationBar(RunConsole(stderr=True))
-    try:
-        if link_prediction:
-            from sansgpu.jobs.link_prediction import link_prediction as rank
-            from sansgpu.reporting.tables import print_link_prediction
+    if link_prediction:
+        from sansgpu.jobs.link_prediction import link_prediction as rank
 
+        with preparation_bar() as bar:
             ranked = rank(run, data, snapshot, limit, bar, warn)
-            bar.close()
-            print_json(ranked) if as_json else print_link_prediction(RunConsole(), ranked)
-            return
-        from sansgpu.jobs.evaluate import evaluate_model
+        print_result(ranked, as_json, print_link_prediction)
+        return
+    from sansgpu.jobs.evaluate import evaluate_model
 
+    with preparation_bar() as bar:
         event = finite(evaluate_model(run, data, snapshot, window, bar, warn, trust_remote_code, objective))
-    finally:
-        bar.close()
-    if as_json:
-        print_json(event)
-    else:
-        Terminal(RunConsole()).emit(event)
+    print_result(event, as_json, lambda console, event: Terminal(console).emit(event))
 
 
-@app.command()
 def generate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: always the most likely token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens. 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
+    run: ModelArgument,
+    prompt: Annotated[str, option("Text to continue.")] = "",
+    max_new_tokens: Annotated[int, option("Maximum number of tokens to generate.", min=1)] = 200,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
-    """Generate text, streaming it token by token.
+    """Continue a prompt with generated text.
 
     Example: sansgpu generate runs/default --prompt "def main" --max-new-tokens 100
     """
@@ -106,18 +110,17 @@ def generate(
     show()
 
 
-@app.command()
 def chat(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run of task sft, or a chat model (Hugging Face folder or GGUF file).")
     ],
-    prompt: Annotated[str | None, typer.Option(help="Send this message, print the answer and exit.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: always the most likely token.")] = 0.7,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens. 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 0.9,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
+    prompt: Annotated[str | None, option("Send this message, print the answer and exit.")] = None,
+    system: Annotated[str | None, option("System message.")] = None,
+    max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", min=1)] = 512,
+    temperature: TemperatureOption = 0.7,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 0.9,
+    seed: SeedOption = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
@@ -155,14 +158,13 @@ def _lines(prompt: str) -> Iterator[str]:
             return
 
 
-@app.command()
 def predict(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task qa, or a Hugging Face model for it.")],
-    question: Annotated[str, typer.Option(help="Question to answer.")],
-    context: Annotated[str, typer.Option(help="Text that contains the answer.")],
+    question: Annotated[str, option("Question to answer.")],
+    context: Annotated[str, option("Text that contains the answer.")],
     null_answers: Annotated[
         bool | None,
-        typer.Option("--null-answers/--no-null-answers", help="Allow an empty answer. Default: as in training."),
+        flag("Allow an empty answer. Default: as in training.", None, "--null-answers/--no-null-answers"),
     ] = None,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
@@ -181,28 +183,27 @@ def predict(
         show(result["answer"] or "(no answer)")
 
 
-@app.command()
 def export(
     run: RunArgument,
     form: Annotated[
-        str, typer.Option("--format", metavar="hf|gguf", help="hf: a Hugging Face folder. gguf: a file for llama.cpp.")
+        str, option("hf: a Hugging Face folder. gguf: a file for llama.cpp.", OUTPUT, "--format", metavar="hf|gguf")
     ] = "hf",
     kind: Annotated[
         str | None,
-        typer.Option("--type", metavar="f32|f16|bf16|q8_0", help="With gguf: data type of matrices. Default: f16."),
+        option("With gguf: data type of matrices. Default: f16.", OUTPUT, "--type", metavar="f32|f16|bf16|q8_0"),
     ] = None,
     snapshot: SnapshotOption = "latest",
     output: Annotated[
         Path | None,
-        typer.Option(parser=written_path, metavar="PATH", help="Output. Default: RUN/export or RUN/NAME-TYPE.gguf."),
+        path_option("Output. Default: RUN/export or RUN/NAME-TYPE.gguf.", "PATH"),
     ] = None,
     merge: Annotated[
         bool | None,
-        typer.Option("--merge/--no-merge", help="With hf: merge the adapter into the model, or write it alone."),
+        flag("With hf: merge the adapter into the model, or write it alone.", OUTPUT, "--merge/--no-merge"),
     ] = None,
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
-    """Export a snapshot as a Hugging Face folder or a GGUF file.
+    """Export a Hugging Face folder or a GGUF file.
 
     Example: sansgpu export runs/default --format gguf --type q8_0 --snapshot best
     """

@@ -1,0 +1,91 @@
+"""The `sansgpu extract` command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sansgpu.cli.options import (
+    OUTPUT,
+    SnapshotOption,
+    flag,
+    option,
+    path_option,
+    preparation_bar,
+    print_json,
+    show_json,
+    warn,
+)
+
+_QUERY = "Query"
+
+
+def extract(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task graph, or a folder exported from one.")],
+    text: Annotated[str | None, option("Text to extract triples from.")] = None,
+    data: Annotated[str | None, option("Dataset to read (file, folder or Hub name).")] = None,
+    head: Annotated[
+        list[str] | None,
+        option("Head to query. Default: the text's entities, or else all its words. Repeatable.", _QUERY),
+    ] = None,
+    relation: Annotated[
+        list[str] | None, option("Relation to query. Default: all relations. Repeatable.", _QUERY)
+    ] = None,
+    closed: Annotated[
+        bool, flag("Choose tails from the text's entities, or else from all training tails.", _QUERY, "--closed")
+    ] = False,
+    min_score: Annotated[float | None, option("Minimum score (mean log-probability).", _QUERY)] = None,
+    beams: Annotated[int, option("Beam width when tails are generated token by token.", _QUERY, min=1)] = 10,
+    top: Annotated[int, option("Maximum number of tails per head and relation.", _QUERY, min=1)] = 1,
+    output: Annotated[Path | None, path_option("New JSON lines file. Default: stdout.", "FILE")] = None,
+    snapshot: SnapshotOption = "latest",
+    as_json: Annotated[
+        bool, flag("With --output: print counts and scores as one JSON object.", OUTPUT, "--json")
+    ] = False,
+) -> None:
+    """Extract triples of a knowledge graph from texts.
+
+    Prints JSON lines with doc, head, relation, tail and score. If the data has triples, precision, recall and F1 are
+    printed to stderr.
+
+    Example: sansgpu extract runs/graph --text "Metformin lowers glucose." --head Metformin
+    """
+    from sansgpu.jobs.extract import extract as job
+    from sansgpu.reporting.outputs import require_file
+    from sansgpu.reporting.tables import print_extraction
+    from sansgpu.reporting.terminal import RunConsole
+
+    if as_json and output is None:
+        raise typer.BadParameter("--json requires --output, because stdout carries the triples")
+    if output is not None:
+        require_file(output)
+    with preparation_bar() as bar:
+        asked, width = (head or (), relation or ()), max(beams, top)
+        found = job(run, text, data, *asked, closed, min_score, width, top, snapshot, bar, warn)
+        with _writer(output) as write:
+            for triple in found:
+                write(json.dumps(triple, ensure_ascii=False) + "\n")
+    if as_json:
+        print_json(found.summary())
+    else:
+        print_extraction(RunConsole(stderr=True), found.summary())
+
+
+@contextmanager
+def _writer(output: Path | None) -> Iterator[Callable[[str], object]]:
+    """Yields a function that writes to `output`, or to stdout. Raises SansGPUError if the file cannot be written."""
+    if output is None:
+        yield show_json
+        return
+    from sansgpu.config import SansGPUError
+
+    try:
+        with output.open("w", encoding="utf-8") as file:
+            yield file.write
+    except OSError as error:
+        raise SansGPUError(f"{output} cannot be written: {error.strerror}.") from None

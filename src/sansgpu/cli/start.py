@@ -1,0 +1,121 @@
+"""The commands to start with: `sansgpu doctor`, `plan` and `bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from sansgpu.cli.options import (
+    CONFIGURATION,
+    ConfigArgument,
+    JsonOption,
+    OverrideOption,
+    flag,
+    option,
+    path_option,
+    preparation_bar,
+    print_result,
+    warn,
+)
+
+_PROPOSAL, _CLUSTER, _MEASUREMENT = "Proposal", "Cluster", "Measurement"
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what this machine can do and how to speed it up.
+
+    Example: sansgpu doctor
+    """
+    from sansgpu.jobs.doctor import doctor as job
+    from sansgpu.reporting.tables import print_doctor
+
+    print_result(job(), as_json, print_doctor)
+
+
+def plan(
+    config: ConfigArgument = None,
+    override: OverrideOption = None,
+    presets: Annotated[bool, flag("Compare small, medium and large.", CONFIGURATION, "--presets")] = False,
+    hours: Annotated[float | None, option("Propose the best configuration for this many hours.", _PROPOSAL)] = None,
+    data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None,
+    output: Annotated[
+        Path | None, path_option("With --hours: configuration file to write. Default: proposed.yaml.", "FILE")
+    ] = None,
+    nodes: Annotated[int | None, option("Also estimate the run on this many machines.", _CLUSTER, min=1)] = None,
+    network: Annotated[
+        str | None, option("Bandwidth between nodes, e.g. 100mbit. Default: 10gbps.", _CLUSTER, metavar="RATE")
+    ] = None,
+    latency: Annotated[
+        str | None, option("One-way network latency, e.g. 0.1ms. Default: 50us.", _CLUSTER, metavar="TIME")
+    ] = None,
+    price: Annotated[float | None, option("Price per node and hour.", _CLUSTER, min=0)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Estimate memory and time of a run without training.
+
+    Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
+    """
+    from sansgpu.config import ConfigError
+    from sansgpu.planning.cluster import cluster_of
+    from sansgpu.planning.estimate import plan as job
+    from sansgpu.planning.estimate import plan_presets
+    from sansgpu.planning.propose import propose
+    from sansgpu.reporting.tables import print_plan, print_presets
+
+    if presets and (config or hours is not None):
+        raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
+    if hours is not None and config:
+        raise ConfigError(f"--hours proposes a configuration of its own; leave out {config} and give --data.")
+    if hours is None and (data or output):
+        raise ConfigError("--data and --output require --hours; to plan for other data, --set data.dataset_name=PATH.")
+    if nodes is not None and (presets or hours is not None):
+        raise ConfigError("--nodes plans a single configuration; leave out --presets and --hours.")
+    if nodes is None and (network is not None or latency is not None or price is not None):
+        raise ConfigError("--network, --latency and --price require --nodes.")
+    cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
+    if presets:
+        rows = plan_presets(override or [], warn)
+        print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
+        return
+    with preparation_bar() as bar:
+        if hours is not None:
+            file = output or Path("proposed.yaml")
+            result = propose(hours, data or "python-stdlib", override or [], file, bar, warn, bar.show_message)
+        else:
+            result = job(config, override or [], bar, warn, cluster)
+    print_result(result, as_json, print_plan)
+
+
+def bench(
+    config: ConfigArgument = None,
+    override: OverrideOption = None,
+    steps: Annotated[int, option("Number of steps to time.", _MEASUREMENT, min=2)] = 20,
+    output_dir: Annotated[Path | None, path_option("Folder for the report. Default: bench/NAME.", "DIR")] = None,
+    from_step: Annotated[int, option("Also project the time of a run resumed here.", _MEASUREMENT, min=0)] = 0,
+    what_if: Annotated[bool, flag("Also measure variations of the configuration.", _MEASUREMENT)] = True,
+    forward_only: Annotated[
+        bool, flag("Time only forward passes, without data.", _MEASUREMENT, "--forward-only")
+    ] = False,
+    gpu_tflops: Annotated[
+        float | None, option("Compare with a GPU of this many TFLOP/s (an estimate).", _MEASUREMENT)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure training speed and find faster settings.
+
+    Writes report.md, report.html, optimized.yaml and start.sh.
+
+    Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --steps 20
+    """
+    from sansgpu.jobs.bench import BenchRequest
+    from sansgpu.jobs.bench import bench as job
+    from sansgpu.reporting.tables import print_bench, print_forward
+
+    folder = output_dir or Path("bench") / (config.stem if config else "default")
+    request = BenchRequest(
+        config, tuple(override or ()), folder, steps, from_step, what_if, forward_only,
+        gpu_tflops * 1e12 if gpu_tflops else None,
+    )  # fmt: skip
+    with preparation_bar() as bar:
+        result = job(request, bar, warn, bar.show_message)
+    print_result(result, as_json, print_forward if forward_only else print_bench)

@@ -1,0 +1,228 @@
+"""The commands that train: `sansgpu train` and `tune`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import closing
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sansgpu.cli.options import (
+    CONFIGURATION,
+    OUTPUT,
+    ConfigArgument,
+    JsonOption,
+    OverrideOption,
+    RemoteCodeOption,
+    flag,
+    option,
+    path_option,
+    print_json,
+    show,
+    warn,
+)
+
+if TYPE_CHECKING:
+    from sansgpu.jobs.train import TrainRequest
+    from sansgpu.machine.world import World
+
+
+class Pruner(str, Enum):
+    """Rules that stop trials early."""
+
+    MEDIAN = "median"
+    HYPERBAND = "hyperband"
+    NONE = "none"
+
+
+def train(
+    config: ConfigArgument = None,
+    config_option: Annotated[Path | None, option("Same as CONFIG.", CONFIGURATION, "-f", "--config")] = None,
+    override: OverrideOption = None,
+    max_steps: Annotated[int | None, option("Maximum number of optimizer updates.", CONFIGURATION)] = None,
+    batch_size: Annotated[str | None, option("Examples per micro-batch.", CONFIGURATION, metavar="N|auto")] = None,
+    seq_len: Annotated[int | None, option("Tokens per example, for the model and the data.", CONFIGURATION)] = None,
+    target_device: Annotated[str | None, option("Device.", CONFIGURATION, metavar="cpu|gpu|auto")] = None,
+    prefetch: Annotated[int | None, option("Number of batches to prepare ahead.", CONFIGURATION, min=0)] = None,
+    seed: Annotated[int | None, option("Random seed.", CONFIGURATION)] = None,
+    until: Annotated[str | None, option("Finish by this time of day.", CONFIGURATION, metavar="HH:MM")] = None,
+    objective: Annotated[str | None, option("Python class of the task.", CONFIGURATION, metavar="MODULE:CLASS")] = None,
+    output_dir: Annotated[Path | None, path_option("Run folder. Default: runs/NAME.", "DIR")] = None,
+    headless: Annotated[bool, flag("Print only JSON lines on stdout.", OUTPUT, "--headless")] = False,
+    plain: Annotated[bool, flag("Print plain lines instead of the live view.", OUTPUT, "--plain")] = False,
+    resume: Annotated[str | None, option("Resume from a snapshot.", metavar="latest|SNAPSHOT")] = None,
+    strict: Annotated[bool, flag("Refuse to resume if the result could differ.", None, "--strict")] = False,
+    dry_run: Annotated[bool, flag("Prepare the run and show it, without training.", None, "--dry-run")] = False,
+    force: Annotated[bool, flag("Start even if the run seems not to fit into memory.", None, "--force")] = False,
+    processes: Annotated[
+        str | None, option("Processes to start. auto: one per NUMA node or socket.", metavar="N|auto")
+    ] = None,
+    trust_remote_code: RemoteCodeOption = False,
+) -> int:
+    """Train a model from a configuration.
+
+    Example: sansgpu train configs/cpu_small.yaml --set data.dataset_name=notes/ --max-steps 200
+    """
+    started = time.monotonic()
+    if config and config_option:
+        raise typer.BadParameter("the configuration is given twice, as CONFIG and with --config")
+    settings = {
+        "training.max_steps": max_steps,
+        "training.batch_size": batch_size,
+        "model.max_seq_len": seq_len,
+        "data.max_length": seq_len,
+        "device": _device(target_device),
+        "training.dataloader_num_workers": None if prefetch is None else min(prefetch, 1),
+        "training.dataloader_prefetch_factor": prefetch or None,
+        "training.seed": seed,
+        "training.until": until,
+        "objective": objective,
+        "model.trust_remote_code": trust_remote_code or None,
+    }
+    overrides = (*(override or ()), *((key, value) for key, value in settings.items() if value is not None))
+
+    from sansgpu.jobs.train import TrainRequest
+    from sansgpu.machine.world import find_world
+
+    world = find_world()
+    if processes is not None and (number := _number_of_processes(processes, world)) > 1:
+        return _launch(number)
+    file = config or config_option
+    request = TrainRequest(file, overrides, output_dir, resume, strict, dry_run, force, world, started)
+    return _train(request, headless, plain)
+
+
+def _device(target: str | None) -> str | None:
+    devices = {"cpu": "cpu", "gpu": "cuda", "auto": "auto", None: None}
+    if target not in devices:
+        raise typer.BadParameter(f"--target-device is {target}, but must be cpu, gpu or auto")
+    return devices[target]
+
+
+def _number_of_processes(requested: str, world: World) -> int:
+    from sansgpu.machine.processes import processes
+
+    if world.launcher:
+        raise typer.BadParameter(
+            f"--processes starts its own processes, but {world.launcher} has started this one; leave it out"
+        )
+    return processes(requested)
+
+
+def _launch(number: int) -> int:
+    """Runs this command line in several processes and returns their exit code."""
+    from sansgpu.machine.processes import launch
+
+    return launch(number, _without(sys.argv[1:], "--processes"))
+
+
+def _train(request: TrainRequest, headless: bool, plain: bool) -> int:
+    """Trains with the requested display and returns the exit code."""
+    from sansgpu.jobs.train import train as job
+    from sansgpu.reporting.events import Sink
+    from sansgpu.reporting.jsonl import JsonLines
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal, Warnings
+    from sansgpu.train.loop import TrainingResult
+
+    console, errors, rank = RunConsole(), RunConsole(stderr=True), request.world.rank
+    sink: Sink = Terminal(errors if request.dry_run else console)
+    if rank:
+        sink = Warnings(errors, rank)
+    elif headless:
+        sink = JsonLines(sys.stdout)
+    elif sys.stdout.isatty() and not (plain or request.dry_run or console.is_dumb_terminal):
+        from sansgpu.reporting.live import LiveView
+
+        sink = LiveView(console, request.controls, request.monitor.latest)
+    with closing(sink), closing(PreparationBar(errors, silent=rank > 0)) as bar:
+        outcome = job(request, [bar, sink], bar)
+    if isinstance(outcome, TrainingResult):
+        return 128 + outcome.signal if outcome.signal else 0
+    if not rank:
+        _print_dry_run(outcome)
+    return 0
+
+
+def _without(arguments: list[str], option: str) -> list[str]:
+    """Removes an option and its value from the arguments."""
+    remaining: list[str] = []
+    skip = False
+    for argument in arguments:
+        if not skip and not argument.startswith(f"{option}="):
+            skip = argument == option
+            remaining += [] if skip else [argument]
+        else:
+            skip = False
+    return remaining
+
+
+def _print_dry_run(result: Any) -> None:
+    import dataclasses
+
+    import yaml
+
+    from sansgpu.config import acting_values
+
+    prepared = result.prepared
+    environment = dataclasses.asdict(prepared.environment)
+    sections = {"output_dir": str(result.paths.root), "environment": environment, "run": prepared.facts()}
+    show(yaml.safe_dump({"config": acting_values(prepared.config), **sections}, sort_keys=False), end="")
+    if (preview := prepared.corpus.preview()) is not None:
+        show("# First training example. Tokens that count toward the loss are between ⟦ and ⟧:")
+        show("".join(f"# {line}\n" for line in preview.splitlines()), end="")
+
+
+def tune(
+    config: ConfigArgument = None,
+    override: OverrideOption = None,
+    space: Annotated[
+        Path | None, option("YAML search space. Default: built-in.", CONFIGURATION, metavar="FILE")
+    ] = None,
+    seed: Annotated[int | None, option("Random seed (training.seed).", CONFIGURATION)] = None,
+    trials: Annotated[int | None, option("Number of trials. The first is the unchanged configuration.", min=1)] = None,
+    hours: Annotated[float | None, option("Time budget of the search in hours.")] = None,
+    workers: Annotated[int, option("Trials to run in parallel. They share the cores.", min=1)] = 1,
+    pruner: Annotated[Pruner, option("Rule that stops unpromising trials early.")] = Pruner.MEDIAN,
+    dry_run: Annotated[bool, flag("Only show the search space and a time estimate.", None, "--dry-run")] = False,
+    output_dir: Annotated[Path | None, path_option("Folder for the search. Default: runs/tune-NAME.", "DIR")] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Search for the best hyperparameters.
+
+    The best ones have the lowest validation loss. The same command resumes a search.
+
+    Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
+    """
+    from sansgpu.jobs.tune import Interrupted, TuneRequest
+    from sansgpu.jobs.tune import tune as job
+    from sansgpu.reporting.terminal import PreparationBar, RunConsole
+    from sansgpu.reporting.tune_terminal import TuneTerminal, print_estimate, print_tune
+
+    overrides = (*(override or ()), *([] if seed is None else [("training.seed", seed)]))
+    request = TuneRequest(config, overrides, space, trials, hours, workers, pruner.value, output_dir, dry_run)
+    console = RunConsole(stderr=as_json)
+    bar, terminal = PreparationBar(RunConsole(stderr=True)), TuneTerminal(console)
+
+    def show(event: dict[str, object]) -> None:
+        bar.close()
+        terminal(event)
+
+    try:
+        result = job(request, bar, show, warn)
+    finally:
+        bar.close()
+        terminal.close()
+    if isinstance(result, Interrupted):
+        console.print(f"interrupted and saved; the same command resumes {result.folder}", soft_wrap=True)
+        return 128 + result.signal
+    if as_json:
+        print_json(result)
+    elif dry_run:
+        print_estimate(console, result)
+    else:
+        print_tune(console, result)
+    return 0
