@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.data.files import SourceRow
 from sansgpu.data.questions import Question, read_questions
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import open_sources
 
 CONTEXT = "The cat sat on the mat. It slept there."

@@ -123,7 +123,7 @@ def test_cores_are_read_with_their_memory(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     found = cores.cpus(machine(tmp_path, nodes=2, cores_each=4, threads=2))
     assert [cpu.node for cpu in found] == [0] * 8 + [1] * 8
-    assert len(cores.physical(found)) == 8
+    assert len(cores.physical_cores(found)) == 8
     halves = [cores.partition(found, index, 2) for index in range(2)]
     assert [{cpu.node for cpu in half} for half in halves] == [{0}, {1}]
     assert {cpu.number for cpu in halves[0]} == {0, 1, 2, 3, 8, 9, 10, 11}
@@ -153,7 +153,7 @@ def test_a_kernels_list_is_read(numbers: list[int]) -> None:
 def test_a_process_keeps_to_its_cores() -> None:
     script = (
         "import json, os; from sansgpu.machine import cores\n"
-        "mine = cores.partition(cores.cpus(), 0, max(1, len(cores.physical(cores.cpus()))))\n"
+        "mine = cores.partition(cores.cpus(), 0, max(1, len(cores.physical_cores(cores.cpus()))))\n"
         "cores.bind(mine); bound = sorted(os.sched_getaffinity(0)); cores.unbind()\n"
         "print(json.dumps([[c.number for c in mine], bound, len(os.sched_getaffinity(0))]))"
     )

@@ -16,13 +16,12 @@ from sansgpu.data.files import (
     PIECE_CHARS,
     SUFFIXES,
     Piece,
-    SourceRow,
     file_form,
     pieces,
     read_documents,
     read_rows,
-    row_text,
 )
+from sansgpu.data.rows import SourceRow, row_text
 from sansgpu.data.stdlib_chat import stdlib_conversations
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import reading_hub

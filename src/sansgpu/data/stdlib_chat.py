@@ -9,7 +9,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
-from sansgpu.data.files import SourceRow
+from sansgpu.data.rows import SourceRow
 
 _MIN_ANSWER = 20  # characters; shorter answers say too little
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
