@@ -306,7 +306,7 @@ def test_what_the_tokenizer_cannot_do_is_an_error_whatever_the_row() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=20), st.integers(2, 20))
-def test_too_long_a_row_keeps_its_end_or_is_dropped(pairs: list[tuple[int, bool]], limit: int) -> None:
+def test_a_row_that_is_too_long_keeps_its_end_or_is_dropped(pairs: list[tuple[int, bool]], limit: int) -> None:
     masked = MaskedConversation([token for token, _ in pairs], [kept for _, kept in pairs])
     end = MaskedConversation(masked.ids[-limit:], masked.learned[-limit:])
     expected = end if any(end.learned[1:]) else None  # nothing precedes the first token
@@ -318,7 +318,7 @@ def rows_of(*values: Any) -> list[SourceRow]:
     return [SourceRow(f"a.jsonl, line {n}", value) for n, value in enumerate(values, 1)]
 
 
-def test_examples_lie_one_behind_the_other_and_what_is_left_out_is_counted() -> None:
+def test_examples_are_concatenated_and_skipped_rows_are_counted() -> None:
     tokenizer, seen = tokenizer_of(None), list[int]()
     rows = rows_of(
         {"prompt": "ab", "completion": "cd"}, {"text": ""}, {"prompt": "ab", "completion": "c" * 9}, [], {"text": "c"}
