@@ -1,4 +1,4 @@
-"""The command line with bounds on time and memory, for inputs that must not cost either."""
+"""Runs the command line with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRESS = ("training the tokenizer", "tokenizing", "reading")  # what is writte
 
 @cache
 def _runner() -> Runner:
-    """One server of forks for all tests of a process: pytest's own has threads, which a fork does not take along."""
+    """Starts one fork server per test process. Pytest's own process has threads, which a fork does not copy."""
     home = Path(tempfile.mkdtemp(prefix="sansgpu-bounded-"))
     started = Runner(home)
     atexit.register(shutil.rmtree, home, ignore_errors=True)
@@ -24,7 +24,7 @@ def _runner() -> Runner:
 
 
 def outcome(*arguments: object) -> tuple[int, str]:
-    """Exit code and stderr of `sansgpu ARGUMENTS`; a negative code is the signal that ended the process."""
+    """Returns the exit code and stderr of `sansgpu ARGUMENTS`; a negative code is the signal that ended the process."""
     found = _runner()(Case([str(argument) for argument in arguments]))
     assert not found.late, found.err[-2000:]
     assert found.cpu_seconds < HANG_SECONDS, found.err[-2000:]
@@ -33,7 +33,7 @@ def outcome(*arguments: object) -> tuple[int, str]:
 
 
 def assert_refused(fragment: str, *arguments: object) -> None:
-    """The command ends with exit code 2 and one sentence that has the fragment."""
+    """Checks that the command exits with code 2 and one sentence that contains the fragment."""
     code, said = outcome(*arguments)
     assert code == 2, (code, said[-2000:])
     *before, last = said.splitlines()

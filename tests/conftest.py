@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _process_as_it_was() -> Iterator[None]:
+def _restored_settings() -> Iterator[None]:
     """Resets the number of threads and the treatment of denormals, which a run in the test process changes."""
     threads = torch.get_num_threads()
     yield
@@ -43,10 +43,13 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, shared by a module's tests; modules that need other data replace it."""
+def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus of CORPUS_DOCUMENTS documents, shared by the tests of a module.
+
+    Modules that need other data define a fixture of their own.
+    """
     folder = tmp_path_factory.mktemp("home")
-    write_corpus(folder / "corpus.jsonl")
+    write_corpus(folder / "corpus.jsonl", getattr(request.module, "CORPUS_DOCUMENTS", 60))
     return folder
 
 

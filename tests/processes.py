@@ -51,7 +51,7 @@ WORDS = "the model learns a word from every page it reads and then forgets where
 
 
 def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
-    """JSONL of made-up sentences, the same for the same seed."""
+    """Writes random sentences as JSONL, equal for equal seeds."""
     words = WORDS.split()
     draw = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
@@ -62,7 +62,7 @@ def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
 
 
 def settings(**overrides: object) -> list[str]:
-    """TINY with changes (`model__d_model=64`), as --set arguments."""
+    """Returns TINY with changes (`model__d_model=64`) as --set arguments."""
     merged = {**TINY, **{key.replace("__", "."): value for key, value in overrides.items()}}
     return [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
 
@@ -74,7 +74,7 @@ def train(home: Path, run: Path, *more: str, **changes: object) -> int:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """The environment of a test process: its own cache, with the kernels that are compiled already."""
+    """Returns environment variables with `cache` as the cache folder, which gets the compiled kernels."""
     cache.mkdir(parents=True, exist_ok=True)
     if not (own := compiled_in(cache) / "kernels").exists():
         shutil.copytree(compiled_in(COMPILED) / "kernels", own, ignore=shutil.ignore_patterns("*.o", "*.lock"))
@@ -82,12 +82,12 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Gives this process and those it starts their own cache, with the kernels that are compiled already."""
+    """Makes `cache`, which gets the compiled kernels, the cache of this process and its children."""
     patch.setenv("SANSGPU_CACHE", environment(cache)["SANSGPU_CACHE"])
 
 
 def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
-    """`sansgpu ARGUMENTS` in a process."""
+    """Starts `sansgpu ARGUMENTS` in a process."""
     return subprocess.Popen(
         [sys.executable, "-m", "sansgpu", *arguments],
         stdout=subprocess.PIPE,
@@ -98,14 +98,14 @@ def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
 
 
 def finish(arguments: list[str], cache: Path) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `sansgpu ARGUMENTS`."""
+    """Runs `sansgpu ARGUMENTS`; returns its exit code, stdout and stderr."""
     process = start(arguments, cache)
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
 def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: int = signal.SIGKILL) -> int:
-    """Send a signal once `ready` says so; returns the exit code."""
+    """Sends a signal once `ready` returns True; returns the exit code."""
     deadline = time.monotonic() + 120
     while not ready() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -115,5 +115,5 @@ def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of every safetensors file of a run."""
+    """Returns the SHA-256 of every safetensors file of a run."""
     return file_digests(run, "*.safetensors")

@@ -1,4 +1,4 @@
-"""Training from Python: the same run as by command, steered by callbacks, at home in a notebook."""
+"""Training from Python gives the same run as the command, obeys callbacks and works in a notebook."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def overrides(tmp_path: Path) -> list[str]:
 
 
 class Seen(sansgpu.Callback):
-    """Remembers what it was told."""
+    """Records its events."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
@@ -76,7 +76,7 @@ def test_a_callback_saves_evaluates_and_ends_a_run_that_goes_on_later(tmp_path: 
 
 
 class Fails(sansgpu.Callback):
-    """Goes wrong at its first step."""
+    """Raises an error at the first step."""
 
     def on_step(self, event: dict[str, Any], run: Controls) -> None:
         raise ValueError("no such column")

@@ -1,4 +1,4 @@
-"""The benchmarks run: toy sizes through their own command lines."""
+"""Every benchmark command runs with toy sizes."""
 
 import json
 import os
@@ -140,7 +140,7 @@ TINY_GRAPH = (
 
 @pytest.mark.long
 def test_graphs_are_learned_beside_a_plain_model(tmp_path: Path) -> None:
-    """Both begin with the same loss, on the same masks."""
+    """Both start with the same loss on the same masks."""
     changes = [part for key in TINY_GRAPH for part in ("--set", key)]
     data = str(write_rows(tmp_path / "rows.jsonl", rows()))
     arguments = [*changes, "--data", data, "--steps", "2", "--set", "model.dropout=0"]

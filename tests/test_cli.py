@@ -1,4 +1,4 @@
-"""What goes wrong is said in one sentence, before any work is done, and never shows a traceback."""
+"""Errors are reported in one sentence before any work is done, never as a traceback."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def train(*more: str, corpus: str = "corpus.jsonl", **changes: object) -> int:
 
 
 def sentence(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line after what was being done."""
+    """Returns the error line that follows the progress lines."""
     captured = capsys.readouterr()
     doing = ("tokenizing", "training the tokenizer", "reading characters", "warning: ")
     lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]

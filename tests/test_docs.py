@@ -1,4 +1,4 @@
-"""The documentation is true: its commands run, its tables are the schema's."""
+"""The commands in the documentation run, and its tables match the schema."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ def commands(page: Path) -> str:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Python blocks whose first line is a file's name become that file."""
+    """Writes each Python block whose first line is a file name to that file."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     for block in blocks:
         if name := re.match(r"# (\w+\.py)\n", block):
@@ -76,7 +76,7 @@ def test_the_readme_names_every_dependency() -> None:
 
 
 def test_the_readme_says_how_its_tables_are_measured() -> None:
-    """As many steps and rounds as the commands take, and where a contestant's work is not ours."""
+    """The README states steps and rounds of the commands, and differences between the contestants."""
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     for name in ("peers", "fine_tuning", "graph"):
         source = (ROOT / f"benchmarks/{name}.py").read_text(encoding="utf-8")
@@ -95,6 +95,6 @@ def test_the_readme_says_how_its_tables_are_measured() -> None:
 
 
 def _table_after(lines: list[str], heading: str) -> list[str]:
-    """The rows of the table below a heading."""
+    """Returns the rows of the table below a heading."""
     below = lines[next(number for number, line in enumerate(lines) if line.startswith(heading)) + 2 :]
     return list(itertools.takewhile(lambda line: line.startswith("|"), below))[2:]

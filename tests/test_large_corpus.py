@@ -1,4 +1,4 @@
-"""However large the corpus, memory stays bounded."""
+"""Memory stays bounded for a large corpus."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ print(int(peak[1]) * 1024, prepared.train_tokens, seconds)
 
 
 def write_gigabyte(folder: Path) -> None:
-    """The standard library's source over and over, every copy of a file with a line of its own."""
+    """Writes a gigabyte: copies of the standard library's source, each with a distinct line."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.glob("*.py"))
     size = copy = 0

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of any command, and a terminal that closes: one sentence, exit codes, and nothing lost."""
+"""Ctrl-C at any moment and a closed terminal give one sentence and an exit code, and lose nothing."""
 
 import os
 import pty
@@ -26,7 +26,7 @@ def hold_interrupts() -> None:
 
 
 def ignore_hangups() -> None:
-    """As nohup does."""
+    """Ignores SIGHUP, like nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
@@ -122,7 +122,7 @@ def test_several_processes_save_and_end(home: Path, number: signal.Signals, code
 
 
 def test_a_terminal_that_closes_costs_nothing(home: Path) -> None:
-    """With the live view on it, which can write nothing any more."""
+    """The live view is running and cannot write any more."""
     run, terminal = home / "closed", pty.fork()
     if not terminal[0]:
         variables = {**environment(home / "cache"), "TERM": "xterm"}

@@ -1,4 +1,4 @@
-"""Every command that writes, pointed at files of somebody else, which have to stay as they are."""
+"""Commands that write never change files of others."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ TARGETS = ("full", ".", "..", "", *LINKS, "thesis.tex", "config.json", "pipe")
 
 
 def state(folder: Path) -> dict[str, tuple[object, ...]]:
-    """Kind, mode and content of everything below a folder."""
+    """Returns the kind, mode and content of everything below a folder."""
     found: dict[str, tuple[object, ...]] = {}
     for path in sorted(folder.rglob("*")):
         status, name = path.lstat(), str(path.relative_to(folder))
@@ -116,7 +116,7 @@ def fill(folder: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Somebody's files, among which the commands run, with links and neighbours of their outputs."""
+    """A folder with foreign files and links beside and in place of the outputs."""
     project = tmp_path / "project"
     for folder in (project / "inside", project / "inside/full"):
         fill(folder)
@@ -303,7 +303,7 @@ def test_a_run_of_version_0_1_0_goes_on(home: Path, tmp_path: Path) -> None:
 
 
 def as_of_0_1_0(run: Path) -> None:
-    """Takes away what version 0.1.0 did not write."""
+    """Removes the files that version 0.1.0 did not write."""
     for mark in list(run.rglob(".sansgpu.json")):
         mark.unlink()
     for snapshot in (run / "snapshots").glob("step-*"):

@@ -1,4 +1,4 @@
-"""A configuration that cannot be meant is refused at once, in one short sentence, and never by a traceback."""
+"""Invalid configuration files are refused at once, in one short sentence and without a traceback."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ MOST_SECONDS, MOST_BYTES = 10, 200 << 20  # one second on an idle machine, and w
 
 @pytest.fixture(autouse=True)
 def _within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing here may hang: a pipe without a writer does where it is opened."""
+    """Fails a test that hangs: opening a pipe without a writer blocks forever."""
     monkeypatch.chdir(tmp_path)
     before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("it hangs"))
     signal.alarm(MOST_SECONDS)
@@ -92,7 +92,7 @@ def test_a_name_that_no_file_can_have_is_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_a_file_that_multiplies_takes_little_memory(tmp_path: Path) -> None:
-    """In a process of its own, as the peak of this one says nothing."""
+    """Uses a new process, because the peak memory of this one includes earlier tests."""
     (tmp_path / "a.yaml").write_text(MULTIPLYING_MERGES)
     code = (
         "import resource, pathlib\nfrom sansgpu.config import load_config, ConfigError\n"

@@ -1,4 +1,4 @@
-"""What differs between tasks: defaults, and which keys there are."""
+"""Defaults and keys of each task."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The schema, its files and its sentences."""
+"""The configuration schema, its files and its error messages."""
 
 import subprocess
 import sys

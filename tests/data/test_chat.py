@@ -12,15 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
 from sansgpu.data.chat import (
-    BadRowError,
     MaskedConversation,
     mask_conversation,
-    read_conversation,
     shorten_to_window,
     show_masked,
     tokenize_conversations,
 )
-from sansgpu.data.files import SourceRow
+from sansgpu.data.conversations import read_conversation
+from sansgpu.data.rows import BadRowError, SourceRow
 
 WHERE = "notes.jsonl, line 7"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header|>", "<|end_header|>", "<|eot|>"]
@@ -307,7 +306,7 @@ def test_what_the_tokenizer_cannot_do_is_an_error_whatever_the_row() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=20), st.integers(2, 20))
-def test_too_long_a_row_keeps_its_end_or_is_dropped(pairs: list[tuple[int, bool]], limit: int) -> None:
+def test_a_row_that_is_too_long_keeps_its_end_or_is_dropped(pairs: list[tuple[int, bool]], limit: int) -> None:
     masked = MaskedConversation([token for token, _ in pairs], [kept for _, kept in pairs])
     end = MaskedConversation(masked.ids[-limit:], masked.learned[-limit:])
     expected = end if any(end.learned[1:]) else None  # nothing precedes the first token
@@ -319,13 +318,14 @@ def rows_of(*values: Any) -> list[SourceRow]:
     return [SourceRow(f"a.jsonl, line {n}", value) for n, value in enumerate(values, 1)]
 
 
-def test_examples_lie_one_behind_the_other_and_what_is_left_out_is_counted() -> None:
+def test_examples_are_concatenated_and_skipped_rows_are_counted() -> None:
     tokenizer, seen = tokenizer_of(None), list[int]()
     rows = rows_of(
         {"prompt": "ab", "completion": "cd"}, {"text": ""}, {"prompt": "ab", "completion": "c" * 9}, [], {"text": "c"}
     )
     kept = [mask_of(tokenizer, **row.value) for row in (rows[0], rows[2], rows[4])]
-    examples = tokenize_conversations(rows, tokenizer, 6, "truncate", "skip", seen.append)
+    counted = (seen.append(number) or row for number, row in enumerate(rows, 1))  # type: ignore[func-returns-value]
+    examples = tokenize_conversations(counted, tokenizer, 6, "truncate", "skip")
     assert (len(examples), examples.truncated, examples.dropped, examples.skipped) == (3, 1, 0, 2)
     assert examples.first_skipped == "a.jsonl, line 2 has an empty text; fix or remove the row."
     assert seen == [1, 2, 3, 4, 5]
@@ -335,17 +335,17 @@ def test_examples_lie_one_behind_the_other_and_what_is_left_out_is_counted() -> 
         assert (ids.tolist(), learned.tolist()) == (masked.ids[-6:], masked.learned[-6:])
     assert examples.lengths().tolist() == [min(6, len(masked.ids)) for masked in kept]
 
-    dropping = tokenize_conversations(rows, tokenizer, 6, "drop", "skip", None)
+    dropping = tokenize_conversations(rows, tokenizer, 6, "drop", "skip")
     assert (len(dropping), dropping.truncated, dropping.dropped) == (2, 0, 1)
     with pytest.raises(BadRowError, match=r"^a.jsonl, line 2 .*or set data.on_bad_row to skip\.$"):
-        tokenize_conversations(rows, tokenizer, 6, "truncate", "fail", None)
-    nothing = tokenize_conversations([], tokenizer, 6, "truncate", "fail", None)
+        tokenize_conversations(rows, tokenizer, 6, "truncate", "fail")
+    nothing = tokenize_conversations([], tokenizer, 6, "truncate", "fail")
     assert (len(nothing), nothing.lengths().tolist(), nothing.first_skipped) == (0, [], None)
 
 
 def test_a_row_whose_answer_is_cut_away_is_dropped() -> None:
     rows = rows_of({"messages": conversation_of("a?", "b", "c" * 40)})
-    examples = tokenize_conversations(rows, TOKENIZERS["chatml"], 8, "truncate", "fail", None)
+    examples = tokenize_conversations(rows, TOKENIZERS["chatml"], 8, "truncate", "fail")
     assert (len(examples), examples.truncated, examples.dropped) == (0, 0, 1)
 
 

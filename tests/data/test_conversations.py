@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sansgpu.data.chat import BadRowError, Conversation, read_conversation
-from sansgpu.data.files import SourceRow
+from sansgpu.data.conversations import Conversation, read_conversation
+from sansgpu.data.rows import BadRowError, SourceRow
 
 WHERE = "notes.jsonl, line 7"
 

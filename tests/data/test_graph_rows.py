@@ -16,7 +16,7 @@ from sansgpu.data.graph_sources import open_graphs
 from tests.data.graph_files import GOOD, IS_A, TEXT, TREATS, Write, facts, read
 
 
-def test_a_row_is_a_text_with_its_triples(write: Write) -> None:
+def test_a_row_holds_a_text_with_its_triples(write: Write) -> None:
     more = {"head_id": "D3", "tail_id": 4, "head_span": [43, len(TEXT)]}
     row = {"id": "d17:0", "text": TEXT, "triples": [TREATS, {**IS_A, **more}]}
     triples = (
@@ -40,7 +40,7 @@ def test_texts_without_triples_are_documents_too(write: Write) -> None:
     assert [d.text for d in read(write({"text": "a", "body": TEXT}), text_column="body")] == [TEXT]
 
 
-def test_a_row_can_say_one_triple_of_its_text_itself(write: Write) -> None:
+def test_a_row_can_be_a_text_with_a_single_triple(write: Write) -> None:
     path = write({"id": "s1", "text": TEXT, **TREATS}, {"id": "s2", "content": TEXT, **IS_A})
     assert [d.triples for d in read(path)] == [
         (Triple("Metformin", "treats", "diabetes", (0, 9)),),
@@ -139,7 +139,7 @@ KNOWLEDGE: list[dict[str, Any]] = [
 ]
 
 
-def test_triples_alone_are_joined_to_the_texts_of_their_entities(write: Write) -> None:
+def test_facts_are_joined_to_the_texts_of_their_entities(write: Write) -> None:
     triples = (
         Triple("Rhine", "part of", "Rhine basin", (0, 5), "Q1", "Q2"),
         Triple("Rhine", "flows into", "North Sea", (0, 5), "Q1", "North Sea"),
@@ -150,7 +150,7 @@ def test_triples_alone_are_joined_to_the_texts_of_their_entities(write: Write) -
     ]
 
 
-def test_facts_are_also_said_of_their_tails(write: Write) -> None:
+def test_facts_are_also_added_to_their_tails(write: Write) -> None:
     found = {d.id: d for d in read(write(*KNOWLEDGE), inverse=True)}
     assert list(found) == ["Q1", "Q2", "Q3", "North Sea"]
     assert found["Q2"].text == "RHINE BASIN, all that flows into it"  # begins with the name in another case

@@ -26,7 +26,7 @@ def folder(write: Write) -> Path:
     return write("_has_part\thas part", "_unused\t", name="relation2text.txt").parent
 
 
-def test_a_folder_of_triples_has_parts_and_texts(folder: Path) -> None:
+def test_a_folder_of_triples_has_splits_and_texts(folder: Path) -> None:
     graphs = opened(folder)
     assert parts(graphs) == [["01", "03"], ["02"], ["03", "04"]]
     tree, twig = graphs.train.documents()
@@ -40,7 +40,7 @@ def test_a_folder_of_triples_has_parts_and_texts(folder: Path) -> None:
     assert facts(twig) == [("twig", "belongs to", "tree")]
 
 
-def test_inverse_triples_of_a_folder_stand_in_their_own_part(folder: Path) -> None:
+def test_inverse_triples_of_a_folder_stay_in_their_split(folder: Path) -> None:
     assert parts(opened(folder, inverse=True)) == [["01", "02", "03", "04"], ["02", "03"], ["03", "01", "04"]]
     found = {d.id: d for d in read(folder, inverse=True)}
     assert facts(found["01"]) == [
@@ -79,7 +79,7 @@ def test_a_line_without_its_columns_is_a_bad_row(
         read(folder)
 
 
-def test_a_folder_without_a_file_to_train_on_is_an_ordinary_one(folder: Path, write: Write) -> None:
+def test_a_folder_without_train_tsv_is_an_ordinary_folder(folder: Path, write: Write) -> None:
     (folder / "train.tsv").rename(folder / "entity2text.txt")
     write(GOOD)
     assert [d.id for d in read(folder)] == ["good", "entity2text.txt", "relation2text.txt"]
@@ -89,14 +89,14 @@ def evaluated(name: Path) -> list[str]:
     return [d.id for d in open_graph_part(str(name), DataConfig(), pytest.fail).documents()]
 
 
-def test_the_part_to_evaluate_on_is_the_last_there_is(folder: Path, write: Write) -> None:
+def test_the_last_available_split_is_evaluated(folder: Path, write: Write) -> None:
     assert evaluated(write(GOOD, name="rows.jsonl")) == ["good"]
     for name, ids in (("test.tsv", ["03", "04"]), ("dev.tsv", ["02"]), ("entity2text.txt", ["01", "03"])):
         assert evaluated(folder) == ids
         (folder / name).unlink()
 
 
-def test_files_and_splits_are_parts_by_their_names(tmp_path: Path, write: Write) -> None:
+def test_names_of_files_and_splits_determine_the_split(tmp_path: Path, write: Write) -> None:
     rows = {name: {**GOOD, "id": name} for name in ("train", "validation", "test")}
     for name, row in rows.items():
         write(row, name=f"{name}.jsonl")
@@ -111,7 +111,7 @@ def test_a_validation_source_can_be_named(folder: Path, write: Write) -> None:
     assert parts(opened(folder, validation_name=str(folder / "a.jsonl")))[1] == ["good"]
 
 
-def test_the_fingerprint_is_of_the_content_and_the_way_it_is_read(folder: Path, write: Write) -> None:
+def test_the_fingerprint_depends_on_content_and_settings(folder: Path, write: Write) -> None:
     rows = write(GOOD)
     seen = [opened(folder).train.fingerprint, opened(rows).train.fingerprint]
     assert seen == [opened(folder).train.fingerprint, opened(rows).train.fingerprint]

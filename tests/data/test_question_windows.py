@@ -138,7 +138,7 @@ def test_labels_are_those_of_run_qa(
 
 @each_tokenizer
 @given(CONTEXTS, st.integers(1, 8), st.data())
-def test_a_labelled_window_holds_the_answer_and_any_other_says_none(
+def test_only_windows_with_the_whole_answer_have_a_label(
     tokenizer: Any, words: list[str], more: int, data: st.DataObject
 ) -> None:
     first, last = sorted((data.draw(st.integers(0, len(words) - 1)), data.draw(st.integers(0, len(words) - 1))))
@@ -173,7 +173,7 @@ def test_label_tokens_decode_to_the_answer(context: str, text: str) -> None:
     assert tokenizer.decode(window.ids[window.start : window.end + 1]).strip() == text
 
 
-def test_windows_know_their_question_whatever_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_refer_to_their_question_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     questions = [ask(" ".join(WORDS[:5] * n), WORDS[n % 5], " ".join(["who"] * (1 + n % 3))) for n in range(1, 8)]
 
     def fields(window: QuestionWindow) -> tuple[Any, ...]:

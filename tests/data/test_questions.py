@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.data.files import SourceRow
 from sansgpu.data.questions import Question, read_questions
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import open_sources
 
 CONTEXT = "The cat sat on the mat. It slept there."
@@ -108,9 +108,7 @@ def test_a_question_without_an_id_is_named_by_its_place(tmp_path: Path) -> None:
         ("\tcat sat\n", 3, (4, "cat sat")),
     ],
 )
-def test_an_answer_is_found_where_white_space_at_its_ends_has_moved(
-    text: str, start: int, found: tuple[int, str]
-) -> None:
+def test_an_answer_with_stripped_white_space_is_found(text: str, start: int, found: tuple[int, str]) -> None:
     answers = {"text": [text], "answer_start": [start]}
     (question,) = read_questions([SourceRow("x", flat(answers=answers))], "fail", no_warning)
     assert question.answers == (found,)
@@ -177,7 +175,7 @@ def test_every_bad_row_is_named_and_can_be_skipped(value: Any, problem: str) -> 
     assert warnings == [f"bad rows skipped: 1; the first: {named}."]
 
 
-def test_one_warning_counts_all_bad_rows_and_names_the_first(tmp_path: Path) -> None:
+def test_a_single_warning_counts_bad_rows_and_names_the_first(tmp_path: Path) -> None:
     bad_question = {"id": "n", "question": "", "answers": []}
     lines = [json.dumps(flat()), "{half a row", json.dumps(flat()), json.dumps(nested(bad_question)), "3"]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz HOME [KIND [NUMBER]] [--seed N] [--scale X]`: run cases, and show what is wrong."""
+"""`python -m tests.fuzz HOME [KIND [NUMBER]] [--seed N] [--scale X]`: runs cases and prints complaints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fuzz.harness import runner
 
 
 def main() -> None:
-    """Print every complaint, and how many cases of each kind there were."""
+    """Prints every complaint and the number of cases of each kind."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("home", type=Path, help="a new folder for good inputs and cases")
     parser.add_argument("kind", nargs="?", help="this kind alone, such as `rows`")

@@ -1,4 +1,4 @@
-"""Good inputs of every kind, which cases damage."""
+"""Valid inputs of every kind, which the cases damage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tasks.graphs import rows as graph_rows
 
 @dataclass(frozen=True)
 class Bases:
-    """Files and folders that work."""
+    """Valid files and folders."""
 
     corpus: Path
     run: Path  # of task pretrain, with snapshots, final/ and a report
@@ -40,7 +40,7 @@ class Bases:
 
 
 def make_bases(home: Path) -> Bases:
-    """Train the tiny run and export it; takes some ten seconds."""
+    """Trains and exports the tiny run, which takes about ten seconds."""
     home.mkdir(parents=True, exist_ok=True)
     corpus, run = write_corpus(home / "corpus.jsonl"), home / "run"
     chosen = {"data__dataset_name": corpus, "training__max_steps": 6, "training__sample_tokens": 4}
@@ -63,7 +63,7 @@ def make_bases(home: Path) -> Bases:
 
 
 def nested(values: dict[str, object]) -> dict[str, object]:
-    """`{"model.d_model": 32}` as sections."""
+    """Converts `{"model.d_model": 32}` to nested sections."""
     found: dict[str, object] = {}
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -75,7 +75,7 @@ def nested(values: dict[str, object]) -> dict[str, object]:
 
 
 def tiny_config(data: Path) -> dict[str, object]:
-    """The tiny run's configuration on some data."""
+    """Returns the tiny run's configuration with the dataset `data`."""
     return nested({**TINY, "data.dataset_name": str(data), "training.max_steps": 2, "training.kernels": "torch"})
 
 
@@ -84,7 +84,7 @@ def yaml_text(values: object) -> str:
 
 
 def copy(source: Path, target: Path) -> Path:
-    """A copy of a file or folder."""
+    """Copies a file or folder."""
     if source.is_dir():
         shutil.copytree(source, target)
     else:
@@ -93,5 +93,5 @@ def copy(source: Path, target: Path) -> Path:
 
 
 def member(draw: random.Random, folder: Path, endings: tuple[str, ...]) -> Path:
-    """Any file below a folder with one of these endings."""
+    """Draws a file below a folder with one of these suffixes."""
     return draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith(endings)))

@@ -28,7 +28,7 @@ def writes(name: str, content: bytes | str) -> Callable[[Path], object]:
 
 
 def rows(draw: random.Random, bases: Bases) -> Case:
-    """Data of every format and task with odd values in its rows, or damaged."""
+    """Draws a data file of any format and task, with odd values or damaged."""
     task = draw.choice(("pretrain", "pretrain", "graph", "sft", "qa"))
     source = {"pretrain": bases.corpus, "graph": bases.graph, "sft": bases.chats, "qa": bases.questions}[task]
     text = source.read_text()
@@ -64,7 +64,7 @@ def rows(draw: random.Random, bases: Bases) -> Case:
 
 
 def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]:
-    """Rows as a file."""
+    """Returns the name and content of a file with these rows."""
     form = draw.choice(
         ("jsonl", "jsonl", "json", "csv", "parquet", "txt") if task == "pretrain" else ("jsonl", "jsonl", "json")
     )
@@ -86,7 +86,7 @@ def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]
 
 
 def tokenizers(draw: random.Random, bases: Bases) -> Case:
-    """A tokenizer.json with odd values, or damaged."""
+    """Draws a tokenizer.json with odd values, or damaged."""
     source = draw.choice((bases.tokenizer, bases.decoder / "tokenizer.json", bases.encoder / "tokenizer.json"))
     content = source.read_bytes()
     if draw.random() < 0.7:
@@ -99,7 +99,7 @@ def tokenizers(draw: random.Random, bases: Bases) -> Case:
 
 
 def _changed_shallow(value: Any, draw: random.Random) -> Any:
-    """Changed outside of long lists and vocabularies, which are most of a tokenizer."""
+    """Replaces a value, but not in vocabularies or merges, which are most of a tokenizer."""
     short = [place for place in places(value) if "vocab" not in place[:-1] and "merges" not in place[:-1]]
     *path, last = draw.choice(short)
     inner = value
@@ -110,7 +110,7 @@ def _changed_shallow(value: Any, draw: random.Random) -> Any:
 
 
 def model_folders(draw: random.Random, bases: Bases) -> Case:
-    """A Hugging Face folder of which one file is changed or damaged."""
+    """Draws a Hugging Face folder in which one file is changed or damaged."""
     source = draw.choice((bases.final, bases.final, bases.decoder))
     seed = draw.randrange(2**32)
     command = draw.choice(
@@ -139,7 +139,7 @@ def model_folders(draw: random.Random, bases: Bases) -> Case:
 
 
 def ggufs(draw: random.Random, bases: Bases) -> Case:
-    """A GGUF file damaged, most often in its header, or with a number there replaced by a huge one."""
+    """Draws a GGUF file with a damaged header or a huge number in it."""
     content = bytearray(bases.gguf.read_bytes())
     head = 1 << draw.choice((5, 8, 11))
     if draw.random() < 0.4:
@@ -162,7 +162,7 @@ RECORDS = ("metrics.jsonl", "environment.json", "config.yaml", "state.json", "MA
 
 
 def run_folders(draw: random.Random, bases: Bases) -> Case:
-    """A run of which one file holds a value of another type, or is damaged."""
+    """Draws a run in which one file has an odd value or is damaged."""
     command, seed = draw.choice(_READERS), draw.randrange(2**32)
 
     def prepare(here: Path) -> None:

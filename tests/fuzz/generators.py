@@ -40,7 +40,7 @@ Generator = Callable[[random.Random, Bases], Case]
 
 
 def _toml(values: dict[str, Any]) -> str:
-    """Flat sections as TOML; null, which TOML lacks, is left out."""
+    """Formats flat sections as TOML, without nulls, which TOML lacks."""
     top = [(k, v) for k, v in values.items() if not isinstance(v, dict)]
     sections = [(k, v) for k, v in values.items() if isinstance(v, dict)]
     lines = [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in top if v is not None]
@@ -50,7 +50,7 @@ def _toml(values: dict[str, Any]) -> str:
 
 
 def configuration(draw: random.Random, bases: Bases) -> Case:
-    """A file with odd values of keys, with odd text, or damaged."""
+    """Draws a configuration file with odd values, odd text or damage."""
     how = draw.random()
     if how < 0.2:
         name, text = draw.choice(TEXT_FILES)
@@ -90,7 +90,7 @@ def configuration(draw: random.Random, bases: Bases) -> Case:
 
 
 def _small_data(text: str, bases: Bases) -> list[str]:
-    """Options for a file that has lost the name of its data: the default corpus takes longer than a case may."""
+    """Returns options that set a small corpus if the file names none: the default one takes too long."""
     return [] if "dataset_name" in text else ["--set", f"data.dataset_name={bases.corpus}"]
 
 
@@ -124,7 +124,7 @@ _COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 def flags(draw: random.Random, bases: Bases) -> Case:
-    """A command with one or two options of odd values."""
+    """Draws a command with odd values of one or two options."""
     command = draw.choice(list(_COMMANDS))
     fixed, options = _COMMANDS[command]
     places_of = {
@@ -189,7 +189,7 @@ _LAUNCHED = {
 
 
 def variables(draw: random.Random, bases: Bases) -> Case:
-    """An environment variable that we, or a library, read, with an odd value."""
+    """Draws an odd value of an environment variable that sansgpu or a library reads."""
     name = draw.choice(list(_VARIABLES))
     chosen = {name: draw.choice(_VARIABLES[name])}
     if draw.random() < 0.3:
@@ -221,7 +221,7 @@ KINDS: dict[str, tuple[Generator, int]] = {
 
 
 def cases(bases: Bases, seed: int, scale: float = 1.0) -> list[tuple[str, Case]]:
-    """Cases of all kinds with their names, the same for the same seed; `scale` 1 makes a thousand."""
+    """Returns named cases of all kinds, equal for equal seeds; `scale` 1 makes a thousand."""
     found = []
     for kind, (generate, many) in KINDS.items():
         for number in range(max(1, round(many * scale))):

@@ -1,4 +1,4 @@
-"""Cases of bad input, and what is demanded of every one of them."""
+"""Runs cases of bad input and checks their outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNFORESEEN = re.compile(r"^sansgpu: \w+(Error|Exception|Interrupt|Warning)\b.*\(
 
 @dataclass(frozen=True)
 class Case:
-    """A command line in a folder of its own. `prepare` writes what it needs into the folder."""
+    """A command line that runs in a new folder, for which `prepare` writes the files."""
 
     arguments: list[str]
     prepare: Callable[[Path], object] = lambda folder: None
@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended."""
+    """The result of a case."""
 
     code: int
     late: bool
@@ -48,7 +48,7 @@ class Outcome:
     err: str
 
     def complaint(self, case: Case) -> str | None:
-        """What is wrong with it, or None."""
+        """Returns a message if the outcome is unacceptable, else None."""
         lines = [line for line in self.err.split("\n") if line and not line.startswith(ON_THE_WAY)]
         if self.late or self.cpu_seconds > HANG_SECONDS:
             return f"it hangs: {self.cpu_seconds:.1f} s of processor time"
@@ -136,7 +136,7 @@ class Runner:
         }
 
     def close(self) -> None:
-        """End the server."""
+        """Stops the server."""
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
@@ -147,7 +147,7 @@ START_SECONDS = 10.0  # of processor time that Python's imports may take on a sl
 
 @contextlib.contextmanager
 def runner(home: Path) -> Iterator[Runner]:
-    """A runner that is closed in the end."""
+    """Yields a runner and closes it afterwards."""
     found = Runner(home)
     try:
         yield found

@@ -21,7 +21,7 @@ MEMORY_BYTES = 6 << 30  # address space for data above what the imports take; a 
 
 
 def import_everything() -> None:
-    """What commands import when they need it."""
+    """Imports the modules that commands import lazily."""
     import datasets  # noqa: F401
     import peft  # noqa: F401
     import transformers  # noqa: F401
@@ -29,7 +29,7 @@ def import_everything() -> None:
 
 
 def child(case: dict[str, Any]) -> None:
-    """Run one command line in this fork; does not return."""
+    """Runs one command line in this fork; never returns."""
     code = 70
     try:
         os.setsid()
@@ -60,7 +60,7 @@ def child(case: dict[str, Any]) -> None:
 
 
 def outcome(pid: int) -> dict[str, Any]:
-    """Wait for a case, and kill what does not end."""
+    """Waits for a case and kills it if it takes too long."""
     deadline, late = time.monotonic() + WALL_SECONDS, False
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
@@ -79,7 +79,7 @@ def outcome(pid: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer cases until stdin ends."""
+    """Answers cases until the end of stdin."""
     import_everything()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     print("ready", file=answers, flush=True)

@@ -43,12 +43,12 @@ NUMBERS = [
 
 
 def odd(draw: random.Random) -> Any:
-    """One of `ODD`, as a copy: a list that a later change put something into would be another value in other cases."""
+    """Draws one of `ODD`, copied, because a change to a shared list would alter other cases."""
     return copy.deepcopy(draw.choice(ODD))
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON value but the outermost."""
+    """Returns the path of every inner value of a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = [] if not at else [at]
     for key, item in list(inner)[:200]:
@@ -57,7 +57,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(value: Any, draw: random.Random) -> Any:
-    """A copy of a JSON value with an odd value, or nothing, in one to three places."""
+    """Returns a copy of a JSON value in which one to three values are replaced or deleted."""
     value = json.loads(json.dumps(value))
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         every = places(value)
@@ -75,12 +75,12 @@ def changed(value: Any, draw: random.Random) -> Any:
 
 
 def dumped(value: Any) -> str:
-    """As JSON, with what only Python writes: NaN, half surrogates, huge integers."""
+    """Formats as JSON, including NaN, unpaired surrogates and huge integers."""
     return json.dumps(value)
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
-    """Bytes that a disk, an editor or an enemy changed: cut, flipped, doubled, or replaced in places."""
+    """Cuts, flips, repeats or replaces bytes at random places."""
     found = content
     for _ in range(draw.choice((1, 1, 2, 5))):
         at, size = draw.randrange(len(found) + 1), draw.choice((1, 1, 2, 8, 64))

@@ -1,4 +1,4 @@
-"""Folders that try to run code in whoever looks at them. Each attempt would create the file `canary`."""
+"""Folders that try to run code when they are read. Each successful attempt creates the file `canary`."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Bomb:
 
 
 def bomb(path: Path, canary: Path) -> None:
-    """A pickle, as torch.save would write one of old."""
+    """Writes a pickle that creates the canary when it is loaded."""
     path.write_bytes(pickle.dumps(Bomb(canary)))
 
 
 def write_module(folder: Path, canary: Path) -> Path:
-    """A module of an objective, on nobody's path yet."""
+    """Writes a module with an objective, in a folder that is not on the path."""
     folder.mkdir(exist_ok=True)
     (folder / f"{MODULE}.py").write_text(f"open({str(canary)!r}, 'w').close()\nfrom sansgpu.tasks.pretrain import *\n")
     return folder
 
 
 def write_cache(folder: Path, canary: Path) -> Path:
-    """A cache with a library in every place that the kernels were ever loaded from."""
+    """Writes a library to every place in a cache from which any version loads kernels."""
     compiler = cxx()
     assert compiler
     source = folder.with_suffix(".cpp")
@@ -61,7 +61,7 @@ def write_cache(folder: Path, canary: Path) -> Path:
 
 
 def with_code(model: Path, canary: Path) -> None:
-    """Give a Hugging Face folder code of its own, which stands in for the classes of transformers."""
+    """Adds code to a Hugging Face folder that replaces the classes of transformers."""
     (model / f"{REMOTE}.py").write_text(
         f"open({str(canary)!r}, 'w').close()\nfrom transformers import Qwen2Config as C, Qwen2ForCausalLM as M\n"
         "class EvilConfig(C): pass\nclass EvilModel(M): config_class = EvilConfig\n"
@@ -76,7 +76,7 @@ def with_code(model: Path, canary: Path) -> None:
 
 
 def copied(run: Path, to: Path, canary: Path, **settings: Any) -> Path:
-    """A copy of a run with other settings (`data__cache_dir`) in its config.yaml, and pickles all over it."""
+    """Copies a run, changes settings (`data__cache_dir`) in its config.yaml and adds pickles."""
     shutil.copytree(run, to)
     values = yaml.safe_load((to / "config.yaml").read_text())
     for key, value in settings.items():

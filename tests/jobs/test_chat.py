@@ -64,7 +64,7 @@ def test_a_conversation_comes_from_a_pipe(learned: Path, monkeypatch: pytest.Mon
     assert capsys.readouterr().out == f"{first[1]}\n{second[1]}\n"
 
 
-def test_what_was_said_is_remembered_until_it_is_forgotten(learned: Path) -> None:
+def test_a_conversation_is_remembered_until_it_is_reset(learned: Path) -> None:
     conversation = ChatSession(str(learned), "Be short.", "latest", pytest.fail)
     question, said = "What follows red?", []
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_what_was_said_is_remembered_until_it_is_forgotten(learned: Path) -> Non
     assert "".join(conversation.say(question, 8, Sampling(temperature=0))) == said[0]
 
 
-def test_what_cannot_talk_is_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_models_that_cannot_chat_are_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl")
     small = processes.settings(data__dataset_name=data, training__max_steps=1)
     assert cli(["train", *small, "--output-dir", str(tmp_path / "pretrained")]) == 0

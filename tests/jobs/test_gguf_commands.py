@@ -49,14 +49,14 @@ def pairs(values: dict[str, object]) -> list[str]:
 
 
 def said(capsys: Captured, *arguments: object) -> str:
-    """What a command that works prints on stdout."""
+    """Returns the stdout of a command that succeeds."""
     capsys.readouterr()
     assert cli([str(a) for a in arguments]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
 def refused(capsys: Captured, *arguments: object) -> str:
-    """The one line of a command that does not."""
+    """Returns the error line of a command that fails."""
     capsys.readouterr()
     assert cli([str(a) for a in arguments]) == 2
     captured = capsys.readouterr()

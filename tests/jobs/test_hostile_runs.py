@@ -1,4 +1,4 @@
-"""Looking at somebody's run runs none of its code: each command that takes RUN, on folders that try."""
+"""Commands that take RUN never execute code from the run's folder."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(home: Path, task: str) -> Path:
-    """A run of two steps, made once."""
+    """Trains two steps, once per name."""
     run, model = home / f"innocent-{task}", home / f"model-{task}"
     if run.exists():
         return run
@@ -88,7 +88,7 @@ def made(home: Path, task: str) -> Path:
 
 
 def after(home: Path, canary: Path, commands: list[list[str]]) -> list[tuple[int, bool]]:
-    """Exit code of each command, and whether it ran the code; in a process of their own."""
+    """Runs each command in a process; returns its exit code and whether the hostile code ran."""
     own = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(home / "modules")])}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(canary), json.dumps(commands), str(home / "found.json")],
@@ -278,7 +278,7 @@ def test_a_cache_of_another_user_is_not_loaded_from(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: Path) -> None:
-    """As in a container whose volumes all are everybody's."""
+    """Simulates a container in which every volume is writable by all users."""
     places = {name: tmp_path / name for name in ("SANSGPU_CACHE", "XDG_CACHE_HOME", "TMPDIR")}
     for place in places.values():
         place.mkdir()

@@ -1,4 +1,4 @@
-"""Evaluating, generating, exporting and tokenizing, from the command line."""
+"""The commands eval, generate, export and tokenizer."""
 
 import io
 import json

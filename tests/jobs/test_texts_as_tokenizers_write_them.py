@@ -1,4 +1,4 @@
-"""Texts are enclosed in the special tokens that `tokenizer(text)` of transformers sets, wherever a model reads one."""
+"""Every command adds the same special tokens to a text as `tokenizer(text)` of transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(kind: str) -> Path:
 
 
 def loaded(kind: str) -> tuple[Any, Any]:
-    """The model and tokenizer of transformers."""
+    """Returns the model and tokenizer of transformers."""
     return AutoModelForCausalLM.from_pretrained(folder(kind)).eval(), AutoTokenizer.from_pretrained(folder(kind))
 
 
@@ -45,7 +45,7 @@ def answer(capsys: Captured, *arguments: object) -> dict[str, float]:
 
 
 def loss_of(model: Any, rows: list[tuple[list[int], int]]) -> float:
-    """Cross-entropy summed over each row's ids from the number given on."""
+    """Returns the summed cross-entropy of each row, starting at the given position."""
     total = 0.0
     for ids, first in rows:
         with torch.no_grad():
@@ -96,7 +96,7 @@ def test_a_text_is_gone_on_with_from_what_begins_it_and_before_what_ends_it(kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_reads_a_text_as_transformers_begins_it(kind: str, tmp_path: Path, capsys: Captured) -> None:
-    """The end-of-text token is learned, whether the tokenizer sets it or not."""
+    """The end-of-text token has a loss even if the tokenizer does not add it."""
     rows = "".join(json.dumps({"text": text}) + "\n" for text in [TEXT, "one"] * 2)
     (tmp_path / "rows.jsonl").write_text(rows)
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""A search: its space, its trials as real processes, what it survives, and what it leaves."""
+"""`tune`: its search space, its trials in real processes, interruptions and results."""
 
 import csv
 import json
@@ -36,13 +36,13 @@ def written(space: object) -> Path:
 
 
 def arguments(*more: str, **changes: object) -> list[str]:
-    """`tune` of the tiny configuration, in the folder `search`."""
+    """Returns arguments that tune the tiny configuration in the folder `search`."""
     chosen = {"data__dataset_name": "corpus.jsonl", "training__max_steps": 16, "training__sample_tokens": 4, **changes}
     return ["tune", "--space", "space.yaml", "--output-dir", "search", *settings(**chosen), *more]
 
 
 def search(*more: str, **changes: object) -> tuple[dict[str, Any], str]:
-    """The result of a search, and what was said."""
+    """Returns the result and the messages of a search."""
     code, out, error = finish(arguments("--json", *more, **changes), Path("cache").absolute())
     assert code == 0, error
     assert len(out.splitlines()) == 1
@@ -54,7 +54,7 @@ def begun(trial: int, ready: str = "snapshots/step-*") -> bool:
 
 
 def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Trials without their times."""
+    """Returns the trials by number, without their times."""
     rows = sorted(result["trials"], key=lambda row: row["trial"])
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 

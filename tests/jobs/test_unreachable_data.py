@@ -1,4 +1,4 @@
-"""`plan` and `bench` of data that is neither here nor to be had: made-up tokens, and no length of an epoch."""
+"""`plan` and `bench` work without the dataset: with random tokens and without the length of an epoch."""
 
 from __future__ import annotations
 

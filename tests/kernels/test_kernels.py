@@ -241,7 +241,7 @@ def test_linear(kernels: str, tokens: int, outputs: int, inputs: int, bias: bool
             return torch.func.functional_call(layer, {"weight": w} if b is None else {"weight": w, "bias": b}, (x,))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "MIN_ROWS_FOR_NATIVE", 1)
+        patch.setattr(linear, "MIN_NATIVE_FEATURES", 1)
         patch.setattr(native, "_amx", True)
         mine = with_gradients(given, ours, weight)
     exact = with_gradients([t.double() for t in given], torch.nn.functional.linear, weight.double())

@@ -1,4 +1,4 @@
-"""The limits of containers, as the kernel writes them."""
+"""Limits of containers are read from the files of the kernel."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the machine is asked, and what is concluded."""
+"""Devices, threads, memory, precision and compilation are chosen for this machine."""
 
 import os
 import signal
@@ -104,7 +104,7 @@ def test_threads_spin_briefly_unless_the_user_says_otherwise(
 
 
 def test_a_process_begins_with_its_randomness_settled_before_torch_is_there() -> None:
-    """Hashes of strings, which order sets, differ between processes unless Python is started so."""
+    """String hashes, which order sets, differ between processes unless PYTHONHASHSEED is set."""
     program = (
         "import os, sys; from sansgpu.machine.launch import make_deterministic; make_deterministic();"
         "names = ('PYTHONHASHSEED', 'CUBLAS_WORKSPACE_CONFIG', 'OMP_DYNAMIC');"

@@ -1,4 +1,4 @@
-"""The monitor tells what really goes on."""
+"""The monitor measures real load, memory and disk use."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def busy(seconds: float) -> None:
         pass
 
 
-def test_work_and_writing_of_this_process_are_seen(tmp_path: Path) -> None:
+def test_work_and_writes_of_this_process_are_measured(tmp_path: Path) -> None:
     def work() -> None:
         busy(1.0)
         with (tmp_path / "file").open("wb") as file:
@@ -59,7 +59,7 @@ def test_a_neighbour_is_seen(tmp_path: Path) -> None:
     assert seen["cpu_percent"] < 60
 
 
-def test_without_a_new_sample_the_last_one_stands(tmp_path: Path) -> None:
+def test_without_a_new_sample_the_last_one_is_returned(tmp_path: Path) -> None:
     monitor = Monitor(seconds=0.05)
     assert monitor.mean() is None
     monitor.start(tmp_path)
@@ -71,7 +71,7 @@ def test_without_a_new_sample_the_last_one_stands(tmp_path: Path) -> None:
     assert monitor.mean() == monitor.latest()
 
 
-def test_means_add_up_events_and_leave_out_what_is_not_told() -> None:
+def test_means_sum_events_and_ignore_missing_values() -> None:
     samples: list[dict[str, Any]] = [
         {"throttled": 1, "watts": None, "rss_bytes": 5, "memory_available_bytes": 9, "core_percent": [0.0, 100.0]},
         {"throttled": 2, "watts": 30.0, "rss_bytes": 3, "memory_available_bytes": 4, "core_percent": [50.0, 50.0]},
@@ -84,7 +84,7 @@ def test_means_add_up_events_and_leave_out_what_is_not_told() -> None:
 @pytest.mark.parametrize(
     ("name", "line"), [("cpu.stat", "throttled_usec 2500000"), ("cpu.stat", "throttled_time 2500000000")]
 )
-def test_what_a_container_withholds_is_read_in_both_versions(tmp_path: Path, name: str, line: str) -> None:
+def test_throttled_time_is_read_in_both_cgroup_versions(tmp_path: Path, name: str, line: str) -> None:
     process = tmp_path / "self"
     process.write_text("0::/box\n")
     (tmp_path / "root/box").mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_what_a_container_withholds_is_read_in_both_versions(tmp_path: Path, nam
     assert cgroup.throttled_seconds(tmp_path / "root", process) == 2.5
 
 
-def test_energy_is_added_up_over_packages_where_it_may_be_read(tmp_path: Path) -> None:
+def test_energy_is_summed_over_readable_packages(tmp_path: Path) -> None:
     assert energy_joules(tmp_path) is None
     for package, count in enumerate((3_000_000, 4_000_000)):
         (tmp_path / f"intel-rapl:{package}").mkdir()

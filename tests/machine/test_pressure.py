@@ -1,4 +1,4 @@
-"""Memory that runs short is noticed, and the micro-batch is cut before it is gone."""
+"""The micro-batch is reduced before memory runs out."""
 
 import pytest
 
@@ -8,7 +8,7 @@ MEGABYTE = 1 << 20
 
 
 class Machine:
-    """Bytes that are free and ours, and a clock, as a test sets them."""
+    """Free memory, memory of the process and a clock, all set by the test."""
 
     def __init__(self) -> None:
         self.free, self.ours, self.now = 4000 * MEGABYTE, 1000 * MEGABYTE, 0.0

@@ -1,4 +1,4 @@
-"""Which process of how many: launchers' variables, cores, and the way to the others."""
+"""Rank, world size, cores and network interface are found from the launcher's variables."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_binding_that_nobody_asked_for_may_be_undone() -> None:
     assert not find_world(MPICH).unbound
 
 
-def test_torchruns_own_number_of_threads_is_nobodys_wish() -> None:
+def test_the_thread_count_that_torchrun_sets_is_ignored() -> None:
     assert usual_threads({}) is None
     assert usual_threads({"OMP_NUM_THREADS": "3,2"}) == 3
     assert usual_threads({**TORCHRUN, "OMP_NUM_THREADS": "1"}) is None
@@ -104,7 +104,7 @@ def test_torchruns_own_number_of_threads_is_nobodys_wish() -> None:
 
 
 def machine(folder: Path, nodes: int, cores_each: int, threads: int) -> Path:
-    """/sys/devices/system of a machine whose hardware threads are numbered behind all cores, as Linux does."""
+    """Writes /sys/devices/system of a machine that numbers second hardware threads after all cores, like Linux."""
     whole = nodes * cores_each
     for node in range(nodes):
         numbers = [t * whole + node * cores_each + c for t in range(threads) for c in range(cores_each)]
@@ -119,11 +119,11 @@ def machine(folder: Path, nodes: int, cores_each: int, threads: int) -> Path:
     return folder
 
 
-def test_cores_are_read_with_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_read_with_their_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     found = cores.cpus(machine(tmp_path, nodes=2, cores_each=4, threads=2))
     assert [cpu.node for cpu in found] == [0] * 8 + [1] * 8
-    assert len(cores.physical(found)) == 8
+    assert len(cores.physical_cores(found)) == 8
     halves = [cores.partition(found, index, 2) for index in range(2)]
     assert [{cpu.node for cpu in half} for half in halves] == [{0}, {1}]
     assert {cpu.number for cpu in halves[0]} == {0, 1, 2, 3, 8, 9, 10, 11}
@@ -144,7 +144,7 @@ def test_shares_are_whole_cores_and_all_of_them(nodes: int, each: int, threads: 
 
 
 @given(st.lists(st.integers(0, 99), unique=True))
-def test_a_kernels_list_is_read(numbers: list[int]) -> None:
+def test_a_cpu_list_of_the_kernel_is_parsed(numbers: list[int]) -> None:
     assert cores.listed(",".join(map(str, numbers))) == numbers
     assert cores.listed("0-3,8\n") == [0, 1, 2, 3, 8]
     assert cores.listed("\n") == []
@@ -153,7 +153,7 @@ def test_a_kernels_list_is_read(numbers: list[int]) -> None:
 def test_a_process_keeps_to_its_cores() -> None:
     script = (
         "import json, os; from sansgpu.machine import cores\n"
-        "mine = cores.partition(cores.cpus(), 0, max(1, len(cores.physical(cores.cpus()))))\n"
+        "mine = cores.partition(cores.cpus(), 0, max(1, len(cores.physical_cores(cores.cpus()))))\n"
         "cores.bind(mine); bound = sorted(os.sched_getaffinity(0)); cores.unbind()\n"
         "print(json.dumps([[c.number for c in mine], bound, len(os.sched_getaffinity(0))]))"
     )

@@ -115,7 +115,7 @@ def test_a_low_rank_relation_is_the_product_of_its_two_matrices() -> None:
 
 
 def test_order_is_known_by_distance_alone() -> None:
-    """The mask is symmetric: without positions a text read backwards gives the same states, backwards."""
+    """Without position embeddings, a reversed text gives the reversed states."""
     forwards = random_batch(0, 1).tokens
     nodes = torch.stack((torch.arange(len(forwards)), torch.zeros(len(forwards), dtype=torch.int64)), dim=1).int()
     lengths = torch.tensor([len(forwards)])
@@ -126,7 +126,7 @@ def test_order_is_known_by_distance_alone() -> None:
 
 
 def test_multiplied_logits_smooth_where_added_ones_decay() -> None:
-    """A near key that fits and a far one that does not: by how much the far one is seen."""
+    """Compares the attention to a far key when a near key matches better."""
     nodes = torch.tensor([[[0, 0], [0, 1], [30, 0]]], dtype=torch.int32)  # a root, its leaf, a far root
     ranges = torch.tensor([[[1, 3]] * 3], dtype=torch.int32)  # of the two others
     q = torch.tensor([2.0, 0.0]).expand(1, 1, 3, 2).contiguous()

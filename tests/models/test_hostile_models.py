@@ -200,7 +200,7 @@ def odd_tokenizer(parts: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("oddity", TOKENIZERS)
 def test_a_tokenizer_is_tried_before_it_is_loaded(exported: Path, tmp_path: Path, oddity: str) -> None:
-    """By our reader and by transformers', which load it in this process afterwards."""
+    """Both our reader and transformers load the tokenizer only after a sandboxed trial."""
     parts, sentence = TOKENIZERS[oddity]
     folder = Path(shutil.copytree(exported, tmp_path / "model"))
     (folder / "tokenizer.json").write_text(odd_tokenizer(parts))

@@ -1,4 +1,4 @@
-"""`sansgpu plan --nodes`, from the command line."""
+"""The command `plan --nodes`."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import settings, write_corpus
+from tests.processes import settings
+
+CORPUS_DOCUMENTS = 200
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -20,13 +22,6 @@ CLUSTER_KEYS = {
 ROW_KEYS = {
     "nodes", "step_seconds", "tokens_per_second", "speed_up", "efficiency", "total_seconds", "node_hours", "cost",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("clusters")
-    write_corpus(folder / "corpus.jsonl", documents=200)
-    return folder
 
 
 def planned(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str, **more: object) -> dict[str, Any]:

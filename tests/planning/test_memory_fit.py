@@ -1,4 +1,4 @@
-"""What fits into memory begins, what does not is refused with ways out that do fit."""
+"""Runs that fit into memory start; others are refused with settings that would fit."""
 
 from dataclasses import replace
 from pathlib import Path

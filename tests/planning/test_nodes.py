@@ -1,4 +1,4 @@
-"""A step that several nodes share: the model beside a simulation that goes hop by hop."""
+"""The model of a step on several nodes agrees with a simulation of every hop."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ seconds = st.floats(0, 20)
 
 
 def simulated(sent: list[int], count: int, link: Link, backward: float) -> float:
-    """Every node's every hop: it goes on once it has its own part of the bucket before, and its neighbour's."""
+    """Simulates every hop: a node proceeds once it has its own part of the previous bucket and its neighbor's."""
     clocks = [0.0] * count
     left = sum(sent[:-1])  # backward's work, at a constant rate, until the last bucket
     rate, at = left / backward if backward else math.inf, 0.0
@@ -134,7 +134,7 @@ def test_adding_nodes_pays_until_a_doubling_no_longer_does() -> None:
 
 
 def test_the_critical_batch_is_as_published() -> None:
-    """B* is that at a loss of 1; by figure 10 a language model near 3 nats has about a million tokens."""
+    """B* applies at a loss of 1; in figure 10, a language model near 3 nats has about a million tokens."""
     assert critical_batch_tokens(1.0) == 2.1e8
     assert 0.5e6 < critical_batch_tokens(3.0) < 2e6
     assert critical_batch_tokens(2.5) > critical_batch_tokens(3.0)

@@ -1,4 +1,4 @@
-"""`plan`, `bench` and `doctor`, from the command line."""
+"""The commands `plan`, `bench` and `doctor`."""
 
 import json
 import re
@@ -15,7 +15,9 @@ from sansgpu.config import SansGPUError, load_config
 from sansgpu.config.built_in import BUILT_IN
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
 from sansgpu.train.scaling_law import effective_tokens, expected_bits_per_byte
-from tests.processes import environment, json_lines, settings, write_corpus
+from tests.processes import environment, json_lines, settings
+
+CORPUS_DOCUMENTS = 200
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -37,13 +39,6 @@ GIGANTIC = {
     "model__d_model": 65536, "model__n_heads": 512, "model__d_ff": 1 << 18, "model__vocab_size": 1000,
     "training__max_steps": 5,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plans")
-    write_corpus(folder / "corpus.jsonl", documents=200)
-    return folder
 
 
 def printed(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whatever a text holds, it does not control the terminal."""
+"""Control characters in names and texts never reach the terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(home: Path) -> Path:
-    """A run whose folder and data have such names."""
+    """A run whose folder and data have names with control characters."""
     with pytest.MonkeyPatch.context() as patch:
         use_cache(patch, home / "cache")
         target = home / EVIL / "run"
@@ -134,7 +134,7 @@ def test_markup_in_a_name_is_text(home: Path, capsys: Captured) -> None:
 
 
 def test_a_model_that_writes_escape_sequences_moves_no_cursor(tmp_path: Path, capsys: Captured) -> None:
-    """An untrained model draws from all tokens, the single bytes of controls among them."""
+    """An untrained model samples all tokens, including the bytes of control characters."""
     model = str(make_folder(tmp_path / "model", "qwen2"))
     options = ["--max-new-tokens", "96", "--temperature", "1.5", "--seed", "3"]
     for command in (["generate", model, "--prompt", "r\x1b[2J", *options], ["chat", model, "--prompt", "r", *options]):

@@ -1,4 +1,4 @@
-"""JSON lines end at "\n" alone, and an evaluation that is not a number is null in all that is said of a run."""
+"""JSON lines end at "\n" alone, and a loss that is not a number is null in every output."""
 
 import io
 import json
@@ -27,7 +27,7 @@ train = partial(processes.train, training__max_steps=6)
 
 
 def test_an_event_with_any_line_end_is_one_line(home: Path, tmp_path: Path) -> None:
-    """The run's folder is named in its first event; a sample or a warning may hold such letters, too."""
+    """The first event contains the run's folder; samples and warnings may contain line ends, too."""
     straight = tmp_path / f"run {LINE_ENDS}"
     assert train(home, straight) == 0
     assert json_lines(straight / "metrics.jsonl")[0]["output_dir"] == str(straight)

@@ -1,4 +1,4 @@
-"""The live view: it fits every terminal, its keys steer a real run, and it leaves the terminal as it was."""
+"""The live view fits every terminal, its keys control a real run, and it restores the terminal."""
 
 import fcntl
 import json
@@ -26,7 +26,7 @@ from tests.processes import environment, settings, write_corpus
 
 
 def shown(steps: int, cores: int = 2, news: int = 0, sample: str = "", keys: bool = True) -> ScreenState:
-    """A run after so many step events."""
+    """Returns the view after a number of step events."""
     known = ScreenState(start={"step": 0, "output_dir": "runs/a-name", "total_steps": 5000}, keys=keys)
     known.stepped = time.monotonic()
     known.training = [(10 * i, 3 + 4 / i) for i in range(1, steps + 1)]
@@ -95,7 +95,7 @@ def test_what_a_person_looks_for_is_there(width: int, height: int) -> None:
 
 
 class Terminal:
-    """A command in a pseudo-terminal of its own."""
+    """A command in a new pseudo-terminal."""
 
     def __init__(self, arguments: list[str], cache: Path, shell: str = "{}") -> None:
         self._main, self.other = pty.openpty()
@@ -116,7 +116,7 @@ class Terminal:
         os.write(self._main, key.encode())
 
     def until(self, ready: Callable[[], Any], seconds: float = 120) -> None:
-        """Read what it writes until `ready`."""
+        """Reads the output until `ready` returns True."""
         end = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < end, self.text[-3000:].decode(errors="replace")
@@ -124,7 +124,7 @@ class Terminal:
                 self.text += os.read(self._main, 65536)
 
     def ended(self) -> int:
-        """Its exit code, when it has one."""
+        """Waits for the exit code."""
         self.until(lambda: self.process.poll() is not None)
         while select.select([self._main], [], [], 0.2)[0]:
             self.text += os.read(self._main, 65536)
@@ -133,7 +133,7 @@ class Terminal:
 
 @pytest.fixture
 def long_run(tmp_path: Path) -> tuple[list[str], Path]:
-    """Arguments of a run that lasts until it is told to end, and its folder."""
+    """Returns the arguments and folder of a run that lasts until it is stopped."""
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     chosen = settings(
         data__dataset_name=corpus, training__max_steps=100_000, training__save_steps=0, training__eval_steps=0

@@ -1,4 +1,4 @@
-"""Model cards of every task, as the hub and its readers take them."""
+"""The Hub accepts the model cards of every task."""
 
 from __future__ import annotations
 

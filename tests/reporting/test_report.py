@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def figures(page: str) -> dict[str, Any]:
-    """The plots of a page by their names, each a figure that plotly takes."""
+    """Returns the plots of a page by name; plotly accepts each figure."""
     found = re.findall(r'data-name="(\w+)">.*?application/json">(.*?)</script>', page, re.DOTALL)
     made = {name: json.loads(text) for name, text in found}
     for value in made.values():
@@ -49,7 +49,7 @@ def figures(page: str) -> dict[str, Any]:
 
 
 def text_of(page: str) -> str:
-    """What is read, without scripts."""
+    """Returns the visible text of a page, without scripts."""
     return re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
 
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_reported_is_one_sentence(
 
 
 def _old(event: Event) -> Event | None:
-    """As runs wrote before they told of phases, of the machine and of times."""
+    """Removes the keys that runs of older versions did not write."""
     for key in ("phase_seconds", "system", "time", "seconds"):
         if event["event"] != "end":
             event.pop(key, None)
@@ -310,7 +310,7 @@ def test_figures_say_what_plots_say(home: Path) -> None:
 
 
 def test_the_rows_of_a_plot_are_in_the_order_of_the_runs(home: Path, tmp_path: Path) -> None:
-    """Whatever part of the time only a later run has."""
+    """The order holds even if only a later run has some phase."""
     unstarted = changed(home / "a/tiny", lambda e: {**e, "elapsed_seconds": 0.0} if e["event"] == "step" else e)
     run = written(tmp_path / "at once", unstarted, home / "a/tiny")
     plot = drawn(run, home / "b/tiny")["time"]

@@ -1,4 +1,4 @@
-"""Reports as a reader sees them: in a real browser, without a network."""
+"""Reports work in a real browser without a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOW = "(function () { const s = getComputedStyle(document.querySelector('.xtick 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two runs."""
+    """Writes the report of two runs."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("browser")
         use_cache(patch, folder / "cache")
@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, report: Path) -> Iterator[Any]:
-    """Opens the report in a window; whatever goes wrong there, or asks for the network, fails the test."""
+    """Opens the report in a window; errors and network requests fail the test."""
     contexts, wrong = [], []
 
     def open_page(**options: Any) -> Any:
@@ -67,14 +67,14 @@ def opened(browser: Any, report: Path) -> Iterator[Any]:
 
 
 def lines(page: Any) -> dict[str, int]:
-    """How many series each plot shows."""
+    """Returns the number of series in each plot."""
     script = """Object.fromEntries([...document.querySelectorAll("figure")].map((figure) => [figure.dataset.name,
       figure.querySelectorAll(".scatterlayer .trace, .barlayer .trace").length]))"""
     return dict(page.evaluate(script))
 
 
 def until(ready: Callable[[], bool]) -> None:
-    """Wait for it. The page allows no strings as programs, so playwright cannot wait there."""
+    """Waits for a condition. The page forbids eval, so playwright cannot wait for it in the browser."""
     deadline = time.monotonic() + 30
     while not ready():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A run's files may hold anything: what cannot be used is named in one warning or one refusal, and nothing is lost."""
+"""Invalid files of a run cause one warning or one refusal and are never lost."""
 
 import copy
 import hashlib
@@ -41,7 +41,7 @@ def edit(file: Path, change: Callable[[Values], object]) -> None:
 
 
 def edit_line(run: Path, number: int, change: Callable[[Values], object]) -> None:
-    """Change line `number` of the record, counted from 1."""
+    """Changes line `number` of metrics.jsonl, counted from 1."""
     file = run / "metrics.jsonl"
     lines = file.read_text().split("\n")
     values = json.loads(lines[number - 1])
@@ -51,7 +51,7 @@ def edit_line(run: Path, number: int, change: Callable[[Values], object]) -> Non
 
 
 def line_of(run: Path, kind: str) -> int:
-    """The number of the first line with an event of this kind."""
+    """Returns the number of the first line with an event of this kind."""
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]]
     return 1 + next(number for number, event in enumerate(events) if event["event"] == kind)
 
@@ -193,7 +193,7 @@ def test_a_snapshot_of_other_types_is_torn(
 
 
 def test_a_loss_that_was_not_finite_is_shown_as_null(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """state.json holds what Python writes of it; JSON for other programs has no NaN."""
+    """state.json holds NaN as Python writes it; JSON for other programs has null instead."""
     file = snapshot_file(run, "state.json")
     edit(file, lambda values: values["metrics"].update(loss=float("nan")))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -214,7 +214,7 @@ def test_pipes_in_place_of_files_do_not_hang(run: Path, capsys: pytest.CaptureFi
 
 
 def test_keys_of_other_versions_are_fine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both of a later version, which adds some, and of 0.1.0, which had few."""
+    """Later versions may add keys, and version 0.1.0 had fewer."""
     edit(run / "environment.json", lambda values: values.update(more={"a": [1, "b"]}))
     edit(snapshot_file(run, "MANIFEST.json"), lambda values: values.update(signed="by nobody"))
     edit_line(run, line_of(run, "step"), lambda event: event.update(more={"a": [1, {"b": None}]}))
@@ -228,7 +228,7 @@ def test_keys_of_other_versions_are_fine(run: Path, capsys: pytest.CaptureFixtur
 
 
 def test_no_value_of_any_field_ends_a_reader(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Odd values at random places of every line: reports, lists and cards are written all the same."""
+    """Reports, lists and cards are written for odd values at random places of every line."""
     draw, record = random.Random(0), run / "metrics.jsonl"
     lines = record.read_text().split("\n")[:-1]
     for _ in range(20):

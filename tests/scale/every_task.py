@@ -11,7 +11,7 @@ import sansgpu
 
 
 def fit_all(runs: dict[str, list[str]]) -> None:
-    """Train each run in its folder."""
+    """Trains each run in its folder."""
     for folder, overrides in runs.items():
         sansgpu.fit(None, folder, overrides=overrides, quiet=True)
         if dist.is_initialized():

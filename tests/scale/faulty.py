@@ -1,4 +1,4 @@
-"""`sansgpu` with a process that kills itself at a chosen place, as the kernel would: by SIGKILL.
+"""Runs `sansgpu` so that one process kills itself with SIGKILL at a chosen place.
 
 FAULT is backward, all-reduce or snapshot; FAULT_RANK the process, FAULT_COUNT the time it passes there. Once a run.
 """

@@ -1,4 +1,4 @@
-"""Runs of several processes for tests, by each of the launchers."""
+"""Starts runs of several processes with each launcher."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SECONDS = 200
 
 
 def torchrun(processes: int, *more: str) -> list[str]:
-    """`torchrun` on this machine alone."""
+    """Returns a torchrun command for this machine."""
     agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     return [sys.executable, *agent, *more, "-m"]
 
 
 def mpirun(processes: int) -> list[str]:
-    """Open MPI's."""
+    """Returns an Open MPI command."""
     return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(processes), sys.executable, "-m"]
 
 
@@ -31,7 +31,7 @@ NEEDS_MPI = shutil.which("mpirun") is None
 def start(
     launcher: Sequence[str], arguments: Sequence[str], cache: Path, module: str = "sansgpu", **variables: str
 ) -> subprocess.Popen[str]:
-    """A run of several processes, in a group that signals go to."""
+    """Starts a run of several processes in a new process group, which gets signals."""
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [*launcher, module, *arguments],
@@ -47,7 +47,7 @@ def start(
 def finish(
     launcher: Sequence[str], arguments: Sequence[str], cache: Path, module: str = "sansgpu", **variables: str
 ) -> tuple[int, str]:
-    """Exit code, and everything that was printed."""
+    """Returns the exit code and all output."""
     process = start(launcher, arguments, cache, module, **variables)
     try:
         out, _ = process.communicate(timeout=SECONDS)
@@ -58,5 +58,5 @@ def finish(
 
 
 def spoken(out: str) -> list[str]:
-    """What `sansgpu` said of errors, without the launcher's own lines."""
+    """Returns the error lines of `sansgpu`, without the launcher's."""
     return [line.partition("sansgpu: ")[2] for line in out.splitlines() if line.startswith("sansgpu: ")]

@@ -1,4 +1,4 @@
-"""A run from Python that asks for things on the way; started by a launcher. Arguments: folder, overrides."""
+"""Trains from Python under a launcher with a callback that requests actions. Arguments: folder, overrides."""
 
 import sys
 from typing import Any
@@ -8,7 +8,7 @@ from sansgpu.reporting.controls import Controls
 
 
 class Steers(sansgpu.Callback):
-    """Saves and evaluates at step 2, ends at step 6."""
+    """Requests a snapshot and an evaluation at step 2 and the end at step 6."""
 
     def on_step(self, event: dict[str, Any], run: Controls) -> None:
         """Wishes by step."""

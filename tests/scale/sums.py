@@ -1,4 +1,4 @@
-"""Run under torchrun: gradients reduced over ranks, held to a plain float64 sum. Arguments: JSON of cases."""
+"""Run under torchrun: compares gradients reduced over ranks with a plain float64 sum. Arguments: JSON of cases."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks of which each pass may leave some out."""
+    """Blocks, some of which may be unused in a pass."""
 
     def __init__(self, shapes: list[list[int]]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(shape) for shape in shapes)
 
     def loss(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
-        """Its gradient in the blocks' parameters is `gradients`."""
+        """Returns a loss whose gradient with respect to the blocks is `gradients`."""
         x = torch.zeros((), requires_grad=True)
         for block, gradient in zip(self.blocks, gradients, strict=True):
             x = block(x, gradient)
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def gradients_of(case: dict[str, Any], rank: int, piece: int) -> list[torch.Tensor | None]:
-    """Gradients of one micro-batch of one rank; None for a parameter that takes no part in it."""
+    """Returns the gradients of one micro-batch of one rank; None for an unused parameter."""
     draw = torch.Generator().manual_seed((case["seed"] * 100 + rank) * 10 + piece)
     gradients: list[torch.Tensor | None] = [torch.randn(shape, generator=draw) for shape in case["shapes"]]
     for number in range(len(gradients)):

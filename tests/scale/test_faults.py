@@ -1,4 +1,4 @@
-"""Processes that die, networks that are cut, disks that are full: right weights, or an error that names who is gone."""
+"""Killed processes, cut networks and full disks give correct weights or an error that names the lost rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import psutil
 import pytest
 from benchmarks.hosts import Host, cut, refused, two_hosts
 
-from tests.processes import digests, environment, record, settings, write_corpus
+from tests.processes import digests, environment, record, settings
 from tests.scale.launch import NEEDS_MPI, finish, mpirun, spoken, torchrun
 from tests.scale.launch import start as started
+
+CORPUS_DOCUMENTS = 90
 
 STEPS = 30
 SHAPE = {
@@ -26,13 +28,6 @@ SHAPE = {
 }  # fmt: skip
 LAST = f"snapshots/step-{STEPS:06d}"
 SECONDS = 90
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    write_corpus(folder / "corpus.jsonl", documents=90)
-    return folder
 
 
 def arguments(home: Path, run: str, **changes: object) -> list[str]:
@@ -114,7 +109,7 @@ def test_under_mpirun_a_killed_process_ends_all(home: Path, undisturbed: dict[st
 
 @LONG
 def test_a_process_that_stands_still_is_named(home: Path) -> None:
-    """Stopped and not killed: its connections stay, and only its silence tells."""
+    """A stopped process keeps its connections open; only missing heartbeats reveal it."""
     process = started(torchrun(2), arguments(home, "still", training__max_steps=5000), home / "cache")
     wait_for_snapshot(home / "still", process)
     stopped = next(child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1")
@@ -178,7 +173,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def on_hosts(
     hosts: tuple[Host, Host], home: Path, run: str, each: int = 1, late: float = 0.0, **changes: object
 ) -> list[subprocess.Popen[bytes]]:
-    """The same command on both, as a user would give it."""
+    """Starts the same command on both hosts."""
     variables = {**environment(home / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     agent = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={each}", "--rdzv-backend=c10d"]
     agent += [f"--rdzv-endpoint={hosts[0].name}:29400", f"--rdzv-id={run}", "-m", "sansgpu"]
@@ -244,7 +239,7 @@ def test_a_network_that_is_gone_ends_both_sides(home: Path, hosts: tuple[Host, H
 
 @LONG
 def test_torchrun_goes_on_with_fewer_hosts(home: Path, undisturbed: dict[str, str]) -> None:
-    """Two agents on this machine; one is killed with its process, and the other goes on alone."""
+    """One of two agents on this machine is killed with its process; the other continues."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
              "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29477", "--rdzv-id=elastic", "--max-restarts=3",
              "--local-addr=127.0.0.1", "-m"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""One run by one, two or four processes is the same run: real processes, by every launcher there is."""
+"""One, two or four real processes give the same run with every launcher."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import digests, record, settings, write_corpus
+from tests.processes import digests, record, settings
 from tests.processes import finish as alone
 from tests.scale.launch import NEEDS_MPI, finish, mpirun, spoken, start, torchrun
+
+CORPUS_DOCUMENTS = 90
 
 STEPS = 50
 # 7 examples a step, which no number of processes divides, and an epoch's last batch shorter still.
@@ -27,20 +29,13 @@ SHARDED = ("--set", "training.sharding=optimizer")
 CUT = ("--set", "training.sharding=full")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scale")
-    write_corpus(folder / "corpus.jsonl", documents=90)
-    return folder
-
-
 def arguments(home: Path, run: str, *more: str, **changes: object) -> list[str]:
     chosen = {**SHAPE, "data__dataset_name": home / "corpus.jsonl", **changes}
     return ["train", *settings(**chosen), *more, "--output-dir", str(home / run)]
 
 
 def completed(home: Path, run: str, launcher: Sequence[str], *more: str, **changes: object) -> Path:
-    """A run, made once for all tests."""
+    """Trains a run once for all tests."""
     if not (home / run / "final").exists():
         code, out = finish(launcher, arguments(home, run, *more, **changes), home / "cache")
         assert code == 0, out
@@ -59,7 +54,7 @@ def losses(run: Path) -> list[float]:
 
 
 def last(run: Path) -> dict[str, str]:
-    """The last snapshot and final/ by digest."""
+    """Returns the digests of the last snapshot and final/."""
     return {k: v for k, v in digests(run).items() if k.startswith((f"snapshots/step-{STEPS:06d}", "final"))}
 
 
@@ -83,7 +78,7 @@ def test_sharding_changes_nothing_that_is_learned(home: Path, one: Path, ranks: 
 
 
 def test_muon_updates_matrices_whose_rows_do_not_divide_evenly(home: Path) -> None:
-    """33 rows are 17 and 16 of two processes, as many as the other matrices' on one of them alone."""
+    """33 rows are split into 17 and 16."""
     uneven = {"model__d_ff": 33, "training__optimizer": "muon", "training__max_steps": 6, "training__eval_steps": 3}
     code, _, error = alone(arguments(home, "uneven-1", **uneven), home / "cache")
     assert code == 0, error
@@ -120,7 +115,7 @@ def test_mpirun_is_one_run(home: Path, one: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_run_again_is_the_same_byte_by_byte(home: Path, ranks: int) -> None:
-    """By another launcher, too."""
+    """This includes a repetition with another launcher."""
     first, again = completed(home, f"torchrun-{ranks}", torchrun(ranks)), home / f"processes-{ranks}"
     flags = ("--processes", str(ranks), "--headless")
     code, out, error = alone(arguments(home, again.name, *flags), home / "cache")

@@ -13,7 +13,7 @@ from tests.scale.launch import finish, torchrun
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Shapes from a single number to more than a bucket. Some parameters are unused by all ranks, by one rank, or in
+    """Draws shapes from one number to more than a bucket. Some parameters are unused by all ranks, by one rank, or in
     all micro-batches but the first.
     """
     draw = random.Random(seed)

@@ -36,7 +36,7 @@ EVERY_THIRD = 3  # graph row has triples
 
 
 def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
-    """What makes a short run of each task, without dropout."""
+    """Returns overrides for a short run of each task without dropout."""
     graph_rows = [row if number % EVERY_THIRD == 0 else {**row, "triples": []} for number, row in enumerate(rows(24))]
     text, chat = write_corpus(home / "corpus.jsonl"), chat_rows(home / "chat.jsonl")
     sft = {"data.dataset_name": chat, "data.max_length": 96, "model.name_or_path": model_folder("qwen2")}
@@ -52,7 +52,7 @@ def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
 
 
 def runs(home: Path, ranks: int) -> dict[str, list[str]]:
-    """Overrides of each run by its folder."""
+    """Returns the overrides of each run by its folder."""
     return {
         str(home / f"{name}-{ranks}"): [f"{k}={v}" for k, v in {"task": name, **TUNED, **own}.items()]
         for name, own in overrides_by_task(home).items()

@@ -32,7 +32,7 @@ def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
-    """A run in this process, shared by all tests."""
+    """Trains a run in this process, once per name."""
     run = home / name
     if not run.exists():
         assert cli(["train", *settings(home, task, **changes), "--output-dir", str(run)]) == 0
@@ -45,7 +45,7 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def sentence(capsys: Captured) -> str:
-    """The only line of stderr apart from progress."""
+    """Returns the only line of stderr apart from progress and warnings."""
     captured = capsys.readouterr()
     doing = ("tokenizing", "warning: ")
     lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]

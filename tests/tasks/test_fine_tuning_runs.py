@@ -100,7 +100,7 @@ def test_an_adapter_is_exported_merged_or_alone(home: Path, tmp_path: Path, adap
     assert losses[-1] < losses[0]
 
 
-def test_a_base_of_16_bits_stays_one_under_an_adapter(home: Path) -> None:
+def test_a_16_bit_base_keeps_its_type_under_an_adapter(home: Path) -> None:
     base = model_folder("qwen2", narrow=True)
     run = made(home, "narrow-base", model__name_or_path=base, model__adapter="lora")
     merged = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
@@ -111,7 +111,7 @@ def test_a_base_of_16_bits_stays_one_under_an_adapter(home: Path) -> None:
     assert (outputs(merged.float()) - outputs(ours)).norm() < 0.2 * away
 
 
-def test_a_run_without_adapter_has_none_to_merge(home: Path, capsys: Captured) -> None:
+def test_a_run_without_adapter_cannot_be_merged(home: Path, capsys: Captured) -> None:
     run = made(home, "whole")
     capsys.readouterr()
     assert cli(["export", str(run), "--merge"]) == 2
@@ -139,7 +139,7 @@ def predicted(capsys: Captured, target: Path, *more: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_new_head_leaves_with_its_adapter(home: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_new_head_is_exported_with_its_adapter(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run = made(home, "asked-lora", "qa", model__adapter="lora")
     assert cli(["export", str(run), "--no-merge", "--output", str(tmp_path / "adapter")]) == 0
     assert_equal_outputs(AutoPeftModelForQuestionAnswering.from_pretrained(tmp_path / "adapter"), run, "qa")
@@ -150,7 +150,7 @@ def test_a_new_head_leaves_with_its_adapter(home: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__adapter": "lora"}])
-def test_activations_computed_again_change_no_loss(
+def test_recomputed_activations_change_no_loss(
     home: Path, changes: dict[str, object], recwarn: pytest.WarningsRecorder
 ) -> None:
     """Dropout is reproduced on resume, and warnings of libraries do not reach the user."""
@@ -170,7 +170,7 @@ def test_activations_computed_again_change_no_loss(
 # Questions
 
 
-def test_an_answer_stands_in_the_context(home: Path, capsys: Captured) -> None:
+def test_an_answer_is_part_of_the_context(home: Path, capsys: Captured) -> None:
     run = made(home, "sure", "qa", data__null_answers="false")
     printed = predicted(capsys, run).removesuffix("\n")
     assert printed
@@ -181,7 +181,7 @@ def test_an_answer_stands_in_the_context(home: Path, capsys: Captured) -> None:
     assert result["nbest"][0]["text"] == printed
 
 
-def test_predict_tells_the_probability_and_start_of_the_answer_itself(home: Path, capsys: Captured) -> None:
+def test_predict_reports_the_probability_and_start_of_the_selected_answer(home: Path, capsys: Captured) -> None:
     """A threshold may select a candidate that is not the best: the best span or the null answer."""
     against_the_best = 0
     for threshold in (-1e6, 1e6):
@@ -205,7 +205,7 @@ def evaluated(capsys: Captured, run: Path, *more: str) -> dict[str, Any]:
     return dict(json.loads(capsys.readouterr().out))
 
 
-def test_runs_are_evaluated_on_their_own_data_and_on_other(home: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_runs_are_evaluated_on_their_own_and_on_other_data(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run, other = made(home, "whole"), chat_rows(tmp_path / "other.jsonl", count=9, seed=5)
     last = events_of(run, "eval")[-1]
     assert evaluated(capsys, run)["loss"] == pytest.approx(last["loss"], rel=1e-5)
@@ -290,7 +290,7 @@ def test_a_model_that_changed_before_a_resume_is_noticed(home: Path, tmp_path: P
         ({"task": "chatting"}, "task"),
     ],
 )
-def test_what_cannot_act_is_refused_before_any_work(
+def test_settings_without_effect_are_refused_before_any_work(
     home: Path, tmp_path: Path, changes: dict[str, object], words: str, capsys: Captured
 ) -> None:
     assert cli(["train", *settings(home, **changes), "--output-dir", str(tmp_path / "run")]) == 2

@@ -60,7 +60,7 @@ def settings(home: Path, **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, **changes: object) -> Path:
-    """A run in this process, shared by all tests."""
+    """Trains a run in this process, once per name."""
     run = home / name
     if not run.exists():
         assert cli(["train", *settings(home, **changes), "--output-dir", str(run)]) == 0

@@ -1,4 +1,4 @@
-"""A run that goes back to an earlier step loses nothing: what came after it is set aside, listed and resumable."""
+"""Resuming from an earlier step keeps the later snapshots as a branch that is listed and resumable."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def test_going_back_sets_later_snapshots_aside_and_keeps_the_new_ones(
 
 
 def test_what_is_announced_is_there_when_it_is_announced(home: Path, run: Path) -> None:
-    """The newest snapshot stays, whatever folders lie beside it."""
+    """The newest snapshot is kept, whatever other folders exist."""
     shutil.copytree(run / "snapshots/step-000012", run / "snapshots/step-000999")
     command = arguments(home, run, "--resume", "4", "--headless", training__keep_last=1)
     process = start(command, home / "cache")
@@ -107,7 +107,7 @@ def test_the_best_is_resumed_from_by_name(home: Path, run: Path, capsys: pytest.
 def test_a_deleted_best_gives_way_to_the_best_that_is_there(
     home: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Step 3 was the best until step 4, and retention deleted it when a later one was better."""
+    """Retention deletes the best snapshot once a later one is better."""
     shutil.rmtree(run / "snapshots/step-000003")
     train(home, run, "--resume", "4", training__max_steps=5, training__eval_steps=5)
     progress = json.loads((run / "snapshots/step-000005/state.json").read_text())["progress"]
@@ -150,7 +150,7 @@ def test_going_back_twice_to_one_step_keeps_both_branches(home: Path, run: Path)
 def test_an_abandoned_branch_is_gone_on_with(
     home: Path, run: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Back to 4 and on to 6 with another rate, then on from the abandoned 8 with its own: as if it never went back."""
+    """The abandoned branch continues from step 8 exactly as if the run had never gone back to step 4."""
     ids = content_ids(trained, capsys)
     train(home, run, "--resume", "4", training__max_steps=6, training__learning_rate=0.1)
     train(home, run, "--resume", f"{FIRST}/step-000008")

@@ -1,4 +1,4 @@
-"""Steps are laid over the time there is."""
+"""The number of steps follows from the time budget."""
 
 from datetime import datetime, timedelta, timezone
 

@@ -1,4 +1,4 @@
-"""Evaluation sees the whole validation part and leaves no trace."""
+"""Evaluation uses the whole validation split and changes no state."""
 
 import math
 import signal

@@ -1,4 +1,4 @@
-"""Warnings come where something is wrong, and not where all is well."""
+"""Warnings appear for unhealthy runs only."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""A run that memory is taken from finishes, with the weights of a run that had plenty."""
+"""A run that loses memory to other programs finishes with the weights of an undisturbed run."""
 
 import contextlib
 import subprocess
@@ -66,7 +66,7 @@ def test_a_micro_batch_is_cut_on_its_way_and_the_batch_stays(
 
 @contextlib.contextmanager
 def memory_group(limit: int) -> Iterator[Path]:
-    """A cgroup with a limit, of version 1 or 2; skips where none can be made."""
+    """Creates a cgroup (version 1 or 2) with a memory limit; skips the test if that is not allowed."""
     parent = GROUPS / "memory" if (GROUPS / "memory").is_dir() else GROUPS
     group = parent / f"sansgpu-{uuid.uuid4().hex[:8]}"
     try:
@@ -85,7 +85,7 @@ def memory_group(limit: int) -> Iterator[Path]:
 
 
 def train_inside(group: Path, arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
-    """`sansgpu train` in a process of that cgroup."""
+    """Runs `sansgpu train` in a process of that cgroup."""
     enter = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, sys.argv[2:])"
     command = [sys.executable, "-m", "sansgpu", "train", *arguments]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""A run's config.yaml that was cut off, emptied or altered: it loads as it was, or is refused in one sentence."""
+"""A damaged config.yaml of a run is restored or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_changes_neither_may_be_altered(run: Path) -> None:
 
 
 def test_a_run_resumed_with_another_value_goes_on_before_its_first_snapshot(run: Path) -> None:
-    """Killed before that, only the mark knows the value."""
+    """A run that is killed earlier has the value only in its mark."""
     arguments = ["train", "--resume", "--output-dir", str(run), "--max-steps", "6"]
     before = {path: path.read_bytes() for path in (run / "metrics.jsonl", run / "environment.json")}
     assert cli([*arguments, "--set", "model.dropout=0.2"]) == 0

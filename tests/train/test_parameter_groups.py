@@ -1,4 +1,4 @@
-"""Weight decay and Muon by what a parameter does, in models of transformers: mixtures of experts and convolutions."""
+"""Weight decay and Muon apply by the role of a parameter, also in mixtures of experts and convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is the run that was not, byte for byte. Real processes, real signals."""
+"""A killed and resumed run equals an uninterrupted one byte for byte, with real processes and signals."""
 
 import random
 import signal
@@ -10,16 +10,11 @@ import pytest
 
 from tests.processes import digests, finish, json_lines, kill_when, record, settings, start, write_corpus
 
+CORPUS_DOCUMENTS = 400
+
 STEPS = 24
 # A little larger than TINY, so that there is time to be killed in.
 SHAPE = {"model__d_model": 64, "model__n_layers": 4, "training__max_steps": STEPS, "training__sample_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    write_corpus(folder / "corpus.jsonl", documents=400)
-    return folder
 
 
 def arguments(home: Path, run: str, **changes: object) -> list[str]:
@@ -34,7 +29,7 @@ def completed(home: Path, run: str, *more: str, cache: str = "cache", **changes:
 
 
 def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
-    """The last snapshot and final/ by digest, and every event but for times."""
+    """Returns the digests of the last snapshot and final/, and all events without times."""
     last = f"snapshots/step-{STEPS:06d}"
     return {k: v for k, v in digests(run).items() if k.startswith((last, "final"))}, record(run)
 
@@ -196,7 +191,7 @@ def test_sigkill_many_times_over(home: Path, straight: Path, trial: int) -> None
 
 @pytest.mark.long
 def test_new_processes_compute_the_same_first_step(home: Path) -> None:
-    """Large enough for threads to share sines and cosines: of eight processes three once had others."""
+    """The model is large enough for several threads to compute sines; these once differed between processes."""
     shape = {"model__d_model": 256, "model__n_heads": 4, "model__n_layers": 2, "model__max_seq_len": 256}
     steps = {"training__max_steps": 1, "training__batch_size": 8, "training__save_steps": 1}
     runs = [completed(home, f"first-{number}", **shape, **steps) for number in range(8)]

@@ -1,4 +1,4 @@
-"""Whole runs: how long they are, what they say, what they leave behind."""
+"""Length, events and files of whole runs."""
 
 import json
 import os
@@ -137,7 +137,7 @@ def test_two_runs_with_one_seed_are_byte_identical(home: Path, tmp_path: Path) -
 
 
 def test_what_can_be_learned_is_learned_in_validation_too(home: Path, tmp_path: Path) -> None:
-    """Labels shifted twice, or not at all, would let one of the two losses stay high."""
+    """If labels were shifted twice or not at all, one of the two losses would stay high."""
     (tmp_path / "abc.txt").write_text("abcdefghij" * 3000)
     changes = {
         "data__dataset_name": tmp_path / "abc.txt", "data__tokenizer": "char", "training__max_steps": 80,

@@ -1,4 +1,4 @@
-"""Snapshots: whole or named, kept or pruned, never lost to bad input."""
+"""Snapshots are complete or reported, kept or pruned, and never lost to bad input."""
 
 import json
 import resource
@@ -127,7 +127,7 @@ def test_another_thread_count_is_named_and_refused_when_strict(
 
 
 def test_a_disk_that_fills_while_saving_leaves_the_last_snapshot(home: Path, tmp_path: Path) -> None:
-    """The limit on a file's size lets the small model's first files pass and a larger one's fail."""
+    """The limit on file sizes allows the files of the small model and not of a larger one."""
     run = tmp_path / "full"
     assert train(home, run, training__max_steps=4) == 0
     largest = max(path.stat().st_size for path in (run / "snapshots").rglob("*"))

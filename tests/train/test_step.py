@@ -1,4 +1,4 @@
-"""One update: which parameters, by which gradient, clipped how, reported how."""
+"""One step updates the right parameters with the right gradient and reports it."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CLASSIC = {**MODERN, "activation": "gelu", "tie_embeddings": False}
 
 
 class Memorise:
-    """A task of which train_step needs only the loss, and what else it adds up."""
+    """A task with a loss and an additional sum."""
 
     def __init__(self, model: TransformerLM) -> None:
         self.model = model
@@ -38,7 +38,7 @@ def model_of(settings: dict[str, object], seed: int = 3) -> TransformerLM:
 
 
 def batch_of(rows: int, seed: int = 0) -> Batch:
-    """Rows whose numbers of targets differ."""
+    """Returns rows with different numbers of targets."""
     generator = torch.Generator().manual_seed(seed)
     inputs, targets = (torch.randint(0, 61, (rows, 16), generator=generator) for _ in range(2))
     for row in range(rows):
@@ -55,7 +55,7 @@ def plan_of(micro_batch: int) -> StepPlan:
 
 
 def plain_gradients(model: TransformerLM, batch: Batch) -> dict[str, torch.Tensor]:
-    """Mean cross-entropy of the whole batch, by torch alone."""
+    """Returns the gradients of the mean cross-entropy of the whole batch, computed by torch alone."""
     logits = model(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
     torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -24,7 +24,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Graph:
 
 
 def log_of(task: Graph, rate: float) -> StepLog:
-    """A log whose GEMM rate was measured as `rate` when the run started."""
+    """Returns a log of a run whose GEMM rate was `rate` at its start."""
     return StepLog(task, rate, StepPlan(8, torch.device("cpu"), "fp32"))
 
 

@@ -1,4 +1,4 @@
-"""`training.adapt_threads` gives way to other programs, which here are real processes that use every core."""
+"""`training.adapt_threads` uses fewer threads while other processes keep every core busy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENOUGH_STEPS = 3000
 
 
 class StopsAfterOneThread:
-    """Ends the run one step after it went on with one thread."""
+    """Ends the run one step after it switched to one thread."""
 
     def __init__(self, controls: Controls) -> None:
         self.controls = controls
@@ -37,7 +37,7 @@ class StopsAfterOneThread:
 
 @pytest.fixture
 def neighbors() -> Iterator[None]:
-    """As many busy programs as there are cores."""
+    """Keeps every core busy with other processes."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(available_cores())]
     yield
     for process in busy:

@@ -1,4 +1,4 @@
-"""Snapshots written behind the training are those written before it goes on, and nothing tells when they were."""
+"""Snapshots written in the background equal those written synchronously."""
 
 import os
 import signal
@@ -16,13 +16,15 @@ from sansgpu.train.snapshots import snapshots
 from sansgpu.train.tensor_file import save_tensors
 from sansgpu.train.writer import SnapshotWriter, Tensors
 from tests import processes
-from tests.processes import digests, record, use_cache, write_corpus
+from tests.processes import digests, record, use_cache
+
+CORPUS_DOCUMENTS = 200
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def tensors(seed: int, rows: int = 700) -> Tensors:
-    """Of several blocks' size, of every kind of layout, and none of them a multiple of a page."""
+    """Returns tensors of several blocks, of every layout, whose sizes are no multiples of a page."""
     draw = torch.Generator().manual_seed(seed)
     return {
         "ünïcode": torch.randn(rows, 1001, generator=draw),
@@ -85,13 +87,6 @@ def test_a_disk_that_refuses_is_heard_of_once_and_the_rest_stays(tmp_path: Path)
     assert [s.problem() for s in snapshots(tmp_path / "snapshots")] == [None]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("writer")
-    write_corpus(folder / "corpus.jsonl", documents=200)
-    return folder
-
-
 def train(home: Path, run: str, *more: str) -> int:
     return processes.train(home, home / run, *more, training__max_steps=20, training__keep_last=9)
 
@@ -105,7 +100,7 @@ def straight(home: Path) -> Path:
 
 
 def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float, and_then: Any = lambda step: None) -> list[int]:
-    """Every snapshot takes so much longer; returns the steps that were written."""
+    """Delays every snapshot by `seconds`; returns the list of written steps."""
     write, steps = writer.save_snapshot, []
 
     def slowly(folder: Path, step: int, *arguments: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 IGNORE = -100  # target without a loss, as in torch and transformers
@@ -14,34 +16,53 @@ IGNORE = -100  # target without a loss, as in torch and transformers
 Self = TypeVar("Self", bound="ExampleBatch")  # typing.Self needs Python 3.11
 
 
-class ExampleBatch(Protocol):
+@dataclass(frozen=True)
+class ExampleBatch(ABC):
     """A batch that can be split between any two examples."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def target_count(self) -> int:
         """Returns the number of predicted targets, by which the summed loss is divided."""
 
+    @abstractmethod
     def token_count(self) -> int:
         """Returns the number of input tokens without padding."""
 
+    @abstractmethod
     def rows(self: Self, start: int, stop: int) -> Self:
         """Returns examples [start, stop)."""
+
+    @abstractmethod
+    def without_targets(self: Self, size: int) -> Self:
+        """Returns a micro-batch of at most `size` examples without any target, for ranks that have none left."""
 
     def micro_batches(self: Self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Self]:
         """Yields this rank's micro-batches of `size` examples.
 
         Every rank gets the same number of them; the last may have no targets.
         """
+        stride = size * world_size
+        for start in range(rank * size, -(-len(self) // stride) * stride, stride):
+            yield self.rows(start, start + size) if start < len(self) else self.without_targets(size)
 
-    def to(self: Self, device: torch.device) -> Self: ...
+    def to(self: Self, device: torch.device) -> Self:
+        return self._map(lambda value: value.to(device, non_blocking=True))
 
     def pinned(self: Self) -> Self:
         """Returns a copy in page-locked memory."""
+        return self._map(lambda value: value.pin_memory())
+
+    def _map(self: Self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(ExampleBatch):
     """B rows of T tokens.
 
     `document_ids` and `positions` are None if every row holds one document from its start. Otherwise a token attends
@@ -78,23 +99,16 @@ class Batch:
         assert targets is not None
         return Batch(inputs, targets, cut(self.positions, 0), cut(self.document_ids, 0), cut(self.target_bytes, 0))
 
+    def without_targets(self, size: int) -> Batch:
+        return self.rows(len(self), len(self) + size)
+
     def in_pieces(self, length: int) -> Batch:
         """Returns the batch with attention limited to pieces of `length` tokens."""
         time = self.inputs.shape[1]
         documents = torch.zeros_like(self.inputs) if self.document_ids is None else self.document_ids
         return replace(self, document_ids=documents * time + torch.arange(time) // length)
 
-    def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        stride = size * world_size
-        for start in range(rank * size, -(-len(self) // stride) * stride, stride):
-            yield self.rows(start, start + size)
 
-    def to(self, device: torch.device) -> Batch:
-        return self._map(lambda value: value.to(device, non_blocking=True))
-
-    def pinned(self) -> Batch:
-        return self._map(lambda value: value.pin_memory())
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        others = (self.positions, self.document_ids, self.target_bytes)
-        return Batch(change(self.inputs), change(self.targets), *(None if v is None else change(v) for v in others))
+def concatenated(parts: Sequence[np.ndarray], width: tuple[int, ...] = ()) -> torch.Tensor:
+    """Concatenates one array of shape (n, *width) per example to an int64 tensor; no examples give an empty one."""
+    return torch.from_numpy(np.concatenate([np.zeros((0, *width), np.int64), *parts]).astype(np.int64))

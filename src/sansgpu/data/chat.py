@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -17,23 +17,11 @@ import numpy as np
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import first_line
-from sansgpu.data.conversations import BadRowError, Conversation, Message, bad_row, read_conversation
-from sansgpu.data.files import SourceRow
+from sansgpu.data.conversations import Conversation, Message, bad_row, read_conversation
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
 from sansgpu.machine.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
-
-__all__ = [
-    "BadRowError",
-    "Conversation",
-    "MaskedConversation",
-    "TokenizedConversations",
-    "mask_conversation",
-    "read_conversation",
-    "shorten_to_window",
-    "show_masked",
-    "tokenize_conversations",
-]
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
@@ -86,9 +74,8 @@ def tokenize_conversations(
     max_length: int,
     long_rows: Literal["truncate", "drop"],
     on_bad_row: Literal["fail", "skip"],
-    progress: Callable[[int], None] | None = None,
 ) -> TokenizedConversations:
-    """Tokenizes `rows` in order; `progress` is called with the number of rows read so far.
+    """Tokenizes `rows` in order.
 
     Raises BadRowError for the first invalid row unless `on_bad_row` is "skip", and ConfigError if the tokenizer is
     unsuitable.
@@ -98,31 +85,26 @@ def tokenize_conversations(
     if tokenizer.unk_token_id is not None:
         is_text_token[tokenizer.unk_token_id] = True
     truncated = dropped = 0
-    bad: list[str] = []
-    for count, row in enumerate(rows, 1):
-        try:
-            with tokenizer_errors(row.where):
-                masked = mask_conversation(read_conversation(row), tokenizer)
-        except BadRowError as error:
-            if on_bad_row == "fail":
-                raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
-            bad.append(str(error))
-        else:
-            fitted = shorten_to_window(masked, max_length, long_rows)
-            if fitted is None:
-                dropped += 1
-            else:
-                truncated += len(fitted.ids) < len(masked.ids)
-                tokens.extend(fitted.ids)
-                learned.extend(fitted.learned)
-                offsets.append(len(tokens))
-                counted = is_text_token[fitted.ids[1:]] & np.array(fitted.learned[1:])
-                sizes.append(int(np.array(fitted.sizes[1:])[counted].sum()))
-        if progress is not None:
-            progress(count)
+
+    def mask(row: SourceRow) -> MaskedConversation:
+        with tokenizer_errors(row.where):
+            return mask_conversation(read_conversation(row), tokenizer)
+
+    bad_rows = BadRows(on_bad_row)
+    for masked in bad_rows.parsed(rows, mask):
+        fitted = shorten_to_window(masked, max_length, long_rows)
+        if fitted is None:
+            dropped += 1
+            continue
+        truncated += len(fitted.ids) < len(masked.ids)
+        tokens.extend(fitted.ids)
+        learned.extend(fitted.learned)
+        offsets.append(len(tokens))
+        counted = is_text_token[fitted.ids[1:]] & np.array(fitted.learned[1:])
+        sizes.append(int(np.array(fitted.sizes[1:])[counted].sum()))
     arrays = (np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64))
     return TokenizedConversations(
-        *arrays, np.array(sizes, np.int64), truncated, dropped, len(bad), bad[0] if bad else None
+        *arrays, np.array(sizes, np.int64), truncated, dropped, bad_rows.count, bad_rows.first
     )
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sansgpu.config import ConfigError
-from sansgpu.data.files import SourceRow, column_names, is_text, shorten
+from sansgpu.data.rows import BadRowError, SourceRow, column_names, is_text, shorten
 
 Message = dict[str, Any]  # role, content, and further keys for the chat template
 
@@ -24,10 +23,6 @@ FOLLOWS: dict[str, tuple[str | None, ...]] = {
 # Stanford Alpaca's prompts, for models without a chat template.
 INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-
-
-class BadRowError(ConfigError):
-    """An invalid row. The message begins with the row's location."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import first_line, truncate
+from sansgpu.config.plain_data import first_line
+from sansgpu.data.rows import SourceRow, is_text, row_text
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
@@ -25,24 +26,10 @@ MAX_LINE = 64 << 20  # bytes or characters of a line, and characters of a CSV fi
 MAX_JSON = 256 << 20  # characters of a .json file, which is parsed as a whole
 MAX_VALUES = 8_000_000  # in one JSON text; Python needs up to 100 bytes for each
 MAX_DEPTH = 100  # levels of nesting in one row
-MAX_PROBLEM = 400  # characters of a message about a row
 MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes that are allowed at any ratio
 
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # raised for damaged files
-
-
-class SourceRow(NamedTuple):
-    """One row of a file or dataset. `problem` is the error message if the value cannot be read."""
-
-    where: str
-    value: Any
-    problem: str | None = None
-
-
-def shorten(problem: str) -> str:
-    """Truncates a message that quotes a long value."""
-    return problem if len(problem) <= MAX_PROBLEM else problem[:MAX_PROBLEM] + "..."
 
 
 class Piece(NamedTuple):
@@ -156,31 +143,6 @@ def _rows(path: Path) -> Iterator[SourceRow]:
             yield from _parquet_rows(path)
 
 
-def column_names(row: dict[str, Any]) -> str:
-    """Returns the names of a row's columns for a message."""
-    return truncate(", ".join(map(str, row)))
-
-
-def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
-    """Returns the text of one row: from `column` if given, else from `text`, `content` or the only string column."""
-    if column is None:
-        named = [name for name in ("text", "content") if name in row]
-        strings = [name for name, value in row.items() if isinstance(value, str)]
-        if not named and len(strings) != 1:
-            raise ConfigError(
-                f"{where} has the columns {column_names(row)}; set data.text_column to the one with the text."
-            )
-        column = (named or strings)[0]
-    if column not in row:
-        raise ConfigError(f"{where} has no column {truncate(column)}, only {column_names(row)}; set data.text_column.")
-    text = row[column]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise ConfigError(f"{where}: column {column} contains a {type(text).__name__}, not text; set data.text_column.")
-    return text
-
-
 class _BoundedGzip(io.RawIOBase):
     """The content of a .gz file, limited to `MAX_EXPANSION` times the size of the file."""
 
@@ -239,15 +201,6 @@ def _row_documents(rows: Iterator[SourceRow], column: str | None) -> Iterator[Pi
         if not is_text(text):
             raise ConfigError(f"{where} contains an unpaired surrogate, which is not valid text; fix or remove it.")
         yield from pieces(text)
-
-
-def is_text(text: str) -> bool:
-    """Returns whether UTF-8 can encode the text. JSON escapes can produce unpaired surrogates, which it cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _jsonl_rows(path: Path) -> Iterator[SourceRow]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from sansgpu.data.batch import IGNORE
+from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
 from sansgpu.data.leafy import LeafyExample
 from sansgpu.data.masking import MaskedExample
 
@@ -18,7 +18,7 @@ POSITION_FIELDS = 5  # the first five columns give a triple's position in the gr
 
 
 @dataclass(frozen=True)
-class GraphBatch:
+class GraphBatch(ExampleBatch):
     """B examples. Each has its roots first, then its leaves in the order of their roots."""
 
     tokens: torch.Tensor  # (N,) int64, masked
@@ -38,18 +38,13 @@ class GraphBatch:
         cls, examples: Sequence[LeafyExample], masked: Sequence[MaskedExample], facts: np.ndarray | None = None
     ) -> GraphBatch:
         """Builds a batch from examples, their masked versions and `facts` (B, K, 3)."""
-
-        def joined(parts: Sequence[np.ndarray], width: tuple[int, ...] = ()) -> torch.Tensor:
-            empty = np.zeros((0, *width), np.int64)
-            return torch.from_numpy(np.concatenate([empty, *parts]))
-
         return cls(
-            tokens=joined([m.tokens for m in masked]),
-            targets=joined([m.targets for m in masked]),
-            nodes=joined([_nodes(e) for e in examples], (2,)).int(),
-            bounds=joined([m.bounds for m in masked], (2,)),
+            tokens=concatenated([m.tokens for m in masked]),
+            targets=concatenated([m.targets for m in masked]),
+            nodes=concatenated([_nodes(e) for e in examples], (2,)).int(),
+            bounds=concatenated([m.bounds for m in masked], (2,)),
             lengths=torch.tensor([e.nodes for e in examples], dtype=torch.int64),
-            triples=joined([_triples(e) for e in examples], (7,)),
+            triples=concatenated([_triples(e) for e in examples], (7,)),
             triple_counts=torch.tensor([len(e.placed) for e in examples], dtype=torch.int64),
             facts=torch.zeros(len(examples), 0, FACT, dtype=torch.int64) if facts is None else torch.from_numpy(facts),
         )
@@ -126,35 +121,11 @@ class GraphBatch:
             self.weights,
         )
 
-    def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[GraphBatch]:
-        stride = size * world_size
-        for start in range(rank * size, -(-len(self) // stride) * stride, stride):
-            yield self.rows(start, start + size) if start < len(self) else self.rows(0, 1).without_targets()
-
-    def without_targets(self) -> GraphBatch:
-        """Returns the same examples without any target."""
-        triples = self.triples.clone()
+    def without_targets(self, size: int) -> GraphBatch:
+        first = self.rows(0, 1)
+        triples = first.triples.clone()
         triples[:, ASKED] = 0
-        return replace(self, targets=torch.full_like(self.targets, IGNORE), triples=triples, facts=self.facts[:, :0])
-
-    def to(self, device: torch.device) -> GraphBatch:
-        return self._map(lambda value: value.to(device, non_blocking=True))
-
-    def pinned(self) -> GraphBatch:
-        return self._map(lambda value: value.pin_memory())
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GraphBatch:
-        return GraphBatch(
-            change(self.tokens),
-            change(self.targets),
-            change(self.nodes),
-            change(self.bounds),
-            change(self.lengths),
-            change(self.triples),
-            change(self.triple_counts),
-            change(self.facts),
-            self.weights,
-        )
+        return replace(first, targets=torch.full_like(first.targets, IGNORE), triples=triples, facts=first.facts[:, :0])
 
 
 def _nodes(example: LeafyExample) -> np.ndarray:

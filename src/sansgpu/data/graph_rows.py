@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
-from sansgpu.config import ConfigError
-from sansgpu.data.files import SourceRow, is_text, row_text, shorten
 from sansgpu.data.graph import GraphDocument, Triple
+from sansgpu.data.rows import SourceRow, row_text
 
-_T = TypeVar("_T")
 _Span: TypeAlias = tuple[int, int]  # characters [start, end) of the text
 _NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # more digits are part of an entity id, as in GO:0008150
 FACT_KEYS = ("head", "relation", "tail")
@@ -32,58 +29,25 @@ class EntityText(NamedTuple):
     document: GraphDocument
 
 
-class BadRows:
-    """Handles invalid rows: raises an error at the first one, or skips and counts them."""
-
-    def __init__(self, source: str, on_bad_row: Literal["fail", "skip"], note: Callable[[str], None]) -> None:
-        self._source, self._fail, self._note = source, on_bad_row == "fail", note
-        self._count, self._first = 0, ""
-
-    def skip(self, rows: Iterable[SourceRow], read: Callable[[SourceRow], _T]) -> Iterator[_T]:
-        """Yields `read(row)` for each row, except those for which it raises ConfigError."""
-        for row in rows:
-            try:
-                if row.problem:
-                    raise ConfigError(row.problem)
-                made = read(row)
-            except ConfigError as error:
-                if self._fail:
-                    raise ConfigError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
-                self._first = self._first or str(error)
-                self._count += 1
-            else:
-                yield made
-
-    def report(self) -> None:
-        """Reports the number of skipped rows, if any."""
-        if self._count:
-            self._note(f"{self._source}: bad rows skipped: {self._count}; the first: {self._first}")
-
-
-def bad_row(row: SourceRow, problem: str) -> ConfigError:
-    """Returns the error for an invalid row."""
-    return ConfigError(f"{row.where}: {shorten(problem)}; fix or remove the row.")
-
-
 def read_graph_row(row: SourceRow, column: str | None) -> GraphDocument | EntityText | Fact:
-    """Parses one row; its text, from `column`, may be empty. Raises ConfigError if the row is invalid.
+    """Parses one row; its text, from `column`, may be empty. Raises BadRowError if the row is invalid.
 
     A DocRED document has `vertexSet`, `sents` and `labels`. A fact has `head`, `relation` and `tail` but no text. The
     description of an entity has an `id` but no triples. Any other row is a text with `triples` or with a single triple.
     """
-    value = row.value
+    value = row.readable_value()
     if not isinstance(value, dict):
-        raise bad_row(row, f"it is a {type(value).__name__}, not an object with a text or a triple")
+        raise row.error(f"it is a {type(value).__name__}, not an object with a text or a triple")
     if value.get("vertexSet") is not None:
         return _docred_document(row)
     has_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
     if has_triple and not any(_is_given(value.get(key)) for key in ([column] if column else ("text", "content"))):
         head, relation, tail = (_string(row, value, key) for key in FACT_KEYS)
         return Fact(head, relation, tail, _qualifiers(row))
-    text = _checked(row, row_text(value, column, row.where), "text")
+    text = row.valid_text(row_text(value, column, row.where), "text")
     given = [value] if has_triple else value.get("triples")
     name = _id(row, value, "id")
-    entities = tuple(_checked(row, entity, "entities") for entity in _list(row, "entities"))
+    entities = tuple(row.valid_text(entity, "entities") for entity in _list(row, "entities"))
     triples = _triples(row, given, text) if text.strip() else ()
     document = text_document(name or _location(row), text, triples, entities)
     if name is not None and not _is_given(given):
@@ -111,16 +75,8 @@ def _string(row: SourceRow, value: dict[str, Any], key: str, where: str = "") ->
     """Returns a required, non-empty text."""
     text = value.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise bad_row(row, f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is not text")
-    return _checked(row, text, key)
-
-
-def _checked(row: SourceRow, text: Any, key: str) -> str:
-    if not isinstance(text, str):
-        raise bad_row(row, f"its {key} contains {text!r}, which is not text")
-    if not is_text(text):
-        raise bad_row(row, f"its {key} contains an unpaired surrogate, which is not valid text")
-    return text
+        raise row.error(f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is not text")
+    return row.valid_text(text, key)
 
 
 def _id(row: SourceRow, value: dict[str, Any], key: str) -> str | None:
@@ -128,8 +84,8 @@ def _id(row: SourceRow, value: dict[str, Any], key: str) -> str | None:
     if not _is_given(given):
         return None
     if not isinstance(given, str | int) or isinstance(given, bool):
-        raise bad_row(row, f"its {key} is {given!r}, not text or an integer")
-    return _checked(row, str(given), key)
+        raise row.error(f"its {key} is {given!r}, not text or an integer")
+    return row.valid_text(str(given), key)
 
 
 def _list(row: SourceRow, key: str) -> list[Any]:
@@ -137,7 +93,7 @@ def _list(row: SourceRow, key: str) -> list[Any]:
     if not _is_given(given):
         return []
     if not isinstance(given, list):
-        raise bad_row(row, f"its {key} is a {type(given).__name__}, not a list")
+        raise row.error(f"its {key} is a {type(given).__name__}, not a list")
     return given
 
 
@@ -145,14 +101,14 @@ def _triples(row: SourceRow, given: Any, text: str) -> tuple[Triple, ...]:
     if not _is_given(given):
         return ()
     if not isinstance(given, list):
-        raise bad_row(row, f"its triples are a {type(given).__name__}, not a list")
+        raise row.error(f"its triples are a {type(given).__name__}, not a list")
     return tuple(_triple(row, number, triple, text) for number, triple in enumerate(given, 1))
 
 
 def _triple(row: SourceRow, number: int, given: Any, text: str) -> Triple:
     where = f"triple {number}: "
     if not isinstance(given, dict):
-        raise bad_row(row, f"{where}it is a {type(given).__name__}, not an object with head, relation and tail")
+        raise row.error(f"{where}it is a {type(given).__name__}, not an object with head, relation and tail")
     head, relation, tail = (_string(row, given, key, where) for key in FACT_KEYS)
     span = _span(row, where, given.get("head_span"), text)
     return Triple(head, relation, tail, span, _id(row, given, "head_id"), _id(row, given, "tail_id"))
@@ -162,10 +118,10 @@ def _span(row: SourceRow, where: str, given: Any, text: str) -> _Span | None:
     if given is None:
         return None
     if not isinstance(given, list) or len(given) != 2 or not all(type(place) is int for place in given):
-        raise bad_row(row, f"{where}its head_span is {given!r}, not two integers")
+        raise row.error(f"{where}its head_span is {given!r}, not two integers")
     start, end = given
     if not 0 <= start < end <= len(text):
-        raise bad_row(row, f"{where}its head_span {given} is empty or exceeds the text of {len(text)} characters")
+        raise row.error(f"{where}its head_span {given} is empty or exceeds the text of {len(text)} characters")
     return start, end
 
 
@@ -174,11 +130,11 @@ def _qualifiers(row: SourceRow) -> tuple[tuple[str, str], ...]:
     found = []
     for group in [given] if isinstance(given, dict) else _list(row, "qualifiers"):
         if not isinstance(group, dict):
-            raise bad_row(row, f"its qualifiers contain a {type(group).__name__}, not an object of keys and values")
+            raise row.error(f"its qualifiers contain a {type(group).__name__}, not an object of keys and values")
         for key, value in group.items():
             if _is_given(value):
                 text = str(value) if type(value) in (int, float) else value
-                found.append((_checked(row, key, "qualifiers"), _checked(row, text, f"qualifiers.{key}")))
+                found.append((row.valid_text(key, "qualifiers"), row.valid_text(text, f"qualifiers.{key}")))
     return tuple(found)
 
 
@@ -204,10 +160,10 @@ def _joined_tokens(row: SourceRow) -> tuple[str, list[list[_Span]]]:
     start = 0
     for number, sentence in enumerate(_list(row, "sents")):
         if not isinstance(sentence, list):
-            raise bad_row(row, f"sentence {number} is a {type(sentence).__name__}, not a list of tokens")
+            raise row.error(f"sentence {number} is a {type(sentence).__name__}, not a list of tokens")
         spans.append([])
         for token in sentence:
-            tokens.append(_checked(row, token, "sents"))
+            tokens.append(row.valid_text(token, "sents"))
             spans[-1].append((start, start + len(token)))
             start += len(token) + 1
     return " ".join(tokens), spans
@@ -215,32 +171,32 @@ def _joined_tokens(row: SourceRow) -> tuple[str, list[list[_Span]]]:
 
 def _first_mention(row: SourceRow, number: int, vertex: Any, spans: list[list[_Span]]) -> _Mention:
     if not isinstance(vertex, list) or not vertex:
-        raise bad_row(row, f"entity {number} of its vertexSet is not a list of mentions")
+        raise row.error(f"entity {number} of its vertexSet is not a list of mentions")
     return min((_mention(row, number, mention, spans) for mention in vertex), key=lambda mention: mention.span)
 
 
 def _mention(row: SourceRow, number: int, mention: Any, spans: list[list[_Span]]) -> _Mention:
     where = f"entity {number} of its vertexSet: "
     if not isinstance(mention, dict):
-        raise bad_row(row, f"{where}a mention is a {type(mention).__name__}, not an object")
+        raise row.error(f"{where}a mention is a {type(mention).__name__}, not an object")
     sentence, tokens = mention.get("sent_id"), mention.get("pos")
     if type(sentence) is not int or not 0 <= sentence < len(spans):
-        raise bad_row(row, f"{where}sent_id {sentence!r} is not one of the {len(spans)} sentences")
+        raise row.error(f"{where}sent_id {sentence!r} is not one of the {len(spans)} sentences")
     if not isinstance(tokens, list) or len(tokens) != 2 or not all(type(place) is int for place in tokens):
-        raise bad_row(row, f"{where}pos {tokens!r} is not two integers")
+        raise row.error(f"{where}pos {tokens!r} is not two integers")
     first, end = tokens
     if not 0 <= first < end <= len(spans[sentence]):
-        raise bad_row(row, f"{where}pos {tokens} is not within the {len(spans[sentence])} tokens of its sentence")
+        raise row.error(f"{where}pos {tokens} is not within the {len(spans[sentence])} tokens of its sentence")
     span = spans[sentence][first][0], spans[sentence][end - 1][1]
     return _Mention(span, _string(row, mention, "name", where))
 
 
 def _label_triple(row: SourceRow, title: str, label: Any, mentions: list[_Mention]) -> Triple:
     if not isinstance(label, dict):
-        raise bad_row(row, f"a label is a {type(label).__name__}, not an object")
+        raise row.error(f"a label is a {type(label).__name__}, not an object")
     for end in ("h", "t"):
         if type(label.get(end)) is not int or not 0 <= label[end] < len(mentions):
-            raise bad_row(row, f"a label's {end} {label.get(end)!r} is not one of the {len(mentions)} entities")
+            raise row.error(f"a label's {end} {label.get(end)!r} is not one of the {len(mentions)} entities")
     head, tail = label["h"], label["t"]
     return Triple(
         mentions[head].name,

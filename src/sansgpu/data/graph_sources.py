@@ -10,8 +10,9 @@ from pathlib import Path
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, DataConfig
 from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
 from sansgpu.data.graph import GraphDocument
-from sansgpu.data.graph_rows import BadRows, EntityText, Fact, read_graph_row, text_document
+from sansgpu.data.graph_rows import EntityText, Fact, read_graph_row, text_document
 from sansgpu.data.knowledge import fact_documents, knowledge_documents, knowledge_parts, named_entity
+from sansgpu.data.rows import BadRows
 from sansgpu.data.sources import Source, files_fingerprint, open_parts
 from sansgpu.data.stdlib_graph import stdlib_documents
 
@@ -85,18 +86,18 @@ def _open(name: str, data: DataConfig, note: Callable[[str], None], inverse: boo
 def _knowledge_documents(
     name: str, files: Mapping[str, Path], data: DataConfig, note: Callable[[str], None], inverse: bool
 ) -> Iterator[GraphDocument]:
-    bad_rows = BadRows(name, data.on_bad_row, note)
+    bad_rows = BadRows(data.on_bad_row)
     yield from knowledge_documents(files, bad_rows, inverse)
-    bad_rows.report()
+    bad_rows.report(lambda message: note(f"{name}: {message}"))
 
 
 def _source_documents(
     source: Source, data: DataConfig, note: Callable[[str], None], inverse: bool
 ) -> Iterator[GraphDocument]:
     """Yields the texts in order, then the documents of entities with facts, which need all rows to be read first."""
-    bad_rows = BadRows(source.name, data.on_bad_row, note)
+    bad_rows = BadRows(data.on_bad_row)
     made = list(_source_items(source, data, bad_rows))
-    bad_rows.report()
+    bad_rows.report(lambda message: note(f"{source.name}: {message}"))
     facts = [item for item in made if isinstance(item, Fact)]
     described = [item for item in made if isinstance(item, EntityText)]
     for item in made:
@@ -110,10 +111,10 @@ def _source_documents(
 def _source_items(source: Source, data: DataConfig, bad_rows: BadRows) -> Iterator[GraphDocument | EntityText | Fact]:
     read = partial(read_graph_row, column=data.text_column)
     if not source.files:
-        yield from bad_rows.skip(source.rows(), read)
+        yield from bad_rows.parsed(source.rows(), read)
     for name, path in source.files.items():
         if file_form(path) in TEXT_SUFFIXES:
             pieces = read_documents(path, None, skip_undecodable=source.name == PYTHON_STDLIB)
             yield text_document(name, "".join(piece.text for piece in pieces))
         else:
-            yield from bad_rows.skip(read_rows(path), read)
+            yield from bad_rows.parsed(read_rows(path), read)

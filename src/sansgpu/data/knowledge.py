@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from sansgpu.data.files import SourceRow, read_lines
+from sansgpu.data.files import read_lines
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
-from sansgpu.data.graph_rows import BadRows, Fact, bad_row
+from sansgpu.data.graph_rows import Fact
+from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES
 from sansgpu.machine.inputs import require_regular_file
 
@@ -94,12 +95,13 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
     relations = {key: text for key, text in _texts(files.get(RELATION_FILE), bad_rows) if text}
 
     def fact(row: SourceRow) -> Fact:
-        if len(row.value) != 3 or not all(row.value):
-            raise bad_row(row, "it does not have three columns: head, relation and tail")
-        head, relation, tail = row.value
+        columns = row.readable_value()
+        if len(columns) != 3 or not all(columns):
+            raise row.error("it does not have three columns: head, relation and tail")
+        head, relation, tail = columns
         return Fact(head, relations.get(relation, relation.removeprefix("_").replace("_", " ")), tail)
 
-    yield from fact_documents(bad_rows.skip(_lines(triples), fact), entities, inverse)
+    yield from fact_documents(bad_rows.parsed(_lines(triples), fact), entities, inverse)
 
 
 def _described_entity(text: str) -> NamedText:
@@ -108,12 +110,13 @@ def _described_entity(text: str) -> NamedText:
 
 def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
     def pair(row: SourceRow) -> tuple[str, str]:
-        if len(row.value) != 2 or not row.value[0]:
-            raise bad_row(row, "it does not have two columns: an id and its text")
-        return row.value[0], row.value[1]
+        columns = row.readable_value()
+        if len(columns) != 2 or not columns[0]:
+            raise row.error("it does not have two columns: an id and its text")
+        return columns[0], columns[1]
 
     if path:
-        yield from bad_rows.skip(_lines(path), pair)
+        yield from bad_rows.parsed(_lines(path), pair)
 
 
 def _lines(path: Path) -> Iterator[SourceRow]:

@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.plain_data import shown
 from sansgpu.data.graph import Entity
 from sansgpu.data.shards import ReportProgress, cache_key, cached
-from sansgpu.data.tokenizer import BPETokenizer, Tokenizer, load_tokenizer, rows_needed
+from sansgpu.data.tokenizer import BPETokenizer, load_tokenizer, rows_needed, save_tokenizer
 from sansgpu.machine.inputs import read_json
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
@@ -91,12 +91,10 @@ class MaskTokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
-        folder.mkdir(parents=True, exist_ok=True)
         named = zip(_ROLES, self.specials, strict=True)
         known = {role: token for role, token in named if self.backend.token_to_id(token) is not None}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **known}
-        (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        save_tokenizer(folder, self.backend, settings)
 
 
 def build_mask_tokenizer(
@@ -108,7 +106,7 @@ def build_mask_tokenizer(
             "data.tokenizer char has no mask token; use bpe, a tokenizer.json or the tokenizer of an encoder."
         )
     if data.tokenizer != "bpe":
-        return from_tokenizer(load_tokenizer(data.tokenizer), data.tokenizer)
+        return MaskTokenizer(load_tokenizer(data.tokenizer).backend, data.tokenizer)
     limit = data.tokenizer_sample_mb * 1_000_000
 
     def sample() -> Iterator[str]:
@@ -124,12 +122,7 @@ def build_mask_tokenizer(
         MaskTokenizer(BPETokenizer.train(sample(), data.vocab_size, BERT).backend, "bpe").save(folder)
 
     key = cache_key("mask tokenizer", fingerprint, data.vocab_size, limit)
-    return from_tokenizer(load_tokenizer(cached(cache / "tokenizers" / key, build)), "bpe")
-
-
-def from_tokenizer(tokenizer: Tokenizer, name: str) -> MaskTokenizer:
-    """Converts a tokenizer whose special tokens are named as in BERT or RoBERTa."""
-    return MaskTokenizer(tokenizer.backend, name)
+    return MaskTokenizer(load_tokenizer(cached(cache / "tokenizers" / key, build)).backend, "bpe")
 
 
 def from_pretrained(tokenizer: Any) -> MaskTokenizer:
@@ -170,7 +163,7 @@ class GraphCodec:
         """Loads what `save` wrote. Raises ConfigError if it cannot be read."""
         relations = _strings(folder / RELATIONS_FILE, 0)
         entities = tuple(Entity(*pair) for pair in _strings(folder / ENTITIES_FILE, len(Entity._fields)))
-        return cls(from_tokenizer(load_tokenizer(folder), str(folder)), tuple(relations), entities)
+        return cls(MaskTokenizer(load_tokenizer(folder).backend, str(folder)), tuple(relations), entities)
 
 
 def _strings(file: Path, columns: int) -> list[Any]:

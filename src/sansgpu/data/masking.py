@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sansgpu.config import derive_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.leafy import LeafyExample
+from sansgpu.data.order import generator
 
 SPAN_END_PROBABILITY = 0.2  # geometric span lengths of SpanBERT (arXiv 1907.10529)
 MAX_DRAWS = 100  # draws of a span length per example
@@ -41,7 +41,7 @@ def add_entity_queries(example: LeafyExample, rules: MaskRules, seed: int, epoch
     """Turns some triples into entity queries for this epoch: one masked leaf replaces the tail."""
     if not rules.query_ratio:
         return example
-    draws = np.random.Generator(np.random.PCG64(derive_seed(seed, "entity queries", epoch, number)))
+    draws = generator(seed, "entity queries", epoch, number)
     asked = draws.random(len(example.placed)) < rules.query_ratio
     mask = np.array([rules.mask_id], np.int64)
     placed = [
@@ -53,7 +53,7 @@ def add_entity_queries(example: LeafyExample, rules: MaskRules, seed: int, epoch
 
 def mask_example(example: LeafyExample, rules: MaskRules, seed: int, epoch: int, number: int) -> MaskedExample:
     """Masks example `number` for an epoch."""
-    draws = np.random.Generator(np.random.PCG64(derive_seed(seed, "masking", epoch, number)))
+    draws = generator(seed, "masking", epoch, number)
     spans = _root_spans(example, rules, draws)
     groups = _leaf_groups(len(example.placed), rules, draws)
     leaves = [placed.tail for placed in example.placed]

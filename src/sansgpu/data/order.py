@@ -1,4 +1,4 @@
-"""Shuffles examples: maps a step to the indices of its batch."""
+"""Random draws that depend only on a seed and their purpose, and the shuffled order of examples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from functools import lru_cache
 import numpy as np
 
 from sansgpu.config import derive_seed
+
+
+def generator(seed: int, *purpose: int | str) -> np.random.Generator:
+    """Returns a random generator for one purpose; see `derive_seed`."""
+    return np.random.Generator(np.random.PCG64(derive_seed(seed, *purpose)))
 
 
 def steps_per_epoch(examples: int, batch_size: int) -> int:
@@ -22,4 +27,4 @@ def batch_indices(seed: int, step: int, examples: int, batch_size: int) -> np.nd
 
 @lru_cache(maxsize=2)  # the current epoch, and the next one while batches are prefetched
 def _permutation(seed: int, epoch: int, examples: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(derive_seed(seed, "shuffle", epoch))).permutation(examples)
+    return generator(seed, "shuffle", epoch).permutation(examples)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.files import SourceRow, is_text, shorten
+from sansgpu.data.rows import BadRows, SourceRow, is_text
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 BATCH = 1000  # questions tokenized in one call, in parallel
@@ -54,28 +54,19 @@ def read_questions(
     A question without answers is impossible; one without an id is identified by its location. Raises ConfigError for
     the first invalid row; with "skip", leaves invalid rows out and reports their number in one warning.
     """
-    questions: list[Question] = []
     seen: set[str] = set()
-    problems: list[str] = []
-    for row in _single_questions(rows):
-        try:
-            question = _question(row)
-            if question.id in seen:
-                raise _bad_row(row, f"the id {question.id} is used by an earlier question")
-        except ConfigError as error:
-            if on_bad_row == "fail":
-                raise ConfigError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
-            problems.append(str(error))
-            continue
+
+    def unique(row: SourceRow) -> Question:
+        question = _question(row)
+        if question.id in seen:
+            raise row.error(f"the id {question.id} is used by an earlier question")
         seen.add(question.id)
-        questions.append(question)
-    if problems:
-        warn(f"bad rows skipped: {len(problems)}; the first: {problems[0]}")
+        return question
+
+    bad_rows = BadRows(on_bad_row)
+    questions = list(bad_rows.parsed(_single_questions(rows), unique))
+    bad_rows.report(warn)
     return questions
-
-
-def _bad_row(row: SourceRow, problem: str) -> ConfigError:
-    return ConfigError(f"{row.where}: {shorten(problem)}; fix or remove the row.")
 
 
 def _single_questions(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
@@ -90,12 +81,12 @@ def _single_questions(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
 def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
     paragraphs = article.value["paragraphs"]
     if not isinstance(paragraphs, list):
-        yield article._replace(problem=str(_bad_row(article, "its paragraphs are not a list")))
+        yield article._replace(problem=str(article.error("its paragraphs are not a list")))
         return
     for number, paragraph in enumerate(paragraphs, 1):
         place = SourceRow(f"{article.where}, paragraph {number}", paragraph)
         if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
-            yield place._replace(problem=str(_bad_row(place, "it is not an object with a list `qas` of questions")))
+            yield place._replace(problem=str(place.error("it is not an object with a list `qas` of questions")))
             continue
         for count, qa in enumerate(paragraph["qas"], 1):
             is_object = isinstance(qa, dict)
@@ -109,30 +100,26 @@ def _is_id(given: Any) -> bool:
 
 
 def _question(row: SourceRow) -> Question:
-    """Parses a flat row. Raises ConfigError if it is not a valid question."""
-    if row.problem:
-        raise ConfigError(row.problem)
-    if not isinstance(row.value, dict):
-        raise _bad_row(row, f"it is a {type(row.value).__name__}, not an object with a question and its context")
+    """Parses a flat row. Raises BadRowError if it is not a valid question."""
+    if not isinstance(row.readable_value(), dict):
+        raise row.error(f"it is a {type(row.value).__name__}, not an object with a question and its context")
     question, context = _text(row, "question"), _text(row, "context")
     impossible = row.value.get("is_impossible")
     if impossible not in (None, True, False):
-        raise _bad_row(row, f"is_impossible is {impossible!r}, not true or false")
+        raise row.error(f"is_impossible is {impossible!r}, not true or false")
     if "answers" not in row.value and not impossible:
-        raise _bad_row(row, "no answers; a question without an answer needs an empty list")
+        raise row.error("no answers; a question without an answer needs an empty list")
     answers = tuple(_answer(row, context, text, start) for text, start in _given_answers(row))
     if impossible and answers:
-        raise _bad_row(row, "is_impossible is true, but there are answers")
+        raise row.error("is_impossible is true, but there are answers")
     return Question(_id(row), question, context, answers, not answers)
 
 
 def _text(row: SourceRow, key: str) -> str:
     text = row.value.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise _bad_row(row, f"no {key}")
-    if not is_text(text):
-        raise _bad_row(row, f"its {key} contains an unpaired surrogate, which is not valid text")
-    return text
+        raise row.error(f"no {key}")
+    return row.valid_text(text, key)
 
 
 def _id(row: SourceRow) -> str:
@@ -140,7 +127,7 @@ def _id(row: SourceRow) -> str:
     if given is None:
         return row.where
     if not _is_id(given):
-        raise _bad_row(row, f"its id is {given!r}, not text or an integer")
+        raise row.error(f"its id is {given!r}, not text or an integer")
     return str(given)
 
 
@@ -152,30 +139,30 @@ def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
     if isinstance(answers, dict):
         texts, starts = answers.get("text"), answers.get("answer_start")
         if not isinstance(texts, list) or not isinstance(starts, list):
-            raise _bad_row(row, "its answers do not have the lists `text` and `answer_start`")
+            raise row.error("its answers do not have the lists `text` and `answer_start`")
         if len(texts) != len(starts):
-            raise _bad_row(row, f"its answers have {len(texts)} texts, but {len(starts)} starts")
+            raise row.error(f"its answers have {len(texts)} texts, but {len(starts)} starts")
         return list(zip(texts, starts, strict=True))
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
-        raise _bad_row(row, "its answers are not a list of objects with `text` and `answer_start`")
+        raise row.error("its answers are not a list of objects with `text` and `answer_start`")
     return [(answer.get("text"), answer.get("answer_start")) for answer in answers]
 
 
 def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, str]:
     """Returns the answer's start and text after checking it, allowing for stripped white space."""
     if not isinstance(text, str) or not text.strip():
-        raise _bad_row(row, "an answer has no text")
+        raise row.error("an answer has no text")
     if not is_text(text):
-        raise _bad_row(row, "an answer contains an unpaired surrogate, which is not valid text")
+        raise row.error("an answer contains an unpaired surrogate, which is not valid text")
     if not isinstance(start, int) or isinstance(start, bool):
-        raise _bad_row(row, f"the answer {text!r} starts at {start!r}, which is not an integer")
+        raise row.error(f"the answer {text!r} starts at {start!r}, which is not an integer")
     if start >= 0:
         if context.startswith(text, start):
             return start, text
         stripped_start = len(context) - len(context[start:].lstrip())
         if context.startswith(text.strip(), stripped_start):
             return stripped_start, text.strip()
-    raise _bad_row(row, f"the answer {text!r} is not at character {start} of the context")
+    raise row.error(f"the answer {text!r} is not at character {start} of the context")
 
 
 @tokenizer_errors()

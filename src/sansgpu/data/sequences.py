@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from sansgpu.data.batch import IGNORE
+from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
 
 
 @dataclass(frozen=True)
-class PackedSequences:
+class PackedSequences(ExampleBatch):
     """B examples with targets per token (N,) or per example (B, K); IGNORE marks those without a loss."""
 
     tokens: torch.Tensor  # (N,) int64
@@ -30,15 +30,11 @@ class PackedSequences:
         numbers: np.ndarray | None = None,
     ) -> PackedSequences:
         """Concatenates one array per example; `targets` are arrays of the same lengths, or one (B, K) array."""
-
-        def joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64))
-
         return cls(
-            joined(tokens),
+            concatenated(tokens),
             torch.tensor([len(part) for part in tokens], dtype=torch.int64),
-            torch.from_numpy(targets.astype(np.int64)) if isinstance(targets, np.ndarray) else joined(targets),
-            None if types is None else joined(types),
+            torch.from_numpy(targets.astype(np.int64)) if isinstance(targets, np.ndarray) else concatenated(targets),
+            None if types is None else concatenated(types),
             None if numbers is None else torch.from_numpy(numbers.astype(np.int64)),
         )
 
@@ -63,21 +59,6 @@ class PackedSequences:
             None if self.numbers is None else self.numbers[start:stop],
         )
 
-    def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[PackedSequences]:
-        stride = size * world_size
-        for start in range(rank * size, -(-len(self) // stride) * stride, stride):
-            yield self.rows(start, start + size) if start < len(self) else self.rows(0, 1).without_targets()
-
-    def without_targets(self) -> PackedSequences:
-        """Returns the same examples without any target."""
-        return replace(self, targets=torch.full_like(self.targets, IGNORE))
-
-    def to(self, device: torch.device) -> PackedSequences:
-        return self._map(lambda value: value.to(device, non_blocking=True))
-
-    def pinned(self) -> PackedSequences:
-        return self._map(lambda value: value.pin_memory())
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequences:
-        types, numbers = (None if v is None else change(v) for v in (self.types, self.numbers))
-        return PackedSequences(change(self.tokens), change(self.lengths), change(self.targets), types, numbers)
+    def without_targets(self, size: int) -> PackedSequences:
+        first = self.rows(0, 1)
+        return replace(first, targets=torch.full_like(first.targets, IGNORE))

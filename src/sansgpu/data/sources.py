@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,13 +15,13 @@ from sansgpu.data.files import (
     PIECE_CHARS,
     SUFFIXES,
     Piece,
-    SourceRow,
     file_form,
     pieces,
     read_documents,
     read_rows,
-    row_text,
 )
+from sansgpu.data.rows import SourceRow, row_text
+from sansgpu.data.stdlib import library_files
 from sansgpu.data.stdlib_chat import stdlib_conversations
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import reading_hub
@@ -30,6 +29,7 @@ from sansgpu.machine.inputs import require_regular_file
 
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
 TEST_NAMES = ("test", "testing")
+PARTS = {"train": TRAIN_NAMES, "validation": VALIDATION_NAMES, "test": TEST_NAMES}
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def open_single(name: str, data: DataConfig) -> Source:
 def open_parts(name: str, data: DataConfig) -> Sources:
     """Opens all splits of one source. Raises ConfigError if the data does not exist."""
     if name == PYTHON_STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return Sources(_files_source(name, root, _stdlib_files(root), data), None)
+        return Sources(_files_source(name, *library_files(), data), None)
     if name == PYTHON_STDLIB_CHAT:
         return Sources(_stdlib_chat(open_parts(PYTHON_STDLIB, data).train), None)
     path = Path(name).expanduser()
@@ -96,29 +95,25 @@ def _stdlib_chat(library: Source) -> Source:
     return replace(library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, size_bytes=0, rows=rows)
 
 
-def _stdlib_files(root: Path) -> list[Path]:
-    """Returns the modules of the standard library without its tests and installed packages."""
-    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    return [p for p in sorted(root.rglob("*.py")) if not skipped.intersection(p.relative_to(root).parts)]
-
-
 def _folder_sources(root: Path, data: DataConfig) -> Sources:
     """Opens all files below `root`; if any is named train*, the names assign files to splits."""
     hidden = (p for p in sorted(root.rglob("*")) if p.is_file() and file_form(p))
     files = [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(root).parts)]
     if not files:
         raise ConfigError(f"{root} has no file with a supported suffix ({' '.join(SUFFIXES)}, each also with .gz).")
-    train = [p for p in files if _part_of(p) in TRAIN_NAMES]
-    validation = [p for p in files if _part_of(p) in VALIDATION_NAMES]
-    test = [p for p in files if _part_of(p) in TEST_NAMES]
-    if not train:
+    named = {part: [p for p in files if _part_of(p) in names] for part, names in PARTS.items()}
+    if not named["train"]:
         return Sources(_files_source(str(root), root, files, data), None)
-    rest = [p for p in files if _part_of(p) not in (*VALIDATION_NAMES, *TEST_NAMES)]
-    return Sources(
-        _files_source(str(root), root, rest, data),
-        _files_source(f"{root} (validation)", root, validation, data) if validation else None,
-        _files_source(f"{root} (test)", root, test, data) if test else None,
-    )
+    held_out = {*named["validation"], *named["test"]}
+    named["train"] = [p for p in files if p not in held_out]
+    sources = {
+        part: _files_source(_title(str(root), part), root, found, data) for part, found in named.items() if found
+    }
+    return Sources(sources["train"], sources.get("validation"), sources.get("test"))
+
+
+def _title(name: str, part: str) -> str:
+    return name if part == "train" else f"{name} ({part})"
 
 
 def _part_of(path: Path) -> str:
@@ -170,16 +165,15 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
             f"{name} is not a local path, and loading it as a Hugging Face dataset failed: {reason}."
         ) from None
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-    train = next((splits[part] for part in TRAIN_NAMES if part in splits), None)
-    if train is None:
+    named = {part: next((splits[n] for n in names if n in splits), None) for part, names in PARTS.items()}
+    if named["train"] is None:
         raise ConfigError(f"{name} has no training split; its splits are {', '.join(splits)}.")
-    validation = next((splits[part] for part in VALIDATION_NAMES if part in splits), None)
-    test = next((splits[part] for part in TEST_NAMES if part in splits), None)
-    return Sources(
-        _dataset_source(name, train, data.text_column),
-        None if validation is None else _dataset_source(f"{name} (validation)", validation, data.text_column),
-        None if test is None else _dataset_source(f"{name} (test)", test, data.text_column),
-    )
+    sources = {
+        part: _dataset_source(_title(name, part), split, data.text_column)
+        for part, split in named.items()
+        if split is not None
+    }
+    return Sources(sources["train"], sources.get("validation"), sources.get("test"))
 
 
 def _from_hub(name: str, data: DataConfig) -> Any:

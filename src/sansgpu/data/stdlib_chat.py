@@ -1,15 +1,15 @@
-"""Builds conversations from the docstrings of Python's standard library, which every machine has."""
+"""Builds conversations from the docstrings of Python's standard library."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
-from sansgpu.data.files import SourceRow
+from sansgpu.data.rows import SourceRow
+from sansgpu.data.stdlib import library_modules
 
 _MIN_ANSWER = 20  # characters; shorter answers say too little
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
@@ -20,21 +20,17 @@ def stdlib_conversations(files: Mapping[str, Path]) -> Iterator[SourceRow]:
 
     The answer is the docstring's first sentence. Files that this Python version cannot parse are skipped.
     """
-    for file, path in files.items():
-        if any(part.startswith("_") and part != "__init__.py" for part in PurePath(file).parts):
-            continue
-        try:
-            with tokenize.open(path) as source:  # uses the file's declared encoding
-                tree = ast.parse(source.read())
-        except (SyntaxError, ValueError):
-            continue
-        place = PurePath(file)
-        module = ".".join(place.parent.parts if place.name == "__init__.py" else place.with_suffix("").parts)
-        for name, question, docstring in _documented(tree, module):
+    public = {file: path for file, path in files.items() if _is_public(file)}
+    for module in library_modules(public):
+        for name, question, docstring in _documented(module.tree, module.name):
             found = _SENTENCE.match(inspect.cleandoc(docstring).strip())
             answer = " ".join(found[1].split()) if found else ""
             if len(answer) >= _MIN_ANSWER:
                 yield SourceRow(name, {"prompt": question, "completion": answer})
+
+
+def _is_public(file: str) -> bool:
+    return not any(part.startswith("_") and part != "__init__.py" for part in PurePath(file).parts)
 
 
 def _documented(node: ast.Module | ast.ClassDef, name: str) -> Iterator[tuple[str, str, str]]:

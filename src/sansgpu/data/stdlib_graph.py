@@ -1,4 +1,4 @@
-"""Extracts a knowledge graph from the source of Python's standard library, which every machine has.
+"""Extracts a knowledge graph from the source of Python's standard library.
 
 A document is a module, a class or a function. Its triples describe its own code, without nested definitions, which have
 their own documents.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-import tokenize
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TypeAlias
 
 from sansgpu.data.graph import GraphDocument, Triple
+from sansgpu.data.stdlib import LibraryModule, library_modules
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
@@ -32,12 +32,8 @@ def stdlib_documents(files: Mapping[str, Path]) -> Iterator[GraphDocument]:
     """
     classes = {name for name, value in vars(builtins).items() if isinstance(value, type)}
     documents: list[GraphDocument] = []
-    for name, path in files.items():
-        try:
-            with tokenize.open(path) as file:  # uses the file's declared encoding
-                module = _Module(name, file.read())
-        except (SyntaxError, ValueError):
-            continue
+    for parsed in library_modules(files):
+        module = _Module(parsed)
         documents += module.documents()
         classes.update(module.classes)
     for document in documents:
@@ -54,12 +50,9 @@ def _with_instantiations(triples: Iterable[Triple], classes: set[str]) -> Iterat
 class _Module:
     """The documents of one file."""
 
-    def __init__(self, file: str, source: str) -> None:
-        path = PurePath(file)
-        parts = path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts
-        self._file, self._name = file, ".".join(parts)
-        self._lines = source.split("\n")
-        self._tree = ast.parse(source)
+    def __init__(self, parsed: LibraryModule) -> None:
+        self._file, self._name, self._tree = parsed.file, parsed.name, parsed.tree
+        self._lines = parsed.source.split("\n")
         self._scopes: dict[ast.AST, list[ast.AST]] = {}
         self._top_names = frozenset(_bound_names(self._scope(self._tree)))
         self.classes: list[str] = []

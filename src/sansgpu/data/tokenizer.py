@@ -85,10 +85,14 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = json.dumps(_settings(self.end_of_text), indent=2)
-        (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+        save_tokenizer(folder, self.backend, _settings(self.end_of_text))
+
+
+def save_tokenizer(folder: Path, backend: Backend, settings: dict[str, Any]) -> None:
+    """Writes tokenizer.json, and `settings` as tokenizer_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def _settings(end_of_text: Any) -> dict[str, Any]:

@@ -38,26 +38,26 @@ def reference_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    shape: LossOptions = DEFAULT_LOSS_OPTIONS,
+    options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """Computes the summed loss from all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
     kept = targets != ignore_index
     logits = hidden[kept] @ weight.T
-    if shape.softcap:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    if options.softcap:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
     log_probabilities = torch.log_softmax(logits, dim=1)
     of_target = log_probabilities.gather(1, targets[kept, None]).sum()
     smooth = log_probabilities.mean(dim=1).sum()
     z_loss = torch.logsumexp(logits, dim=1).square().sum()
-    return -(1 - shape.label_smoothing) * of_target - shape.label_smoothing * smooth + shape.z_loss * z_loss
+    return -(1 - options.label_smoothing) * of_target - options.label_smoothing * smooth + options.z_loss * z_loss
 
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    shape: LossOptions = DEFAULT_LOSS_OPTIONS,
+    options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """Computes `reference_cross_entropy` chunk by chunk, skipping positions without a target.
@@ -65,28 +65,21 @@ def linear_cross_entropy(
     Matmuls run in the dtype of `hidden`, or in autocast's if enabled; sums run in fp32 (fp64 for fp64). Unless
     gradients are disabled, the forward pass computes them as well, as in Liger Kernel (arXiv 2410.10989).
     """
-    return _cross_entropy(hidden, weight, targets, shape, ignore_index, count=False)[0]
+    return linear_cross_entropy_and_hits(hidden, weight, targets, options, ignore_index, count_hits=False)[0]
 
 
 def linear_cross_entropy_and_hits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    shape: LossOptions = DEFAULT_LOSS_OPTIONS,
+    options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ignore_index: int = -100,
+    count_hits: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `linear_cross_entropy` and the number of targets that have the largest logit: () and () int64."""
-    return _cross_entropy(hidden, weight, targets, shape, ignore_index, count=True)
+    """Returns `linear_cross_entropy` and the number of targets that have the largest logit: () and () int64.
 
-
-def _cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    shape: LossOptions,
-    ignore_index: int,
-    count: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    The number is 0 without `count_hits`.
+    """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -96,13 +89,14 @@ def _cross_entropy(
             hidden, targets = hidden[kept], targets[kept]
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
             hidden, weight = hidden.detach(), weight.detach()
-        return cast(tuple[torch.Tensor, torch.Tensor], _LinearCrossEntropy.apply(hidden, weight, targets, shape, count))
+        sums = _LinearCrossEntropy.apply(hidden, weight, targets, options, count_hits)
+        return cast(tuple[torch.Tensor, torch.Tensor], sums)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shape: LossOptions, count: bool
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions, count: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         head = weight.to(hidden.dtype)
@@ -119,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(here, head.T, out=buffer[: len(here)])
             if count:  # before the logits become their gradients
                 hits += (logits.argmax(dim=1) == targets[start : start + CHUNK_ROWS]).sum()
-            losses, logits_grad = _losses(logits, targets[start : start + CHUNK_ROWS], shape, with_gradients)
+            losses, logits_grad = _losses(logits, targets[start : start + CHUNK_ROWS], options, with_gradients)
             total += losses.sum()
             if hidden_grad is not None:
                 torch.mm(logits_grad, head, out=hidden_grad[start : start + CHUNK_ROWS])
@@ -142,28 +136,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _losses(
-    logits: torch.Tensor, targets: torch.Tensor, shape: LossOptions, with_gradients: bool
+    logits: torch.Tensor, targets: torch.Tensor, options: LossOptions, with_gradients: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the loss of each row and the gradient of the logits, which are overwritten."""
+    smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
     if native.available() and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):
-        settings = (shape.label_smoothing, shape.z_loss, shape.softcap)
-        return torch.ops.sansgpu.cross_entropy_(logits, targets, *settings, with_gradients), logits
+        return torch.ops.sansgpu.cross_entropy_(logits, targets, smoothing, z_loss, softcap, with_gradients), logits
     dtype, targets = logits.dtype, targets[:, None]
     # Operates in place: another copy of the logits costs more than the arithmetic.
     logits = logits.to(torch.promote_types(dtype, torch.float32))
     slope = None
-    if shape.softcap:
-        logits.div_(shape.softcap).tanh_()
+    if softcap:
+        logits.div_(softcap).tanh_()
         slope = 1 - logits.square() if with_gradients else None
-        logits.mul_(shape.softcap)
+        logits.mul_(softcap)
     most = logits.amax(dim=1, keepdim=True)
-    of_target, mean = logits.gather(1, targets), logits.mean(dim=1, keepdim=True) if shape.label_smoothing else 0.0
-    normaliser = logits.sub_(most).exp_().sum(dim=1, keepdim=True)
-    lse = normaliser.log() + most
-    losses = lse - (1 - shape.label_smoothing) * of_target - shape.label_smoothing * mean + shape.z_loss * lse.square()
+    of_target, mean = logits.gather(1, targets), logits.mean(dim=1, keepdim=True) if smoothing else 0.0
+    normalizer = logits.sub_(most).exp_().sum(dim=1, keepdim=True)
+    lse = normalizer.log() + most
+    losses = lse - (1 - smoothing) * of_target - smoothing * mean + z_loss * lse.square()
     if with_gradients:
-        logits.mul_((1 + 2 * shape.z_loss * lse) / normaliser).sub_(shape.label_smoothing / logits.shape[1])
-        logits.scatter_add_(1, targets, torch.full_like(of_target, shape.label_smoothing - 1))
+        logits.mul_((1 + 2 * z_loss * lse) / normalizer).sub_(smoothing / logits.shape[1])
+        logits.scatter_add_(1, targets, torch.full_like(of_target, smoothing - 1))
         if slope is not None:
             logits.mul_(slope)
     return losses, logits.to(dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from sansgpu.machine.kernel_files import kernel_number, kernel_text
+
 ROOT = Path("/sys/fs/cgroup")
 _PROGRAM_CACHE_BYTES = 512 << 20  # active page cache that holds program code, slow to reload
 _NO_LIMIT = 1 << 60  # without a limit, version 1 reports a number near 2^63
@@ -28,9 +30,9 @@ def cpu_quota(root: Path = ROOT, process: Path = Path("/proc/self/cgroup")) -> f
     """Returns the CPU time this process may use in cores, or None without a limit."""
     quotas = []
     for folder in _folders(root, process, "cpu"):
-        period = _number(folder / "cpu.cfs_period_us")
-        quota = _number(folder / "cpu.cfs_quota_us")
-        both = _words(folder / "cpu.max")
+        period = kernel_number(folder / "cpu.cfs_period_us")
+        quota = kernel_number(folder / "cpu.cfs_quota_us")
+        both = kernel_text(folder / "cpu.max").split()
         if len(both) == 2 and both[0] != "max":
             quotas.append(float(both[0]) / float(both[1]))
         elif quota and period and quota > 0:
@@ -42,31 +44,30 @@ def throttled_seconds(root: Path = ROOT, process: Path = Path("/proc/self/cgroup
     """Returns the total seconds for which the CPU quota paused this process, or None if it is not reported."""
     found = []
     for folder in _folders(root, process, "cpu"):
-        counts = dict(line.split() for line in _lines(folder / "cpu.stat") if len(line.split()) == 2)
+        counts = _counts(folder / "cpu.stat")
         if "throttled_usec" in counts:
-            found.append(int(counts["throttled_usec"]) / 1e6)
+            found.append(counts["throttled_usec"] / 1e6)
         elif "throttled_time" in counts:
-            found.append(int(counts["throttled_time"]) / 1e9)
+            found.append(counts["throttled_time"] / 1e9)
     return max(found, default=None)
 
 
 def _memory(root: Path, process: Path) -> Iterator[tuple[int, int]]:
     """Yields (limit, bytes in use without page cache) of every group with a limit."""
     for folder in _folders(root, process, "memory"):
-        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        limit = kernel_number(folder / "memory.max") or kernel_number(folder / "memory.limit_in_bytes")
+        used = kernel_number(folder / "memory.current") or kernel_number(folder / "memory.usage_in_bytes") or 0
         if limit and limit < _NO_LIMIT:
-            statistics = dict(line.split() for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
+            counts = _counts(folder / "memory.stat")
             idle, active = (
-                int(statistics.get(f"total_{kind}_file", statistics.get(f"{kind}_file", 0)))
-                for kind in ("inactive", "active")
+                counts.get(f"total_{kind}_file", counts.get(f"{kind}_file", 0)) for kind in ("inactive", "active")
             )
             yield limit, max(0, used - idle - max(0, active - _PROGRAM_CACHE_BYTES))
 
 
 def _folders(root: Path, process: Path, controller: str) -> Iterator[Path]:
     """Yields the folders of the process's group and its parent groups, for the version 1 controller and version 2."""
-    for line in _lines(process):
+    for line in kernel_text(process).splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -79,17 +80,7 @@ def _folders(root: Path, process: Path, controller: str) -> Iterator[Path]:
         yield from (top / part for part in [inside, *inside.parents] if (top / part).is_dir())
 
 
-def _number(path: Path) -> int | None:
-    words = _words(path)
-    return int(words[0]) if words and words[0].lstrip("-").isdecimal() else None
-
-
-def _words(path: Path) -> list[str]:
-    return [word for line in _lines(path) for word in line.split()]
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+def _counts(path: Path) -> dict[str, int]:
+    """Returns the numbers of a file with a name and a number in each line."""
+    pairs = (line.split() for line in kernel_text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}

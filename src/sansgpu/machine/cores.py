@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from sansgpu.machine.kernel_files import kernel_number, kernel_text
+
 _SYS = Path("/sys/devices/system")
 
 
@@ -25,30 +27,27 @@ def cpus(root: Path = _SYS) -> list[Cpu]:
     nodes = {
         number: int(folder.name.removeprefix("node"))
         for folder in (root / "node").glob("node[0-9]*")
-        for number in listed(_read(folder / "cpulist"))
+        for number in listed(kernel_text(folder / "cpulist"))
     }
-    return sorted(
-        Cpu(
-            nodes.get(number, 0),
-            _number(root / f"cpu/cpu{number}/topology/physical_package_id", 0),
-            _number(root / f"cpu/cpu{number}/topology/core_id", number),
-            number,
-        )
-        for number in allowed
-    )
+    return sorted(_cpu(number, nodes.get(number, 0), root / f"cpu/cpu{number}/topology") for number in allowed)
 
 
-def physical(of: list[Cpu]) -> list[list[Cpu]]:
+def _cpu(number: int, node: int, topology: Path) -> Cpu:
+    core = kernel_number(topology / "core_id")
+    return Cpu(node, kernel_number(topology / "physical_package_id") or 0, number if core is None else core, number)
+
+
+def physical_cores(cpus: list[Cpu]) -> list[list[Cpu]]:
     """Groups logical processors by physical core."""
     cores: dict[tuple[int, int, int], list[Cpu]] = {}
-    for cpu in of:
+    for cpu in cpus:
         cores.setdefault((cpu.node, cpu.package, cpu.core), []).append(cpu)
     return list(cores.values())
 
 
 def partition(of: list[Cpu], index: int, parts: int) -> list[Cpu]:
     """Returns part `index` of `parts`: contiguous whole cores, or one core if there are more parts than cores."""
-    cores = physical(of)
+    cores = physical_cores(of)
     if parts > len(cores):
         return cores[index % len(cores)]
     start, stop = index * len(cores) // parts, (index + 1) * len(cores) // parts
@@ -82,15 +81,3 @@ def listed(text: str) -> list[int]:
         first, _, last = part.partition("-")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
-
-
-def _number(path: Path, otherwise: int) -> int:
-    text = _read(path).strip()
-    return int(text) if text.lstrip("-").isdecimal() else otherwise
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""

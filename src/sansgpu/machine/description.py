@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from sansgpu.machine import cgroup
 from sansgpu.machine.compilation import cxx
+from sansgpu.machine.kernel_files import kernel_number, kernel_text
 from sansgpu.machine.probe import allowed_cpus
 
 _SYS = Path("/sys/devices/system")
@@ -52,7 +54,7 @@ def software() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "torch_blas": blas(),
         "transparent_huge_pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
-        "governor": _read(_SYS / "cpu/cpu0/cpufreq/scaling_governor"),
+        "governor": kernel_text(_SYS / "cpu/cpu0/cpufreq/scaling_governor") or None,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "isa_limits": {k: v for k in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
                        if (v := os.environ.get(k))},
@@ -74,7 +76,7 @@ def processor() -> str:
 
 def cpu_line(key: str) -> str | None:
     """Returns the value of a key for the first processor in /proc/cpuinfo, or None."""
-    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
+    for line in kernel_text(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
             return value.strip()
@@ -92,13 +94,13 @@ def compiler() -> str | None:
 
 def allocator() -> str:
     """Returns the name of this process's C allocator: a preloaded one, or the system's libc."""
-    maps = _read(Path("/proc/self/maps")) or ""
+    maps = kernel_text(Path("/proc/self/maps"))
     return next((name for name in _ALLOCATORS if name in maps), platform.libc_ver()[0] or platform.system())
 
 
 def openmp() -> list[str]:
     """Returns the OpenMP runtimes loaded in this process; several do not coordinate their threads."""
-    maps = _read(Path("/proc/self/maps")) or ""
+    maps = kernel_text(Path("/proc/self/maps"))
     return sorted(set(re.findall(r"/(lib(?:gomp|iomp5|omp)[^/\s]*\.(?:so|dylib)[^/\s]*)", maps)))
 
 
@@ -127,26 +129,22 @@ def temperature_celsius() -> float | None:
 
 def energy_joules(root: Path = Path("/sys/class/powercap")) -> float | None:
     """Returns the sum of the processor packages' energy counters, or None if unreadable; the counters wrap around."""
-    counts = [_read(path / "energy_uj") for path in sorted(root.glob("intel-rapl:[0-9]"))]  # also the name on AMD
-    numbers = [int(text) for text in counts if text and text.isdecimal()]
-    return sum(numbers) / 1e6 if numbers else None
+    total = _sum_of(path / "energy_uj" for path in sorted(root.glob("intel-rapl:[0-9]")))  # also the name on AMD
+    return None if total is None else total / 1e6
 
 
 def throttled() -> int | None:
     """Returns the number of thermal throttling events since boot, or None if the kernel does not count them."""
-    counts = [_read(path) for path in (_SYS / "cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count")]
-    numbers = [int(text) for text in counts if text and text.isdecimal()]
+    return _sum_of((_SYS / "cpu").glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
+
+
+def _sum_of(paths: Iterable[Path]) -> int | None:
+    """Returns the sum of the numbers in these files, or None if none can be read."""
+    numbers = [number for path in paths if (number := kernel_number(path)) is not None]
     return sum(numbers) if numbers else None
 
 
 def _chosen(path: Path) -> str | None:
     """Returns the selected word, in brackets, of a kernel setting's list of choices."""
-    found = re.search(r"\[(\w+)\]", _read(path) or "")
+    found = re.search(r"\[(\w+)\]", kernel_text(path))
     return found[1] if found else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None

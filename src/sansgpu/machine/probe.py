@@ -75,7 +75,7 @@ def allowed_cpus() -> int:
 def available_cores() -> int:
     """Returns the number of physical cores this process may use, by affinity and container quota."""
     allowed = allowed_cpus()
-    physical = min(len(cores.physical(cores.cpus())), psutil.cpu_count(logical=False) or allowed)
+    physical = min(len(cores.physical_cores(cores.cpus())), psutil.cpu_count(logical=False) or allowed)
     quota = cgroup.cpu_quota()
     return max(1, min(physical, int(quota) if quota else physical))
 

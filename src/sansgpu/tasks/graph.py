@@ -16,6 +16,7 @@ from sansgpu.data.graph import Triple
 from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL, GraphBatch
 from sansgpu.data.leafy import LeafyExample, PlacedTriple
 from sansgpu.data.masking import MaskRules, mask_example
+from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_and_hits
 from sansgpu.kernels.embedding import embed
@@ -210,7 +211,7 @@ class Graph(MaskedTask, GraphObjective):
     def random_batch(config: Config, size: int, tokens: int | None = None) -> GraphBatch:
         """Builds `size` random graphs of `tokens` nodes each, or with every leaf slot filled."""
         model, nodes = config.model, min(tokens or config.window, config.window)
-        draws = np.random.Generator(np.random.PCG64(derive_seed(config.training.seed, "trial")))
+        draws = generator(config.training.seed, "trial")
         examples = [_random_example(config, nodes, draws) for _ in range(size)]
         assert model.vocab_size is not None
         data = config.data

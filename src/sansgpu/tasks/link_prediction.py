@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sansgpu.config import derive_seed
 from sansgpu.data.graph import INVERSE, Entity, GraphDocument, Triple
 from sansgpu.data.leafy import LeafyRules, build_leafy
 from sansgpu.data.mask_tokenizer import GraphCodec
+from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
 from sansgpu.tasks.candidates import Candidates, EntityCandidates, EntityTableIndex, SpelledCandidates
 from sansgpu.tasks.tail_prediction import TailPredictor, TailQuery
@@ -196,7 +196,7 @@ class LinkPrediction:
 def _subset(queries: list[LinkQuery], limit: int | None) -> list[LinkQuery]:
     if limit is None or limit >= len(queries):
         return queries
-    draws = np.random.Generator(np.random.PCG64(derive_seed(0, "link prediction")))
+    draws = generator(0, "link prediction")
     return [queries[number] for number in np.sort(draws.permutation(len(queries))[:limit])]
 
 

@@ -18,7 +18,7 @@ from sansgpu.data.graph_batch import LEAVES, TAIL, GraphBatch
 from sansgpu.data.leafy import LeafyDataset
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 from sansgpu.data.masking import MaskRules, add_entity_queries, mask_example
-from sansgpu.data.order import batch_indices, steps_per_epoch
+from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.tasks.task import Sums, add_sums
 
 KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
@@ -75,8 +75,7 @@ class Facts:
 
     def drawn(self, seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
         """Samples the facts for the examples with these indices, (B, K, 3)."""
-        seeds = (derive_seed(seed, "facts", epoch, int(number)) for number in numbers)
-        draws = (np.random.Generator(np.random.PCG64(seed)) for seed in seeds)
+        draws = (generator(seed, "facts", epoch, int(number)) for number in numbers)
         rows = np.array([draw.integers(len(self.triples), size=self.each) for draw in draws])
         drawn: np.ndarray = self.triples[rows]
         return drawn

@@ -14,8 +14,8 @@ import torch
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.chat import TokenizedConversations, show_masked, tokenize_conversations
-from sansgpu.data.files import SourceRow
 from sansgpu.data.order import batch_indices
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources

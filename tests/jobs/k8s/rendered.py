@@ -19,7 +19,7 @@ def arguments(*more: str, config: Path = CONFIG, **options: object) -> list[str]
 
 
 class Rendered:
-    """What one command wrote."""
+    """The files of one command."""
 
     def __init__(self, folder: Path) -> None:
         self.texts = {path.name: path.read_text() for path in folder.iterdir()}
@@ -44,7 +44,7 @@ def render(*more: str, **options: object) -> Rendered:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *more: str, **options: object) -> str:
-    """The one sentence, with nothing written."""
+    """Returns the error of a command that writes nothing."""
     capsys.readouterr()
     before = sorted(Path().rglob("*"))
     assert cli(arguments(*more, **options)) == 2

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ("none", "libgomp", []),
     ],
 )
-def test_what_is_preloaded_is_in_the_image(allocator: str, openmp: str, preloaded: list[str]) -> None:
+def test_preloaded_libraries_are_in_the_image(allocator: str, openmp: str, preloaded: list[str]) -> None:
     rendered = render(allocator=allocator, openmp=openmp)
     assert rendered.env.get("LD_PRELOAD", "").split(":") == (preloaded or [""])
     assert ("KMP_BLOCKTIME" in rendered.env) == (openmp == "libiomp")
@@ -35,7 +35,7 @@ def test_what_is_preloaded_is_in_the_image(allocator: str, openmp: str, preloade
     assert (pinned is not None) == (openmp == "libiomp")
 
 
-def test_the_image_is_made_of_what_a_checkout_has() -> None:
+def test_the_image_copies_files_of_a_checkout() -> None:
     rendered = render()
     lines = rendered.dockerfile.splitlines()
     copied = [source for line in lines if line.startswith("COPY") for source in line.split()[1:-1]]
@@ -48,7 +48,7 @@ def test_the_image_is_made_of_what_a_checkout_has() -> None:
     assert "jobs/k8s/templates/*" in package_data  # else an installed sansgpu could render nothing
 
 
-def test_the_image_pins_what_is_in_it_and_runs_as_nobody() -> None:
+def test_the_image_pins_its_packages_and_runs_unprivileged() -> None:
     rendered = render()
     text = rendered.dockerfile
     assert re.search(r"^FROM python:3\.12\.\d+-slim-bookworm$", text, re.MULTILINE)
@@ -71,7 +71,7 @@ def pinned() -> Iterator[str]:
 
 
 def requirements(name: str, seen: set[str] | None = None) -> set[str]:
-    """A distribution and all it needs on this machine, by their names; without extras."""
+    """Returns the names of a package and its requirements on this machine, without extras."""
     seen = set() if seen is None else seen
     name = name.lower().replace("_", "-")
     if name not in seen:

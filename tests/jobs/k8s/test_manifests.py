@@ -28,8 +28,8 @@ MODELS = {
 }
 
 
-def as_its_schema_has_it(manifest: dict[str, Any]) -> Any:
-    """The object, read and written again by its published model, which leaves out what it does not know."""
+def as_in_schema(manifest: dict[str, Any]) -> Any:
+    """Returns the object as its published schema writes it, without unknown fields."""
     if manifest["kind"] == "PyTorchJob":
         client = ApiClient()
         read = client.deserialize(SimpleNamespace(data=json.dumps(manifest)), "KubeflowOrgV1PyTorchJob")
@@ -56,7 +56,7 @@ def test_every_object_is_what_its_schema_allows(options: tuple[str, ...]) -> Non
         "files.yaml": ["Pod"],
     }
     for manifest in rendered.objects.values():
-        assert as_its_schema_has_it(manifest) == manifest
+        assert as_in_schema(manifest) == manifest
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_misspelt_field_would_be_noticed(kind: str, path: tuple[Any, ...]) -> 
     for part in path[:-1]:
         inner = inner[part]
     inner[path[-1]] = 1
-    assert as_its_schema_has_it(manifest) != manifest
+    assert as_in_schema(manifest) != manifest
 
 
 TRAIN = "torchrun -m sansgpu train /etc/sansgpu/config.yaml --output-dir /data/runs/{} --resume latest --headless"
@@ -100,7 +100,7 @@ def test_a_pytorchjob_is_elastic() -> None:
     assert job["runPolicy"]["backoffLimit"] >= 4
 
 
-def test_a_trainjob_has_a_runtime_of_its_own() -> None:
+def test_a_trainjob_has_its_own_runtime() -> None:
     rendered = render("--name", "trial")
     job, runtime = rendered.objects["TrainJob"], rendered.objects["TrainingRuntime"]
     assert job["apiVersion"] == runtime["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
@@ -119,7 +119,7 @@ def test_a_trainjob_has_a_runtime_of_its_own() -> None:
     assert container["image"] == rendered.trainer["image"] == OPTIONS["image"]
 
 
-def test_a_lost_pod_begins_a_trainjob_anew_and_is_no_failure() -> None:
+def test_a_lost_pod_restarts_a_trainjob_and_is_not_a_failure() -> None:
     rendered = render()
     policy = rendered.runtime["template"]["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0
@@ -132,7 +132,7 @@ def test_a_lost_pod_begins_a_trainjob_anew_and_is_no_failure() -> None:
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # which a podFailurePolicy needs
 
 
-def test_all_that_lasts_is_on_the_claim() -> None:
+def test_all_persistent_data_is_on_the_volume_claim() -> None:
     rendered = render()
     for pod in rendered.pods:
         [container] = pod["containers"]
@@ -154,7 +154,7 @@ def test_all_that_lasts_is_on_the_claim() -> None:
     assert "GLOO_SOCKET_IFNAME" not in rendered.env
 
 
-def test_pods_are_found_by_the_runs_label_and_have_no_proxy_beside_them() -> None:
+def test_pods_have_the_label_of_the_run_and_no_sidecar_proxy() -> None:
     rendered = render()
     files = rendered.objects["Pod"]["metadata"]["labels"]
     for template in (rendered.worker["template"], rendered.node["template"]["spec"]["template"]):
@@ -167,7 +167,7 @@ def test_pods_are_found_by_the_runs_label_and_have_no_proxy_beside_them() -> Non
     assert "app.kubernetes.io/instance" not in files  # else its pod were among the logs
 
 
-def test_pods_can_do_no_harm() -> None:
+def test_pods_have_no_privileges() -> None:
     rendered = render()
     for pod in rendered.pods:
         assert pod["automountServiceAccountToken"] is False
@@ -182,7 +182,7 @@ def test_pods_can_do_no_harm() -> None:
         }
 
 
-def test_the_configuration_in_the_map_is_the_one_that_was_given() -> None:
+def test_the_config_map_holds_the_given_configuration() -> None:
     changes = ("training.max_steps=7", "data.dataset_name=notes/", "training.report_to=[tensorboard]")
     rendered = render(*(part for change in changes for part in ("--set", change)))
     Path("config.yaml").write_text(rendered.objects["ConfigMap"]["data"]["config.yaml"])
@@ -190,7 +190,7 @@ def test_the_configuration_in_the_map_is_the_one_that_was_given() -> None:
     assert rendered.by_file["pytorchjob.yaml"][0] == rendered.by_file["trainjob.yaml"][0]
 
 
-def test_names_and_nodes_are_as_asked_for() -> None:
+def test_names_and_nodes_are_as_requested() -> None:
     rendered = render("--node-selector", "pool=cpu", namespace="research", name="trial")
     for manifest in rendered.objects.values():
         assert manifest["metadata"]["namespace"] == "research"
@@ -201,7 +201,7 @@ def test_names_and_nodes_are_as_asked_for() -> None:
     assert all("nodeSelector" not in pod for pod in render().pods)
 
 
-def test_a_folder_is_written_again_but_not_over_others_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_files_are_overwritten_and_foreign_ones_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = render(), render(nodes=2)
     assert first.texts.keys() == second.texts.keys()
     assert second.worker["replicas"] == 2
@@ -218,7 +218,7 @@ def test_a_folder_is_written_again_but_not_over_others_files(capsys: pytest.Capt
     assert "file is a file, not a folder" in refused(capsys, output_dir="file")
 
 
-def test_the_commands_that_follow_bring_the_data_and_fetch_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suggested_commands_copy_the_data_and_fetch_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     Path("texts/deep").mkdir(parents=True)
     capsys.readouterr()
     data = ("--set", "data.dataset_name=texts/deep/", "--namespace", "research")
@@ -241,7 +241,7 @@ def test_the_commands_that_follow_bring_the_data_and_fetch_the_model(capsys: pyt
     assert "ReadWriteMany" not in capsys.readouterr().out
 
 
-def test_what_pods_start_trains_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_command_of_a_pod_trains_and_resumes(tmp_path: Path) -> None:
     claim = tmp_path / "claim"
     claim.mkdir()
     write_corpus(claim / "corpus.jsonl")

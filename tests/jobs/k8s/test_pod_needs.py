@@ -36,7 +36,7 @@ def test_threads_leave_some_cpus_to_others(cpus: int, processes: int, threads: i
     assert rendered.trainer["env"] == rendered.container["env"]
 
 
-def test_threads_of_the_configuration_are_kept_where_there_are_cpus_for_them(
+def test_configured_threads_are_used_if_there_are_enough_cpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rendered = render("--set", "training.threads=8", processes_per_node=2)
@@ -45,7 +45,7 @@ def test_threads_of_the_configuration_are_kept_where_there_are_cpus_for_them(
     assert "9 threads in each of 2 processes, but --cpus is 16" in line
 
 
-def test_pods_have_longer_to_save_than_a_step_and_its_snapshots_take() -> None:
+def test_the_grace_period_exceeds_a_step_and_its_snapshots() -> None:
     config = TASKS["pretrain"].with_vocabulary(load_config(CONFIG)[0])
     costs = TASKS["pretrain"].costs(config)
     snapshot = 12 * sum(costs.parameters().values())  # weights and two moments in fp32
@@ -64,13 +64,13 @@ def test_pods_have_longer_to_save_than_a_step_and_its_snapshots_take() -> None:
     assert longer.training_pods[0]["terminationGracePeriodSeconds"] > 10 * grace
 
 
-def test_of_a_model_that_is_not_here_a_size_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_size_of_an_unavailable_model_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     rendered = render("--set", "model.name_or_path=/data/models/base", config=ROOT / "configs/sft.yaml")
     assert "the grace period of pods assumes a model of 1B parameters" in capsys.readouterr().err
     assert rendered.training_pods[0]["terminationGracePeriodSeconds"] > 2 * 12e9 / DISK_BYTES_PER_SECOND
 
 
-def test_memory_that_will_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_insufficient_memory_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     render(memory="2Gi")
     assert "each process needs about" in capsys.readouterr().err
     render(memory="8Gi")

@@ -12,11 +12,20 @@ from tests.jobs.k8s.rendered import CONFIG, Rendered, arguments, refused, render
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
+BAD_QUANTITIES = [
+    "inf", "nan", "1e999Gi", "9" * 400, "9223372036854775808", "8Ei", "1e99", "64Gib", "64 Gi", "64Gi\n", "٦٤Gi",
+    "0x10Gi", "1_000Mi", ".Gi", "",
+]  # fmt: skip
+BAD_IMAGES = [
+    "../x", "./x", "a..b/x:1", "-a/x:1", "a-/x", "x\nRUN touch x", "x:1 y", "x:\u0661", "X", "a//b", "/x", "x/", "x:",
+    "x@sha256:1", "h:123456/x", "a" * 256, "",
+]  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("stem", "name"), [("cpu_80m", "cpu-80m"), ("Ünï çode.v2", "n-ode-v2"), ("7b", "run-7b"), ("x" * 90, "x" * 45)]
 )
-def test_a_runs_name_is_made_of_its_configurations(stem: str, name: str) -> None:
+def test_the_name_of_a_run_derives_from_its_configuration(stem: str, name: str) -> None:
     config = Path(f"{stem}.yaml")
     config.write_text(CONFIG.read_text())
     assert cli(arguments(config=config)) == 0
@@ -37,48 +46,8 @@ def test_a_runs_name_is_made_of_its_configurations(stem: str, name: str) -> None
         ({"memory": "lots"}, "is not a Kubernetes quantity; write e.g. 64Gi"),
         ({"memory": "-64Gi"}, "is not a Kubernetes quantity; write e.g. 64Gi"),
         ({"memory": "64"}, "64 is 64 bytes, too little"),
-        *(
-            ({"memory": text}, "is not a Kubernetes quantity")
-            for text in (
-                "inf",
-                "nan",
-                "1e999Gi",
-                "9" * 400,
-                "9223372036854775808",
-                "8Ei",
-                "1e99",
-                "64Gib",
-                "64 Gi",
-                "64Gi\n",
-                "٦٤Gi",
-                "0x10Gi",
-                "1_000Mi",
-                ".Gi",
-                "",
-            )
-        ),
-        *(
-            ({"image": name}, "is not a valid image reference")
-            for name in (
-                "../x",
-                "./x",
-                "a..b/x:1",
-                "-a/x:1",
-                "a-/x",
-                "x\nRUN touch x",
-                "x:1 y",
-                "x:\u0661",
-                "X",
-                "a//b",
-                "/x",
-                "x/",
-                "x:",
-                "x@sha256:1",
-                "h:123456/x",
-                "a" * 256,
-                "",
-            )
-        ),
+        *(({"memory": text}, "is not a Kubernetes quantity") for text in BAD_QUANTITIES),
+        *(({"image": name}, "is not a valid image reference") for name in BAD_IMAGES),
         ({"name": "x\nRUN touch x"}, "is not a valid Kubernetes name"),
         ({"namespace": "a" * 64}, "63 characters at most"),
         ({"pvc": "a..b"}, "--pvc 'a..b' is not a valid Kubernetes name"),
@@ -113,7 +82,7 @@ def test_a_runs_name_is_made_of_its_configurations(stem: str, name: str) -> None
         ({"set": "training.checkpoint_dir=/mnt/x"}, "training.checkpoint_dir"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(
+def test_invalid_arguments_are_refused_in_one_sentence(
     options: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refused(capsys, **options)
@@ -150,7 +119,7 @@ def test_a_configurations_name_injects_nothing(stem: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["notes/", "wikitext", "org/set", "/data/notes", "python-stdlib", "./a/../b.jsonl"])
-def test_data_on_the_claim_or_the_hub_is_welcome(name: str) -> None:
+def test_data_may_be_on_the_claim_or_the_hub(name: str) -> None:
     render("--set", f"data.dataset_name={name}")
 
 
@@ -158,16 +127,16 @@ def test_data_on_the_claim_or_the_hub_is_welcome(name: str) -> None:
     "image",
     ["sansgpu:1", "localhost:5000/a/b__c:v1.0-rc_2", "ghcr.io/me/x@sha256:" + "a" * 64, "r/x:1@sha256:" + "b" * 64],
 )
-def test_images_that_have_a_version(image: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_with_a_version_are_accepted(image: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert render(image=image).container["image"] == image
     assert capsys.readouterr().err == ""
 
 
-def test_an_image_without_a_version_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_without_a_version_causes_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     render(image="localhost:5000/sansgpu")
     assert f"localhost:5000/sansgpu:{__version__}" in capsys.readouterr().err
 
 
-def test_a_label_given_twice_is_refused_where_its_values_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_label_with_two_values_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--node-selector", "pool=a", "--node-selector", "pool=b")
     assert "sets pool to both a and b" in refused(capsys, *both)

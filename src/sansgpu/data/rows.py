@@ -1,0 +1,109 @@
+"""Rows of datasets, and checks of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from sansgpu.config import ConfigError
+from sansgpu.config.plain_data import truncate
+
+MAX_PROBLEM = 400  # characters of a message about a row
+
+_T = TypeVar("_T")
+
+
+class BadRowError(ConfigError):
+    """An invalid row. The message begins with the row's location."""
+
+
+class SourceRow(NamedTuple):
+    """One row of a file or dataset. `problem` is the error message if the value cannot be read."""
+
+    where: str
+    value: Any
+    problem: str | None = None
+
+    def readable_value(self) -> Any:
+        """Returns the value. Raises BadRowError if it cannot be read."""
+        if self.problem:
+            raise BadRowError(self.problem)
+        return self.value
+
+    def error(self, problem: str) -> BadRowError:
+        """Returns the error for an invalid value."""
+        return BadRowError(f"{self.where}: {shorten(problem)}; fix or remove the row.")
+
+    def valid_text(self, text: Any, key: str) -> str:
+        """Returns `text`, which the row has under `key`. Raises BadRowError if it is not valid text."""
+        if not isinstance(text, str):
+            raise self.error(f"its {key} contains {text!r}, which is not text")
+        if not is_text(text):
+            raise self.error(f"its {key} contains an unpaired surrogate, which is not valid text")
+        return text
+
+
+class BadRows:
+    """Raises an error at the first invalid row, or skips and counts invalid rows."""
+
+    def __init__(self, on_bad_row: Literal["fail", "skip"]) -> None:
+        self._fail = on_bad_row == "fail"
+        self.count = 0
+        self.first: str | None = None  # error message of the first invalid row
+
+    def parsed(self, rows: Iterable[SourceRow], parse: Callable[[SourceRow], _T]) -> Iterator[_T]:
+        """Yields `parse(row)` for each row, except those for which it raises BadRowError."""
+        for row in rows:
+            try:
+                value = parse(row)
+            except BadRowError as error:
+                if self._fail:
+                    raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
+                self.first = self.first or str(error)
+                self.count += 1
+            else:
+                yield value
+
+    def report(self, note: Callable[[str], None]) -> None:
+        """Passes the number of skipped rows, if any, to `note`."""
+        if self.count:
+            note(f"bad rows skipped: {self.count}; the first: {self.first}")
+
+
+def shorten(problem: str) -> str:
+    """Truncates a message that quotes a long value."""
+    return problem if len(problem) <= MAX_PROBLEM else problem[:MAX_PROBLEM] + "..."
+
+
+def is_text(text: str) -> bool:
+    """Returns whether UTF-8 can encode the text. JSON escapes can produce unpaired surrogates, which it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def column_names(row: dict[str, Any]) -> str:
+    """Returns the names of a row's columns for a message."""
+    return truncate(", ".join(map(str, row)))
+
+
+def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
+    """Returns the text of one row: from `column` if given, else from `text`, `content` or the only string column."""
+    if column is None:
+        named = [name for name in ("text", "content") if name in row]
+        strings = [name for name, value in row.items() if isinstance(value, str)]
+        if not named and len(strings) != 1:
+            raise BadRowError(
+                f"{where} has the columns {column_names(row)}; set data.text_column to the one with the text."
+            )
+        column = (named or strings)[0]
+    if column not in row:
+        raise BadRowError(f"{where} has no column {truncate(column)}, only {column_names(row)}; set data.text_column.")
+    text = row[column]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise BadRowError(f"{where}: column {column} contains a {type(text).__name__}, not text; set data.text_column.")
+    return text
