@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, derive_seed, load_config
-from sansgpu.config.load import save_config
+from sansgpu.config.identity import identity, require_identity
+from sansgpu.config.load import acting_values, as_config, save_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -267,3 +269,68 @@ def test_seeds_are_folded_stably_and_apart() -> None:
     seeds = [derive_seed(s, p, a, b) for s in (1, 2) for p in ("dropout", "model") for a in range(9) for b in range(9)]
     assert len(set(seeds)) == len(seeds)
     assert derive_seed(42, "model") == 1959802467413677158  # or every seed would train another model than before
+
+
+@pytest.mark.parametrize(
+    ("given", "architecture", "activation"),
+    [
+        ({}, "qwen3", "swiglu"),
+        ({"activation": "swiglu"}, "qwen3", "swiglu"),
+        ({"activation": "relu2"}, "apertus", "relu2"),
+        ({"activation": "gelu"}, "gpt2", "gelu"),
+        ({"activation": "relu"}, "gpt2", "relu"),
+        ({"architecture": "llama"}, "llama", "swiglu"),
+        ({"architecture": "apertus"}, "apertus", "relu2"),
+        ({"architecture": "gpt2", "bias": None}, "gpt2", "gelu"),
+        ({"architecture": "gpt2", "activation": "relu"}, "gpt2", "relu"),
+        ({"qk_norm": False}, "llama", "swiglu"),
+        ({"qk_norm": True, "activation": "relu2"}, "apertus", "relu2"),
+        ({"norm": "layernorm"}, "gpt2", "gelu"),
+        ({"positions": "learned"}, "gpt2", "gelu"),
+        ({"bias": "attention"}, "qwen3", "swiglu"),
+        ({"bias": "all"}, "llama", "swiglu"),
+    ],
+)
+def test_the_architecture_follows_from_any_of_its_keys(
+    given: dict[str, Any], architecture: str, activation: str
+) -> None:
+    config = as_config({"model": given})
+    assert (config.model.decoder.name, config.model.activation) == (architecture, activation)
+    assert as_config(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"architecture": "llama", "activation": "gelu"},
+            "architecture llama has activation swiglu, not gelu; change activation, or set architecture to gpt2",
+        ),
+        (
+            {"architecture": "llama", "qk_norm": True},
+            "architecture llama has qk_norm false, not true; change qk_norm, or set architecture to qwen3",
+        ),
+        ({"architecture": "qwen3", "bias": "all"}, "qwen3 has bias none or attention, not all; change bias, or set"),
+        ({"activation": "gelu", "bias": "none"}, "architecture gpt2 has bias all, not none; change bias."),
+        ({"activation": "swiglu", "norm": "layernorm"}, "qwen3 has norm rmsnorm, not layernorm; change norm."),
+        ({"architecture": "apertus", "positions": "learned"}, "apertus has positions rope, not learned; change"),
+        ({"architecture": "gpt2", "n_kv_heads": 2}, "because GPT-2 has no grouped queries"),
+        ({"architecture": "mamba"}, "model.architecture is 'mamba', but input should be 'gpt2', 'llama'"),
+    ],
+)
+def test_what_an_architecture_does_not_have_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        as_config({"model": given})
+    assert sentence in str(error.value)
+
+
+def test_a_run_recorded_without_an_architecture_is_still_its_own(tmp_path: Path) -> None:
+    config = as_config({"model": {"activation": "relu2"}})
+    later = {"architecture", "norm", "bias", "positions", "qk_norm"}
+    recorded = identity(config)
+    recorded["fixed"] = {k: v for k, v in recorded["fixed"].items() if k.removeprefix("model.") not in later}
+    assert len(identity(config)["fixed"]) == len(recorded["fixed"]) + len(later)
+    values = acting_values(config)
+    require_identity(tmp_path / "config.yaml", values, [recorded])
+    values["model"] = {key: value for key, value in values["model"].items() if key not in later}
+    require_identity(tmp_path / "config.yaml", values, [recorded])

@@ -14,7 +14,11 @@ LAYOUTS = {
     "grouped": {"activation": "swiglu", "n_kv_heads": 2, "tie_embeddings": False, "rope_theta": 500.0},
     "classic": {"activation": "gelu", "dropout": 0.1},
     "relu": {"activation": "relu", "tie_embeddings": False},
+    "llama": {"architecture": "llama", "n_kv_heads": 2, "tie_embeddings": False, "rope_theta": 500.0},
+    "biased": {"architecture": "llama", "bias": "all"},
+    "qkv_biased": {"architecture": "apertus", "bias": "attention", "n_kv_heads": 1},
 }
+IN_GGUF = [name for name in LAYOUTS if name not in ("relu", "biased", "qkv_biased")]
 TEXT = ["The quick brown fox: naïve café, 12 or 345 things.\n"] * 20
 TOKENIZER = BPETokenizer.train(TEXT, 300)
 

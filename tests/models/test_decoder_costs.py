@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sansgpu.config import ModelConfig, TrainingConfig
+from sansgpu.config import ModelConfig, TrainingConfig, architectures
 from sansgpu.kernels import native
 from sansgpu.kernels.attention import causal_ranges
 from sansgpu.machine.memory import Execution
@@ -21,25 +21,28 @@ def costs(model: ModelConfig, window: int = 16) -> DecoderCosts:
     return DecoderCosts(model, TrainingConfig(), window, window)
 
 
-ACTIVATIONS = ("swiglu", "relu2", "gelu")
+ARCHITECTURES = ("qwen3", "llama", "apertus", "gpt2")
 
 
 @given(
-    st.sampled_from(ACTIVATIONS),
+    st.sampled_from(ARCHITECTURES),
     st.integers(1, 3),
     st.sampled_from([(1, 1), (2, 1), (4, 2)]),
     st.integers(1, 3),
     st.integers(1, 40),
     st.booleans(),
+    st.integers(0, 2),
 )
 def test_the_parts_add_up_to_the_model(
-    activation: str, layers: int, heads: tuple[int, int], widths: int, vocabulary: int, tied: bool
+    architecture: str, layers: int, heads: tuple[int, int], widths: int, vocabulary: int, tied: bool, bias: int
 ) -> None:
-    grouped = {} if activation == "gelu" else {"n_kv_heads": heads[1]}
+    biases = architectures.ARCHITECTURES[architecture].bias
+    grouped = {} if architecture == "gpt2" else {"n_kv_heads": heads[1]}
     config = ModelConfig.model_validate(
         {
-            "activation": activation, "n_layers": layers, "n_heads": heads[0], **grouped, "d_model": 8 * heads[0],
-            "d_ff": 8 * widths, "vocab_size": vocabulary, "max_seq_len": 16, "tie_embeddings": tied,
+            "architecture": architecture, "n_layers": layers, "n_heads": heads[0], **grouped, "d_model": 8 * heads[0],
+            "d_ff": 8 * widths, "bias": biases[bias % len(biases)], "vocab_size": vocabulary,
+            "max_seq_len": 16, "tie_embeddings": tied,
         }
     )  # fmt: skip
     parts = costs(config).parameters()
@@ -73,22 +76,24 @@ def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
 
 
 KINDS = [
-    *itertools.product(ACTIVATIONS, ["bf16", "fp32"], ["off"]),
-    pytest.param("swiglu", "bf16", "on", marks=pytest.mark.long),
-    pytest.param("gelu", "fp32", "on", marks=pytest.mark.long),
+    *itertools.product(ARCHITECTURES, ["bf16", "fp32"], ["off"]),
+    pytest.param("qwen3", "bf16", "on", marks=pytest.mark.long),
+    pytest.param("llama", "bf16", "on", marks=pytest.mark.long),
+    pytest.param("llama", "fp32", "on", marks=pytest.mark.long),
+    pytest.param("gpt2", "fp32", "on", marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
-@pytest.mark.parametrize(("activation", "precision", "compiled"), KINDS)
-def test_a_block_keeps_what_is_said(activation: str, precision: str, compiled: str) -> None:
+@pytest.mark.parametrize(("architecture", "precision", "compiled"), KINDS)
+def test_a_block_keeps_what_is_said(architecture: str, precision: str, compiled: str) -> None:
     torch._dynamo.reset()
     for width, feed_forward, heads, kv_heads in [(128, 512, 2, 2), (256, 256, 4, 2)]:
         config = ModelConfig.model_validate(
             {
                 "vocab_size": 64, "d_model": width, "n_heads": heads, "n_layers": 1, "d_ff": feed_forward,
-                "max_seq_len": 128, "activation": activation,
-                **({} if activation == "gelu" else {"n_kv_heads": kv_heads}),
+                "max_seq_len": 128, "architecture": architecture,
+                **({} if architecture == "gpt2" else {"n_kv_heads": kv_heads}),
             }
         )  # fmt: skip
         how = Execution(2, 1, precision, compiled, "native", "adamw")
@@ -96,9 +101,9 @@ def test_a_block_keeps_what_is_said(activation: str, precision: str, compiled: s
 
 
 @settings(max_examples=50)
-@given(st.sampled_from(ACTIVATIONS), st.sampled_from(["fp32", "bf16"]), st.sampled_from(["muon", "adamw"]))
-def test_what_takes_more_memory_is_said_to(activation: str, precision: str, optimizer: str) -> None:
-    config = ModelConfig.model_validate({"vocab_size": 1000, "activation": activation})
+@given(st.sampled_from(ARCHITECTURES), st.sampled_from(["fp32", "bf16"]), st.sampled_from(["muon", "adamw"]))
+def test_what_takes_more_memory_is_said_to(architecture: str, precision: str, optimizer: str) -> None:
+    config = ModelConfig.model_validate({"vocab_size": 1000, "architecture": architecture})
     how = Execution(4, 1, precision, "off", "native", optimizer)
     memory = costs(config, 256).memory(how)
     assert sum(value for name, value in memory.to_json().items() if name != "total") == memory.total

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import ApertusConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen3Config
+from transformers import ApertusConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen3Config
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.models import TransformerLM
@@ -25,6 +25,7 @@ APERTUS = {
     **{key: value for key, value in QWEN3.items() if key != "head_dim"}, "hidden_act": "relu2", "rms_norm_eps": 1e-6,
     "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}
 }  # fmt: skip
+LLAMA = {**QWEN3, "model_type": "llama"}
 GPT2 = {
     "vocab_size": 320, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 24, "bos_token_id": 0, "eos_token_id": 0
 }  # fmt: skip
@@ -33,6 +34,8 @@ GPT2 = {
 def configuration_of(settings: dict[str, object]) -> transformers.PretrainedConfig:
     if "hidden_size" not in settings:
         return GPT2Config(**settings)
+    if settings.get("model_type") == "llama":
+        return LlamaConfig(**settings)
     return (Qwen3Config if "head_dim" in settings else ApertusConfig)(**settings)
 
 
@@ -109,7 +112,13 @@ def test_an_export_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         {**QWEN3, "tie_word_embeddings": True},
         {**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
         APERTUS,
+        {**QWEN3, "attention_bias": True},
         {**APERTUS, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {**APERTUS, "attention_bias": True},
+        LLAMA,
+        {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {**LLAMA, "attention_bias": True},
+        {**LLAMA, "attention_bias": True, "mlp_bias": True},
         GPT2,
         {**GPT2, "n_inner": 48, "activation_function": "relu"},
         {**GPT2, "tie_word_embeddings": False},
@@ -137,10 +146,13 @@ def test_weights_of_another_precision_are_read_in_fp32(tmp_path: Path) -> None:
     [
         {**QWEN3, "rms_norm_eps": 0.1},
         {**QWEN3, "hidden_act": "gelu"},
-        {**QWEN3, "attention_bias": True},
         {**QWEN3, "head_dim": 16},
         {**QWEN3, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
         {**QWEN3, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
+        {**LLAMA, "mlp_bias": True},
+        {**LLAMA, "rms_norm_eps": 1e-5},
+        {**LLAMA, "hidden_act": "gelu"},
+        {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
         {**APERTUS, "hidden_act": "xielu"},
         {**APERTUS, "rope_parameters": None},
         {**GPT2, "layer_norm_epsilon": 0.1},
@@ -225,7 +237,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, damage: str, named:
 
 
 def test_another_architecture_is_left_to_transformers(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
     assert load_decoder(tmp_path) is None
 
 

@@ -22,9 +22,8 @@ from sansgpu.models.huggingface import load_gguf_decoder
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.pretrained import load_pretrained, load_tokenizer_of
 from tests.models.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
-from tests.models.small import LAYOUTS, TEXT, TOKENIZER, model_of, tokens
+from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
 
-EXPRESSIBLE = [name for name in LAYOUTS if name != "relu"]
 # How far a number may be from the one written: a share of itself, or of the largest of its 32 in q8_0, whose scale is
 # f16; and half of f16's smallest number, as often as it is taken.
 HALF_STEPS = {"f32": (0, 0), "f16": (2**-11, 1), "bf16": (2**-8, 0), "q8_0": (0.5 / 127 + 2**-11, 127)}
@@ -49,7 +48,7 @@ def bound(tensor: torch.Tensor, kind: GGUFType) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("layout", EXPRESSIBLE)
+@pytest.mark.parametrize("layout", IN_GGUF)
 def test_a_model_comes_back_within_what_its_numbers_hold(layout: str, kind: GGUFType, tmp_path: Path) -> None:
     model, inputs = model_of(layout, d_ff=64), tokens(2, 24)
     assert write_ours(tmp_path / "model.gguf", model, kind) == []
@@ -65,7 +64,7 @@ def test_a_model_comes_back_within_what_its_numbers_hold(layout: str, kind: GGUF
 
 @settings(max_examples=25)
 @given(
-    activation=st.sampled_from(["swiglu", "relu2", "gelu"]),
+    architecture=st.sampled_from(["llama", "qwen3", "apertus", "gpt2"]),
     heads=st.integers(1, 3),
     shared=st.integers(1, 3),
     half=st.integers(1, 5),
@@ -77,7 +76,7 @@ def test_a_model_comes_back_within_what_its_numbers_hold(layout: str, kind: GGUF
 )
 def test_any_shape_comes_back(
     tmp_path_factory: pytest.TempPathFactory,
-    activation: str,
+    architecture: str,
     heads: int,
     shared: int,
     half: int,
@@ -87,11 +86,12 @@ def test_any_shape_comes_back(
     tied: bool,
     theta: float,
 ) -> None:
-    modern = activation != "gelu"
+    modern = architecture != "gpt2"
     shape = {
         "vocab_size": 320, "d_model": 2 * half * heads * (shared if modern else 1), "n_layers": layers, "d_ff": d_ff,
-        "n_heads": heads * (shared if modern else 1), "n_kv_heads": heads if modern else None, "activation": activation,
-        "max_seq_len": context, "tie_embeddings": tied, **({"rope_theta": float(str(theta))} if modern else {}),
+        "n_heads": heads * (shared if modern else 1), "n_kv_heads": heads if modern else None,
+        "architecture": architecture, "max_seq_len": context, "tie_embeddings": tied,
+        **({"rope_theta": float(str(theta))} if modern else {}),
     }  # fmt: skip
     model = TransformerLM(ModelConfig.model_validate(shape), 1).eval()
     path = tmp_path_factory.mktemp("shape") / "model.gguf"
@@ -214,9 +214,29 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_relu_has_no_place_in_gpt2(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="this model has relu; use --format hf"):
-        write_ours(tmp_path / "model.gguf", model_of("relu"), "f32")
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ("relu", "this model has relu"),
+        ("biased", "GGUF does not support attention_bias True in llama"),
+        ("qkv_biased", "GGUF does not support attention_bias True in apertus"),
+    ],
+)
+def test_what_gguf_cannot_express_of_our_layouts_is_refused(layout: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{sentence}; use --format hf"):
+        write_ours(tmp_path / "model.gguf", model_of(layout), "f32")
+
+
+def test_rows_of_a_rotary_pair_are_adjacent_in_a_llama_file(tmp_path: Path) -> None:
+    model = model_of("llama")
+    write_ours(tmp_path / "model.gguf", model, "f32")
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    half = model.config.head_dim // 2
+    for name, ours in {"attn_q": model.blocks[1].attention.q, "attn_k": model.blocks[1].attention.k}.items():
+        written = torch.from_numpy(tensors[f"blk.1.{name}.weight"].copy())
+        assert torch.equal(written[0], ours.weight[0])
+        assert torch.equal(written[1], ours.weight[half])
+        assert torch.equal(written[2], ours.weight[1])
 
 
 def test_a_number_that_f16_cannot_hold_leaves_the_file_before_as_it_was(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from sansgpu.models.gguf_file import TYPES, GGUFType, open_gguf
 from sansgpu.models.huggingface import load_gguf_decoder
 from tests.models.gguf_models import BASES, base, logits_of, write_base, write_ours
 from tests.models.llama import LlamaFile
-from tests.models.small import LAYOUTS, TEXT, model_of, tokens
+from tests.models.small import IN_GGUF, TEXT, model_of, tokens
 
 pytest.importorskip("llama_cpp")
 # Of logits up to 3. It rounds activations as the weights are, takes GELU from a table of f16, and both we do not.
@@ -34,7 +34,7 @@ def random_texts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "relu"])
+@pytest.mark.parametrize("layout", IN_GGUF)
 def test_logits_of_our_layouts(layout: str, kind: GGUFType, tmp_path: Path) -> None:
     path, ids = tmp_path / "model.gguf", tokens(1, 24)[0].tolist()
     write_ours(path, model_of(layout, d_ff=64), kind)

@@ -45,6 +45,7 @@ DEFAULTS: dict[str, dict[str, Values]] = {
 _KEYS: dict[tuple[str, ...], str] = {  # keys that only some kinds have
     (PRETRAIN,): """
         model.n_kv_heads model.pre_norm model.tie_embeddings model.rope_theta
+        model.architecture model.norm model.bias model.positions model.qk_norm
         training.window_warmup_ratio
     """,
     (PRETRAIN, GRAPH): """

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from sansgpu.config.architectures import (
+    ARCHITECTURES,
+    SELECTING_KEYS,
+    Architecture,
+    architecture_name,
+    architecture_problem,
+)
 from sansgpu.config.section import Section
 
 DEFAULT_LEAVES = 3  # leaf slots per token assumed until the data is read
@@ -13,17 +20,19 @@ MAX_LEAVES = 64
 
 
 class ModelConfig(Section):
-    """The shape of a decoder or graph encoder to train from scratch, or a pretrained model to fine-tune.
+    """The shape of a decoder or graph encoder to train from scratch, or a pretrained model to fine-tune."""
 
-    `activation` selects a decoder's architecture: Qwen3 for swiglu, Apertus for relu2, otherwise GPT-2.
-    """
-
+    architecture: Literal["gpt2", "llama", "qwen3", "apertus"] | None = Field(
+        None,
+        description="decoder: gpt2, llama, qwen3 or apertus. Default: the first of qwen3, llama, apertus and gpt2 that "
+        "has the given activation, norm, bias, positions and qk_norm",
+    )
     vocab_size: int | None = Field(
         None, ge=1, description="rows of the embedding. Default: the tokenizer's size, padded to a multiple of 64"
     )
     d_model: int = Field(256, ge=1, description="width of the residual stream")
     n_heads: int = Field(4, ge=1, description="query heads; must divide d_model")
-    n_kv_heads: int | None = Field(None, ge=1, description="key-value heads (swiglu, relu2 only). Default: n_heads")
+    n_kv_heads: int | None = Field(None, ge=1, description="key-value heads (not for gpt2). Default: n_heads")
     n_layers: int = Field(6, ge=1, description="transformer blocks")
     d_ff: int = Field(768, ge=1, description="width of the feed-forward layer")
     max_seq_len: int = Field(256, ge=2, description="longest context, in tokens")
@@ -31,12 +40,27 @@ class ModelConfig(Section):
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention weights")
     activation: Literal["gelu", "relu", "swiglu", "relu2"] = Field(
         "swiglu",
-        description="swiglu, relu2 (ReLU squared): RMSNorm, RoPE and QK-norm, as in Qwen3 and Apertus; gelu, relu: "
-        "LayerNorm and learned positions, as in GPT-2; graph encoders support gelu and relu",
+        description="of the feed-forward layer; qwen3, llama: swiglu; apertus: relu2 (ReLU squared); gpt2 and graph "
+        "encoders: gelu, relu. Default for graph encoders and with architecture gpt2: gelu; with apertus: relu2",
+    )
+    norm: Literal["layernorm", "rmsnorm"] | None = Field(
+        None, description="normalization; gpt2: layernorm; others: rmsnorm. Default: the architecture's"
+    )
+    bias: Literal["none", "attention", "all"] | None = Field(
+        None,
+        description="linear layers with a bias; qwen3, apertus: none, attention; llama: none, attention, all; gpt2: "
+        "all. Default: the architecture's first",
+    )
+    positions: Literal["learned", "rope"] | None = Field(
+        None, description="position embeddings; gpt2: learned; others: rope (rotary). Default: the architecture's"
+    )
+    qk_norm: bool | None = Field(
+        None,
+        description="normalize queries and keys; qwen3, apertus: true; llama, gpt2: false. Default: the architecture's",
     )
     pre_norm: bool = Field(True, description="normalize before attention and feed-forward; must be true")
     tie_embeddings: bool = Field(True, description="share one matrix between the embedding and the output head")
-    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary position embeddings (swiglu, relu2 only)")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary position embeddings (not for gpt2)")
     leaves: int | None = Field(
         None,
         ge=0,
@@ -100,9 +124,20 @@ class ModelConfig(Section):
     )
 
     @property
-    def uses_rope(self) -> bool:
-        """Returns True for the Qwen3 and Apertus architectures: RMSNorm, RoPE and QK-norm."""
-        return self.activation in ("swiglu", "relu2")
+    def decoder(self) -> Architecture:
+        """The architecture of a decoder with this configuration."""
+        name = architecture_name(self._selection)
+        assert name is not None  # validated
+        return ARCHITECTURES[name]
+
+    @property
+    def _selection(self) -> dict[str, Any]:
+        return {"architecture": self.architecture, **{key: getattr(self, key) for key in SELECTING_KEYS}}
+
+    @property
+    def biased(self) -> str:
+        """The linear layers of a decoder that have a bias: none, attention or all."""
+        return self.bias or self.decoder.bias[0]
 
     @property
     def leaf_slots(self) -> int:
@@ -123,12 +158,24 @@ class ModelConfig(Section):
         """Key-value heads, each shared by n_heads / kv_heads query heads."""
         return self.n_kv_heads or self.n_heads
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_activation(cls, values: Any) -> Any:
+        """Sets a missing activation to the first one of the architecture that the other keys select."""
+        if not isinstance(values, dict) or "activation" in values:
+            return values
+        given = {key: values[key] for key in ("architecture", *SELECTING_KEYS) if values.get(key) is not None}
+        name = architecture_name(given) or architecture_name({"architecture": values.get("architecture")})
+        return {**values, "activation": ARCHITECTURES[name].activation[0]} if given and name else values
+
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:
         problems = []
+        if problem := architecture_problem(self._selection):
+            raise ValueError(problem)
         if self.d_model % self.n_heads:
             problems.append(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
-        elif self.uses_rope and self.head_dim % 2:
+        elif self.decoder.positions == "rope" and self.head_dim % 2:
             problems.append(
                 f"the head dim d_model / n_heads is {self.head_dim}, but rotary positions need an even number"
             )
@@ -136,9 +183,10 @@ class ModelConfig(Section):
             problems.append(f"d_model {self.d_model} is odd, but entity vectors need an even number")
         if self.n_heads % self.kv_heads:
             problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}")
-        if not self.uses_rope and self.kv_heads != self.n_heads:
+        if not self.decoder.grouped_queries and self.kv_heads != self.n_heads:
             problems.append(
-                f"n_kv_heads {self.kv_heads} needs activation swiglu or relu2, because GPT-2 has no grouped queries"
+                f"n_kv_heads {self.kv_heads} needs activation swiglu or relu2, because {self.decoder.title} has no "
+                "grouped queries"
             )
         if self.adapter == "none":
             keys = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge_adapter")

@@ -41,7 +41,7 @@ class LoadedModel:
         if not isinstance(self.model, TransformerLM):
             raise ConfigError(
                 "this model's architecture is not supported for generating text; use one with the layout of Qwen3, "
-                "GPT-2 or Apertus (with ReLU squared)."
+                "Llama, GPT-2 or Apertus (with ReLU squared)."
             )
         return self.model
 

@@ -1,8 +1,6 @@
-"""The decoder, in layouts that `transformers` loads without custom code.
+"""The decoder, in architectures that `transformers` loads without custom code (see config/architectures.py).
 
-The modern layouts have RMSNorm, rotary positions, QK-norm, no biases, and SwiGLU (Qwen3) or ReLU squared (Apertus). The
-classic layout (GPT-2) has LayerNorm, learned positions, GELU or ReLU, and biases. B batch, T time, D width, H query
-heads, K key-value heads, d head dim, V vocabulary.
+B batch, T time, D width, H query heads, K key-value heads, d head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from sansgpu.kernels.linear import Linear
 from sansgpu.machine.compilation import expect_shapes
 from sansgpu.models.modules import Table, materialize_empty
 
-RMS_EPS, LAYER_EPS = 1e-6, 1e-5  # modern layouts and GPT-2; written to the exported config.json
 INIT_STD = 0.02  # as in GPT-2 and Qwen
 
 
@@ -45,19 +42,20 @@ class KeyValueCache:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalization (arXiv 1910.07467), computed in fp32 as in Qwen3 and Apertus."""
+    """Root mean square normalization (arXiv 1910.07467), computed in fp32 as in Llama."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes (..., width); returns fp32."""
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, RMS_EPS)
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
 
 def _norm(config: ModelConfig, width: int) -> nn.Module:
-    return RMSNorm(width) if config.uses_rope else nn.LayerNorm(width, eps=LAYER_EPS)
+    kind = RMSNorm if config.decoder.norm == "rmsnorm" else nn.LayerNorm
+    return kind(width, eps=config.decoder.norm_eps)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -73,13 +71,13 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
         self.dropout = config.attention_dropout
-        bias = not config.uses_rope
+        bias = config.biased != "none"
         self.q = Linear(config.d_model, self.heads * self.head_dim, bias=bias)
         self.k = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.v = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.o = Linear(self.heads * self.head_dim, config.d_model, bias=bias)
-        self.q_norm = _norm(config, self.head_dim) if config.uses_rope else None
-        self.k_norm = _norm(config, self.head_dim) if config.uses_rope else None
+        self.q_norm = _norm(config, self.head_dim) if config.decoder.qk_norm else None
+        self.k_norm = _norm(config, self.head_dim) if config.decoder.qk_norm else None
 
     def forward(
         self,
@@ -121,9 +119,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        bias = not config.uses_rope
+        bias = config.biased == "all"
         self.activation = config.activation
-        self.gate = Linear(config.d_model, config.d_ff, bias=False) if config.activation == "swiglu" else None
+        self.gate = Linear(config.d_model, config.d_ff, bias=bias) if config.activation == "swiglu" else None
         self.up = Linear(config.d_model, config.d_ff, bias=bias)
         self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
@@ -178,9 +176,10 @@ class TransformerLM(nn.Module):
             raise ValueError("model.vocab_size must be set to at least the size of the tokenizer")
         self.config = config
         self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
+        rotary = config.decoder.positions == "rope"
         with torch.device("meta"):  # weights are drawn below, from a separate generator
             self.embedding = Table(config.vocab_size, config.d_model)
-            self.position = None if config.uses_rope else Table(config.max_seq_len, config.d_model)
+            self.position = None if rotary else Table(config.max_seq_len, config.d_model)
             self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_layers))
             self.norm = _norm(config, config.d_model)
             self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -189,18 +188,18 @@ class TransformerLM(nn.Module):
             self._initialize(torch.Generator().manual_seed(seed))
         frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
         self.frequencies: torch.Tensor | None
-        self.register_buffer("frequencies", frequencies if config.uses_rope else None, persistent=False)
+        self.register_buffer("frequencies", frequencies if rotary else None, persistent=False)
 
     @torch.no_grad()
     def _initialize(self, generator: torch.Generator) -> None:
-        """Initializes as GPT-2 does. Residual projections are scaled by depth; in modern layouts they are zero."""
+        """Initializes as GPT-2 does, except that some architectures zero the last matrix of each residual branch."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
                 continue
             std = INIT_STD
             if name.endswith(("attention.o.weight", "feed_forward.down.weight")):
-                std = 0.0 if self.config.uses_rope else INIT_STD / (2 * self.config.n_layers) ** 0.5
+                std = 0.0 if self.config.decoder.zero_init else INIT_STD / (2 * self.config.n_layers) ** 0.5
             parameter.normal_(0.0, std, generator=generator) if std else parameter.zero_()
 
     def summed_loss(

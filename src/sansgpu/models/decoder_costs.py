@@ -21,23 +21,27 @@ from sansgpu.models.costing import (
     vocabulary_of,
 )
 
-# Bytes per token that a block saves for its backward pass, per unit of D, K and F, by (layout, compile, precision).
-# Counted from the code; a test compares them with real blocks.
+# Bytes per token that a block saves for its backward pass, per unit of D, K and F, by architecture, compile and
+# precision. Counted from the code; a test compares them with real blocks.
 _SAVED_BYTES = {
-    ("swiglu", "off", "bf16"): (34, 12, 8),
-    ("swiglu", "on", "bf16"): (12, 6, 6),
-    ("swiglu", "off", "fp32"): (36, 16, 16),
-    ("swiglu", "on", "fp32"): (24, 12, 12),
-    ("relu2", "off", "bf16"): (32, 12, 4),
-    ("relu2", "on", "bf16"): (12, 6, 4),
-    ("relu2", "off", "fp32"): (36, 16, 8),
-    ("relu2", "on", "fp32"): (24, 12, 8),
-    ("classic", "off", "bf16"): (20, 0, 4),
-    ("classic", "on", "bf16"): (14, 0, 4),
-    ("classic", "off", "fp32"): (28, 0, 8),
-    ("classic", "on", "fp32"): (28, 0, 8),
+    ("qwen3", "off", "bf16"): (34, 12, 8),
+    ("qwen3", "on", "bf16"): (12, 6, 6),
+    ("qwen3", "off", "fp32"): (36, 16, 16),
+    ("qwen3", "on", "fp32"): (24, 12, 12),
+    ("llama", "off", "bf16"): (26, 4, 8),
+    ("llama", "on", "bf16"): (10, 4, 6),
+    ("llama", "off", "fp32"): (28, 8, 16),
+    ("llama", "on", "fp32"): (20, 8, 12),
+    ("apertus", "off", "bf16"): (32, 12, 4),
+    ("apertus", "on", "bf16"): (12, 6, 4),
+    ("apertus", "off", "fp32"): (36, 16, 8),
+    ("apertus", "on", "fp32"): (24, 12, 8),
+    ("gpt2", "off", "bf16"): (20, 0, 4),
+    ("gpt2", "on", "bf16"): (14, 0, 4),
+    ("gpt2", "off", "fp32"): (28, 0, 8),
+    ("gpt2", "on", "fp32"): (28, 0, 8),
 }
-_SAVED_BYTES_PER_HEAD = {"swiglu": 14, "relu2": 14, "classic": 8}  # statistics of norms and softmax
+_SAVED_BYTES_PER_HEAD = {"qwen3": 14, "llama": 8, "apertus": 14, "gpt2": 8}  # statistics of norms and softmax
 
 
 class DecoderCosts(Costs):
@@ -48,17 +52,16 @@ class DecoderCosts(Costs):
         d, f, layers, vocabulary = model.d_model, model.d_ff, model.n_layers, vocabulary_of(model)
         kv = model.kv_heads * model.head_dim
         matrices = 3 if model.activation == "swiglu" else 2
-        attention, feed_forward, norms = 2 * d * d + 2 * d * kv, matrices * d * f, 2 * d
-        if model.uses_rope:
-            norms += 2 * model.head_dim
-        else:
-            attention, feed_forward, norms = attention + 4 * d, feed_forward + f + d, 4 * d
+        attention = 2 * d * d + 2 * d * kv + (2 * (d + kv) if model.biased != "none" else 0)
+        feed_forward = matrices * d * f + ((matrices - 1) * f + d if model.biased == "all" else 0)
+        norm = 2 * d if model.decoder.norm == "layernorm" else d
+        norms = 2 * norm + (2 * model.head_dim if model.decoder.qk_norm else 0)
         parts = {
             "embedding": vocabulary * d,
-            "positions": 0 if model.uses_rope else model.max_seq_len * d,
+            "positions": model.max_seq_len * d if model.decoder.positions == "learned" else 0,
             "attention": layers * attention,
             "feed_forward": layers * feed_forward,
-            "norms": layers * norms + (d if model.uses_rope else 2 * d),
+            "norms": layers * norms + norm,
             "head": 0 if model.tie_embeddings else vocabulary * d,
         }
         return {name: count for name, count in parts.items() if count}
@@ -91,7 +94,7 @@ class DecoderCosts(Costs):
 
     def saved_bytes(self, how: Execution) -> int:
         model = self.model
-        layout = model.activation if model.uses_rope else "classic"
+        layout = model.decoder.name
         width, kv, feed_forward = _SAVED_BYTES[layout, how.compile, how.precision]
         per_token = (width + FULL) * model.d_model + kv * model.kv_heads * model.head_dim + feed_forward * model.d_ff
         per_token += _SAVED_BYTES_PER_HEAD[layout] * model.n_heads

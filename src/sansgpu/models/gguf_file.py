@@ -24,18 +24,16 @@ from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_reader import read_gguf
 from sansgpu.models.gguf_settings import (
-    ACTIVATIONS,
     KNOWN,
     ROPE_FACTORS,
     read_settings,
     require_expressible,
     rope_factors,
-    with_default_settings,
     write_settings,
     xielu_weights,
 )
 from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
-from sansgpu.models.layouts import TRANSPOSED, Weights, module_names
+from sansgpu.models.layouts import LAYOUTS, Weights, module_names, with_default_settings
 from sansgpu.models.model_folder import require_layers
 from sansgpu.models.whole_folder import write_file_atomically
 
@@ -91,7 +89,7 @@ def write_gguf(
     architecture = settings["model_type"]
     tensors = _renamed(settings, weights)
     count = sum(tensor.numel() for tensor in tensors.values())
-    if architecture == "apertus" and _HEAD not in tensors:  # llama.cpp requires it even if tied
+    if LAYOUTS[architecture].gguf_needs_head and _HEAD not in tensors:
         tensors[_HEAD] = tensors[_EMBEDDING]
     if (factors := rope_factors(settings)) is not None:
         tensors[ROPE_FACTORS] = factors
@@ -142,8 +140,9 @@ class GGUFFile:
         except (ValueError, OSError) as error:
             raise ConfigError(f"{path} is a damaged GGUF file ({error}); copy or export it again.") from None
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
-        if self._architecture not in ACTIVATIONS:
+        if self._architecture not in LAYOUTS:
             raise ConfigError(f"{path} has the unsupported architecture {self._architecture}; supported are {KNOWN}.")
+        self._layout = LAYOUTS[self._architecture]
         try:
             self.settings = self._settings()
         except ConfigError as error:
@@ -191,7 +190,7 @@ class GGUFFile:
 
     def _settings(self) -> dict[str, Any]:
         embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
-        tied = head is None or (self._architecture == "apertus" and np.array_equal(head.data, embedding.data))
+        tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
         settings = read_settings(self._architecture, self._metadata)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
@@ -222,11 +221,11 @@ def _gguf_modules(settings: Mapping[str, Any]) -> dict[str, str]:
     architecture, layers = settings["model_type"], _layers(settings)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
-    return {module: name for module in module_names(architecture, layers) if (name := table.get_name(module))}
+    return {module: name for module in module_names(LAYOUTS[architecture], layers) if (name := table.get_name(module))}
 
 
 def _layers(settings: Mapping[str, Any]) -> int:
-    return int(settings["n_layer" if "n_layer" in settings else "num_hidden_layers"])
+    return int(settings[LAYOUTS[settings["model_type"]].sizes["n_layers"][0]])
 
 
 def _renamed(settings: Mapping[str, Any], weights: Weights) -> Weights:
@@ -243,8 +242,8 @@ def _renamed(settings: Mapping[str, Any], weights: Weights) -> Weights:
 
 def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
     """Converts a weight to llama.cpp's layout: (out, in), with the two rows of each rotary pair of Llama adjacent."""
-    if settings["model_type"] == "gpt2":
-        return tensor.T if TRANSPOSED.search(name) else tensor
+    if LAYOUTS[settings["model_type"]].is_transposed(name):
+        return tensor.T
     if (heads := _rotated_heads(name, settings)) is None:
         return tensor
     return tensor.reshape(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
@@ -259,7 +258,7 @@ def _from_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> 
 
 def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
     """Returns the number of heads of a matrix whose rows llama.cpp permutes for rotary pairs; None for others."""
-    if settings["model_type"] != "llama":
+    if not LAYOUTS[settings["model_type"]].gguf_permutes:
         return None
     if name.endswith("q_proj.weight"):
         return int(settings["num_attention_heads"])

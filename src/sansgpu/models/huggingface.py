@@ -40,7 +40,7 @@ def _write_model(model: TransformerLM, tokenizer: TextCodec, partial: Path) -> N
 
 
 def load_decoder(folder: Path) -> TransformerLM | None:
-    """Loads a local Qwen3, Apertus or GPT-2 folder as our decoder; returns None for another architecture.
+    """Loads a local folder as our decoder; returns None for an architecture that `TransformerLM` does not compute.
 
     Raises ConfigError if the folder holds no model or its weights do not match its config.
     """

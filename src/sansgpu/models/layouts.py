@@ -1,133 +1,257 @@
-"""Converts parameter names and configurations between our decoder and Hugging Face's layouts."""
+"""How transformers and llama.cpp store decoders: the names of their weights, and keys of config.json and GGUF files.
+
+A new layout is one record here and, for a decoder that `TransformerLM` computes, one in config/architectures.py.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from gguf import Keys
 
 from sansgpu.config import ConfigError, ModelConfig
-from sansgpu.models.decoder import INIT_STD, LAYER_EPS, RMS_EPS
+from sansgpu.config.architectures import ARCHITECTURES
+from sansgpu.models.decoder import INIT_STD
 
-# Our parameter names -> Hugging Face's. `{}` is the layer.
-_QWEN3 = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-    "blocks.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
-    "blocks.{}.feed_forward_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "blocks.{}.attention.q.weight": "model.layers.{}.self_attn.q_proj.weight",
-    "blocks.{}.attention.k.weight": "model.layers.{}.self_attn.k_proj.weight",
-    "blocks.{}.attention.v.weight": "model.layers.{}.self_attn.v_proj.weight",
-    "blocks.{}.attention.o.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "blocks.{}.attention.q_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
-    "blocks.{}.attention.k_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
-    "blocks.{}.feed_forward.gate.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "blocks.{}.feed_forward.up.weight": "model.layers.{}.mlp.up_proj.weight",
-    "blocks.{}.feed_forward.down.weight": "model.layers.{}.mlp.down_proj.weight",
-}
-_APERTUS = _QWEN3 | {
-    "blocks.{}.attention_norm.weight": "model.layers.{}.attention_layernorm.weight",
-    "blocks.{}.feed_forward_norm.weight": "model.layers.{}.feedforward_layernorm.weight",
-}
-_GPT2 = {
-    "embedding.weight": "transformer.wte.weight",
-    "position.weight": "transformer.wpe.weight",
-    "norm.weight": "transformer.ln_f.weight",
-    "norm.bias": "transformer.ln_f.bias",
-    "head.weight": "lm_head.weight",
-    "blocks.{}.attention_norm.weight": "transformer.h.{}.ln_1.weight",
-    "blocks.{}.attention_norm.bias": "transformer.h.{}.ln_1.bias",
-    "blocks.{}.feed_forward_norm.weight": "transformer.h.{}.ln_2.weight",
-    "blocks.{}.feed_forward_norm.bias": "transformer.h.{}.ln_2.bias",
-    "blocks.{}.attention.o.weight": "transformer.h.{}.attn.c_proj.weight",
-    "blocks.{}.attention.o.bias": "transformer.h.{}.attn.c_proj.bias",
-    "blocks.{}.feed_forward.up.weight": "transformer.h.{}.mlp.c_fc.weight",
-    "blocks.{}.feed_forward.up.bias": "transformer.h.{}.mlp.c_fc.bias",
-    "blocks.{}.feed_forward.down.weight": "transformer.h.{}.mlp.c_proj.weight",
-    "blocks.{}.feed_forward.down.bias": "transformer.h.{}.mlp.c_proj.bias",
-}
-TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's Conv1D stores (in, out)
 _MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old checkpoints
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-_NAMES = {"swiglu": _QWEN3, "relu2": _APERTUS, "gelu": _GPT2, "relu": _GPT2}
-_MODERN = {  # our activation -> architecture, model_type and hidden_act in config.json
-    "swiglu": ("Qwen3ForCausalLM", "qwen3", "silu"),
-    "relu2": ("ApertusForCausalLM", "apertus", "relu2"),
-}
-_OUR_ACTIVATION = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+_QKV = re.compile(r"(?<=\.attention\.)[qkv](?=\.)")
 
 Weights = dict[str, torch.Tensor]
+Settings = Mapping[str, Any]  # the contents of a config.json
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an architecture is stored."""
+
+    model_class: str  # in transformers
+    prefix: str  # of all weights but the output head's; files of a model without its head lack it
+    modules: Mapping[str, str]  # our modules with weights -> those of transformers; `{}` is the number of the block
+    sizes: Mapping[str, tuple[str, str]]  # our sizes -> keys of config.json and of GGUF
+    norm_eps: tuple[str, str]  # keys of config.json and of GGUF
+    activation_key: str
+    activations: Mapping[str, str]  # values in config.json -> ours; the first for each of ours is exported
+    defaults: Callable[[Settings], dict[str, Any]]  # values of keys that config.json may leave out
+    gguf_activations: tuple[str, ...]  # those that llama.cpp computes; a file without parameters has the first one
+    fixed: Mapping[str, Any]  # settings that our decoder and llama.cpp support with this value only
+    biases: Mapping[str, tuple[str, ...]]  # keys of config.json -> values of model.bias for which they are true
+    dropouts: Mapping[str, str]  # keys of config.json -> ours
+    transposed: tuple[str, ...] = ()  # modules whose weight transformers stores as (in, out)
+    rotary: bool = True  # has RoPE parameters
+    rope_theta: float | None = None  # if config.json has none
+    gguf_rope_scaling: bool = False  # llama.cpp applies Llama 3's RoPE scaling
+    gguf_permutes: bool = False  # llama.cpp stores the two rows of a rotary pair of queries and keys next to each other
+    gguf_needs_head: bool = False  # llama.cpp requires the output head even if it is tied
+
+    @property
+    def gguf_keys(self) -> dict[str, str]:
+        """The keys of GGUF for keys of config.json."""
+        return dict([*self.sizes.values(), self.norm_eps])
+
+    def is_transposed(self, name: str) -> bool:
+        """Returns True if transformers stores the transpose of a weight."""
+        *_, module, kind = name.split(".")
+        return kind == "weight" and module in self.transposed
+
+
+def _modern_defaults(settings: Settings) -> dict[str, Any]:
+    heads = settings["num_attention_heads"]
+    return {
+        "head_dim": settings["hidden_size"] // heads,
+        "num_key_value_heads": heads,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+
+def _gpt2_defaults(settings: Settings) -> dict[str, Any]:
+    return {"n_inner": 4 * settings["n_embd"], "activation_function": "gelu_new", "tie_word_embeddings": True}
+
+
+_ATTENTION_BIAS = {"attention_bias": ("attention", "all")}
+_QWEN3 = Layout(
+    model_class="Qwen3ForCausalLM",
+    prefix="model.",
+    modules={
+        "embedding": "model.embed_tokens",
+        "norm": "model.norm",
+        "head": "lm_head",
+        "blocks.{}.attention_norm": "model.layers.{}.input_layernorm",
+        "blocks.{}.feed_forward_norm": "model.layers.{}.post_attention_layernorm",
+        "blocks.{}.attention.q": "model.layers.{}.self_attn.q_proj",
+        "blocks.{}.attention.k": "model.layers.{}.self_attn.k_proj",
+        "blocks.{}.attention.v": "model.layers.{}.self_attn.v_proj",
+        "blocks.{}.attention.o": "model.layers.{}.self_attn.o_proj",
+        "blocks.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+        "blocks.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+        "blocks.{}.feed_forward.gate": "model.layers.{}.mlp.gate_proj",
+        "blocks.{}.feed_forward.up": "model.layers.{}.mlp.up_proj",
+        "blocks.{}.feed_forward.down": "model.layers.{}.mlp.down_proj",
+    },
+    sizes={
+        "d_model": ("hidden_size", Keys.LLM.EMBEDDING_LENGTH),
+        "n_heads": ("num_attention_heads", Keys.Attention.HEAD_COUNT),
+        "kv_heads": ("num_key_value_heads", Keys.Attention.HEAD_COUNT_KV),
+        "head_dim": ("head_dim", Keys.Attention.KEY_LENGTH),
+        "n_layers": ("num_hidden_layers", Keys.LLM.BLOCK_COUNT),
+        "d_ff": ("intermediate_size", Keys.LLM.FEED_FORWARD_LENGTH),
+        "max_seq_len": ("max_position_embeddings", Keys.LLM.CONTEXT_LENGTH),
+    },
+    norm_eps=("rms_norm_eps", Keys.Attention.LAYERNORM_RMS_EPS),
+    activation_key="hidden_act",
+    activations={"silu": "swiglu"},
+    defaults=_modern_defaults,
+    gguf_activations=("silu",),
+    fixed={"use_sliding_window": False},
+    biases=_ATTENTION_BIAS,
+    dropouts={},
+    rope_theta=10_000.0,
+)
+_GPT2 = Layout(
+    model_class="GPT2LMHeadModel",
+    prefix="transformer.",
+    modules={
+        "embedding": "transformer.wte",
+        "position": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+        "blocks.{}.attention_norm": "transformer.h.{}.ln_1",
+        "blocks.{}.feed_forward_norm": "transformer.h.{}.ln_2",
+        "blocks.{}.attention.qkv": "transformer.h.{}.attn.c_attn",
+        "blocks.{}.attention.o": "transformer.h.{}.attn.c_proj",
+        "blocks.{}.feed_forward.up": "transformer.h.{}.mlp.c_fc",
+        "blocks.{}.feed_forward.down": "transformer.h.{}.mlp.c_proj",
+    },
+    sizes={
+        "d_model": ("n_embd", Keys.LLM.EMBEDDING_LENGTH),
+        "n_heads": ("n_head", Keys.Attention.HEAD_COUNT),
+        "n_layers": ("n_layer", Keys.LLM.BLOCK_COUNT),
+        "d_ff": ("n_inner", Keys.LLM.FEED_FORWARD_LENGTH),
+        "max_seq_len": ("n_positions", Keys.LLM.CONTEXT_LENGTH),
+    },
+    norm_eps=("layer_norm_epsilon", Keys.Attention.LAYERNORM_EPS),
+    activation_key="activation_function",
+    activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"},
+    defaults=_gpt2_defaults,
+    gguf_activations=("gelu_new", "gelu_pytorch_tanh"),
+    fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    biases={},
+    dropouts={"embd_pdrop": "dropout", "resid_pdrop": "dropout", "attn_pdrop": "attention_dropout"},
+    transposed=("c_attn", "c_proj", "c_fc"),
+    rotary=False,
+)
+LAYOUTS = {  # by model_type of config.json, which is also llama.cpp's name of the architecture
+    "gpt2": _GPT2,
+    "llama": replace(
+        _QWEN3,
+        model_class="LlamaForCausalLM",
+        fixed={},
+        biases={**_ATTENTION_BIAS, "mlp_bias": ("all",)},
+        gguf_rope_scaling=True,
+        gguf_permutes=True,
+    ),
+    "qwen2": replace(_QWEN3, model_class="Qwen2ForCausalLM"),  # fine-tuned only
+    "qwen3": _QWEN3,
+    "apertus": replace(
+        _QWEN3,
+        model_class="ApertusForCausalLM",
+        modules={
+            **_QWEN3.modules,
+            "blocks.{}.attention_norm": "model.layers.{}.attention_layernorm",
+            "blocks.{}.feed_forward_norm": "model.layers.{}.feedforward_layernorm",
+        },
+        activations={"relu2": "relu2"},
+        defaults=lambda settings: {**_modern_defaults(settings), "hidden_act": "xielu"},
+        gguf_activations=("relu2", "xielu"),
+        rope_theta=None,  # the default of transformers is scaled
+        gguf_rope_scaling=True,
+        gguf_needs_head=True,
+    ),
+}
 
 
 def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     """Renames weights to Hugging Face's names. Leaves out tied heads, as transformers does."""
-    names = _NAMES[config.activation]
+    layout = LAYOUTS[config.decoder.name]
+    fused = "blocks.{}.attention.qkv" in layout.modules
     renamed: Weights = {}
     for name, tensor in weights.items():
-        if not config.uses_rope and ".attention." in name and ".o." not in name:
-            continue
-        hf_name = _translate(name, names)
-        renamed[hf_name] = (tensor.T if TRANSPOSED.search(hf_name) else tensor).contiguous()
-    if not config.uses_rope:
-        for layer in range(config.n_layers):
-            for kind in ("weight", "bias"):
-                fused = torch.cat([weights[f"blocks.{layer}.attention.{part}.{kind}"] for part in "qkv"])
-                renamed[f"transformer.h.{layer}.attn.c_attn.{kind}"] = (
-                    fused.T.contiguous() if kind == "weight" else fused
-                )
+        part = _QKV.search(name) if fused else None
+        if part is not None:
+            if part[0] != "q":
+                continue
+            tensor = torch.cat([weights[_QKV.sub(each, name)] for each in "qkv"])
+            name = _QKV.sub("qkv", name)
+        hf_name = _translate(name, layout.modules)
+        renamed[hf_name] = (tensor.T if layout.is_transposed(hf_name) else tensor).contiguous()
     return renamed
 
 
 def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     """Inverts `to_hugging_face`."""
-    names = {hf_name: name for name, hf_name in _NAMES[config.activation].items()}
-    prefix = "model." if config.uses_rope else "transformer."
+    layout = LAYOUTS[config.decoder.name]
+    modules = {hf_name: name for name, hf_name in layout.modules.items()}
     renamed: Weights = {}
-    for name, value in weights.items():
-        hf_name = name if name.startswith((prefix, "lm_head.")) else prefix + name  # base models lack the prefix
+    for given, value in weights.items():
+        hf_name = given if given.startswith((layout.prefix, "lm_head.")) else layout.prefix + given
         if _MASK.search(hf_name) or (hf_name == "lm_head.weight" and config.tie_embeddings):
             continue
-        tensor = (value.T if TRANSPOSED.search(hf_name) and not config.uses_rope else value).contiguous()
-        if ".c_attn." in hf_name:
-            layer = _LAYER.search(hf_name)
-            assert layer is not None
-            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
-                renamed[f"blocks.{layer[0]}.attention.{part}.{hf_name.rsplit('.', 1)[1]}"] = piece.contiguous()
-        else:
-            renamed[_translate(hf_name, names)] = tensor
+        name = _translate(hf_name, modules)
+        tensor = value.T if layout.is_transposed(hf_name) else value
+        parts = "qkv" if ".qkv." in name else "q"
+        for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
+            renamed[name.replace(".qkv.", f".{part}.")] = piece.contiguous()
     return renamed
 
 
-def _translate(name: str, names: Mapping[str, str]) -> str:
+def _translate(name: str, modules: Mapping[str, str]) -> str:
     layer = _LAYER.search(name)
-    pattern = _LAYER.sub("{}", name, count=1)
-    if pattern not in names:
+    module, _, kind = _LAYER.sub("{}", name, count=1).rpartition(".")
+    if module not in modules:
         raise ConfigError(f"this layout has no weight named {name}.")
-    return names[pattern].format(layer[0] if layer else "")
+    return f"{modules[module].format(layer[0] if layer else '')}.{kind}"
 
 
-def module_names(model_type: str, layers: int) -> Iterator[str]:
-    """Yields Hugging Face's names of the modules with weights; Llama and Qwen2 share those of Qwen3."""
-    names = {"gpt2": _GPT2, "apertus": _APERTUS}.get(model_type, _QWEN3)
-    patterns = dict.fromkeys(hf_name.rpartition(".")[0] for hf_name in names.values())
-    if names is _GPT2:
-        patterns["transformer.h.{}.attn.c_attn"] = None
-    for pattern in patterns:
+def module_names(layout: Layout, layers: int) -> Iterator[str]:
+    """Yields Hugging Face's names of the modules with weights."""
+    for pattern in layout.modules.values():
         yield from (pattern.format(layer) for layer in range(layers)) if "{}" in pattern else (pattern,)
 
 
-def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_of(settings: Settings) -> Mapping[str, Any]:
     """Returns the RoPE parameters of a config.json; rope_type is absent or "default" without RoPE scaling."""
     rope: Mapping[str, Any] = settings.get("rope_parameters") or settings
     return {**rope, "rope_type": "scaled"} if settings.get("rope_scaling") else rope
 
 
+def with_default_settings(settings: Settings) -> dict[str, Any]:
+    """Returns the settings with defaults for keys that config.json may leave out. Raises KeyError for other keys."""
+    present = {key: value for key, value in settings.items() if value is not None}
+    layout = LAYOUTS.get(present["model_type"])
+    return present if layout is None else {**layout.defaults(present), **present}
+
+
 def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
     """Returns the config.json of an exported model."""
-    shared = {
+    layout = LAYOUTS[config.decoder.name]
+    theta = {"rope_theta": config.rope_theta}
+    rope = {**theta, "rope_parameters": {"rope_type": "default", **theta}}
+    return {
+        "architectures": [layout.model_class],
+        "model_type": config.decoder.name,
+        **{key: getattr(config, ours) for ours, (key, _) in layout.sizes.items()},
+        layout.norm_eps[0]: config.decoder.norm_eps,
+        **(rope if layout.rotary else {}),
+        layout.activation_key: next(key for key, ours in layout.activations.items() if ours == config.activation),
+        **{key: config.biased in values for key, values in layout.biases.items()},
+        **{key: getattr(config, ours) for key, ours in layout.dropouts.items()},
+        **layout.fixed,
+        "pad_token_id": None,  # Apertus defaults to 3, and the padding row gets no gradient
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": end_id,
@@ -135,91 +259,30 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
         "initializer_range": INIT_STD,
         "dtype": "float32",
     }
-    if config.uses_rope:
-        architecture, model_type, hidden_act = _MODERN[config.activation]
-        return {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "hidden_size": config.d_model,
-            "num_attention_heads": config.n_heads,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_dim,
-            "num_hidden_layers": config.n_layers,
-            "intermediate_size": config.d_ff,
-            "max_position_embeddings": config.max_seq_len,
-            "rms_norm_eps": RMS_EPS,
-            "rope_theta": config.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "hidden_act": hidden_act,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "use_sliding_window": False,
-            "pad_token_id": None,  # Apertus defaults to 3, and the padding row gets no gradient
-            **shared,
-        }
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": config.d_model,
-        "n_head": config.n_heads,
-        "n_layer": config.n_layers,
-        "n_inner": config.d_ff,
-        "n_positions": config.max_seq_len,
-        "layer_norm_epsilon": LAYER_EPS,
-        "activation_function": "relu" if config.activation == "relu" else "gelu_new",
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "attn_pdrop": config.attention_dropout,
-        **shared,
-    }
 
 
-def model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
-    """Converts a config.json in one of these layouts; returns None for any other model."""
-    modern = next((ours for ours, (_, name, _) in _MODERN.items() if name == settings.get("model_type")), None)
-    if modern is not None:
-        if settings.get("attention_bias") or settings.get("use_sliding_window"):
-            return None
-        if settings.get("rms_norm_eps", RMS_EPS) != RMS_EPS or settings.get("hidden_act", "silu") != _MODERN[modern][2]:
-            return None
+def model_config(settings: Settings) -> ModelConfig | None:
+    """Converts a config.json to ours; returns None for a model that `TransformerLM` does not compute."""
+    name = settings.get("model_type")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        return None
+    architecture, layout, settings = ARCHITECTURES[name], LAYOUTS[name], with_default_settings(settings)
+    activation = layout.activations.get(settings[layout.activation_key])
+    flags = {key: bool(settings.get(key)) for key in layout.biases}
+    bias = next((b for b in architecture.bias if flags == {key: b in v for key, v in layout.biases.items()}), None)
+    fixed = {layout.norm_eps[0]: architecture.norm_eps, **layout.fixed}
+    if activation is None or bias is None or any(settings.get(key, value) != value for key, value in fixed.items()):
+        return None
+    values = {ours: settings[key] for ours, (key, _) in layout.sizes.items()}
+    values |= {ours: settings.get(key, 0.0) for key, ours in layout.dropouts.items()}
+    if layout.rotary:
         rope = rope_of(settings)
-        if rope.get("rope_type", "default") != "default":
+        values["rope_theta"] = rope.get("rope_theta", layout.rope_theta)
+        if rope.get("rope_type", "default") != "default" or values["rope_theta"] is None:
             return None
-        heads = settings["num_attention_heads"]
-        if settings["hidden_size"] != settings.get("head_dim", settings["hidden_size"] // heads) * heads:
+        if values["d_model"] != values.pop("head_dim") * values["n_heads"]:
             return None
-        return ModelConfig.model_validate(
-            {
-                "vocab_size": settings["vocab_size"],
-                "d_model": settings["hidden_size"],
-                "n_heads": heads,
-                "n_kv_heads": settings["num_key_value_heads"],
-                "n_layers": settings["num_hidden_layers"],
-                "d_ff": settings["intermediate_size"],
-                "max_seq_len": settings["max_position_embeddings"],
-                "rope_theta": rope["rope_theta"],
-                "activation": modern,
-                "tie_embeddings": settings.get("tie_word_embeddings", False),
-            }
-        )
-    if settings.get("model_type") == "gpt2":
-        activation = _OUR_ACTIVATION.get(settings.get("activation_function", "gelu_new"))
-        if activation is None or settings.get("scale_attn_by_inverse_layer_idx"):
-            return None
-        if settings.get("layer_norm_epsilon", LAYER_EPS) != LAYER_EPS or not settings.get("scale_attn_weights", True):
-            return None
-        return ModelConfig.model_validate(
-            {
-                "vocab_size": settings["vocab_size"],
-                "d_model": settings["n_embd"],
-                "n_heads": settings["n_head"],
-                "n_layers": settings["n_layer"],
-                "d_ff": settings.get("n_inner") or 4 * settings["n_embd"],
-                "max_seq_len": settings["n_positions"],
-                "activation": activation,
-                "dropout": settings.get("resid_pdrop", 0.0),
-                "attention_dropout": settings.get("attn_pdrop", 0.0),
-                "tie_embeddings": settings.get("tie_word_embeddings", True),
-            }
-        )
-    return None
+        values["n_kv_heads"] = values.pop("kv_heads")
+    selected = {"architecture": name, "activation": activation, "bias": bias}
+    tables = {"vocab_size": settings["vocab_size"], "tie_embeddings": settings["tie_word_embeddings"]}
+    return ModelConfig.model_validate({**selected, **tables, **values})

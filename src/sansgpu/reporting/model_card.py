@@ -18,6 +18,7 @@ from sansgpu.config import (
     PYTHON_STDLIB_GRAPH,
     ModelConfig,
 )
+from sansgpu.config.architectures import ARCHITECTURES, architecture_name
 from sansgpu.config.by_task import kind_of
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.page import templates
@@ -40,7 +41,6 @@ _FILE = re.compile(r"\.(txt|md|py|jsonl?|csv|parquet|yaml)(\.gz)?$")
 _OWN = {PYTHON_STDLIB: "The source of Python's standard library",
         PYTHON_STDLIB_CHAT: "Questions and answers made from the docstrings of Python's standard library",
         PYTHON_STDLIB_GRAPH: "The source of Python's standard library and the triples in it"}  # fmt: skip
-_LAYOUTS = {"swiglu": "Qwen3", "relu2": "Apertus", "gelu": "GPT-2", "relu": "GPT-2"}
 _WHAT = {
     "pretrain": ("text-generation", "a decoder that continues text, trained from scratch"),
     "sft": ("text-generation", "a decoder fine-tuned on conversations"),
@@ -189,7 +189,8 @@ def _facts(card: _Model) -> dict[str, str]:
         "vocabulary": vocabulary,
     }
     if card.kind not in FINE_TUNING:
-        layout = "BERT" if card.plain_bert else "sansgpu's own" if card.ours else _LAYOUTS[str(model.get("activation"))]
+        architecture = ARCHITECTURES[str(architecture_name(model))].title
+        layout = "BERT" if card.plain_bert else "sansgpu's own" if card.ours else architecture
         tokenizer = str(card.record.section("data").get("tokenizer"))
         shape = {"layers": "n_layers", "wide": "d_model", "heads": "n_heads"}
         found |= {

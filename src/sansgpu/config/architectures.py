@@ -1,0 +1,86 @@
+"""The architectures of decoders, and how configuration keys select one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+SELECTING_KEYS = ("activation", "norm", "bias", "positions", "qk_norm")  # of the section `model`
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Properties of a decoder, named as the configuration keys. Tuples list the possible values, the default first."""
+
+    name: str  # model_type of config.json
+    title: str
+    activation: tuple[str, ...]
+    norm: str
+    norm_eps: float
+    bias: tuple[str, ...]  # linear layers with a bias
+    positions: str
+    qk_norm: bool
+    grouped_queries: bool  # fewer key-value heads than query heads are possible
+    zero_init: bool  # the last matrix of each residual branch starts at zero; False: scaled by depth, as in GPT-2
+
+    def conflicts(self, model: Mapping[str, Any]) -> list[str]:
+        """Returns the keys of a section `model` whose values this architecture does not have."""
+        return [key for key in SELECTING_KEYS if model.get(key) is not None and model[key] not in self.values(key)]
+
+    def values(self, key: str) -> tuple[Any, ...]:
+        own = getattr(self, key)
+        return own if isinstance(own, tuple) else (own,)
+
+
+_QWEN3 = Architecture(
+    name="qwen3",
+    title="Qwen3",
+    activation=("swiglu",),
+    norm="rmsnorm",
+    norm_eps=1e-6,
+    bias=("none", "attention"),
+    positions="rope",
+    qk_norm=True,
+    grouped_queries=True,
+    zero_init=True,
+)
+_LLAMA = replace(_QWEN3, name="llama", title="Llama", bias=("none", "attention", "all"), qk_norm=False)
+_APERTUS = replace(_QWEN3, name="apertus", title="Apertus", activation=("relu2",))
+_GPT2 = Architecture(
+    name="gpt2",
+    title="GPT-2",
+    activation=("gelu", "relu"),
+    norm="layernorm",
+    norm_eps=1e-5,
+    bias=("all",),
+    positions="learned",
+    qk_norm=False,
+    grouped_queries=False,
+    zero_init=False,
+)
+ARCHITECTURES = {a.name: a for a in (_QWEN3, _LLAMA, _APERTUS, _GPT2)}  # the first one that fits is the default
+
+
+def architecture_name(model: Mapping[str, Any]) -> str | None:
+    """Returns the architecture that a section `model` names or selects by its other keys; None if none fits."""
+    names = (name for name in ARCHITECTURES if model.get("architecture") in (None, name))
+    return next((name for name in names if not ARCHITECTURES[name].conflicts(model)), None)
+
+
+def architecture_problem(model: Mapping[str, Any]) -> str | None:
+    """Returns a clause about a key of a section `model` that its architecture does not support, or None."""
+    if architecture_name(model) is not None:
+        return None
+    name = model.get("architecture") or architecture_name({"activation": model["activation"]})
+    own = ARCHITECTURES[str(name)]
+    key = own.conflicts(model)[0]
+    other = architecture_name({**model, "architecture": None})
+    return (
+        f"architecture {name} has {key} {' or '.join(map(_shown, own.values(key)))}, not {_shown(model[key])}; "
+        f"change {key}" + (f", or set architecture to {other}" if other else "")
+    )
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower()  # true and false as in YAML
