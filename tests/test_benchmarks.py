@@ -98,6 +98,27 @@ def test_two_hosts_are_measured_beside_what_is_reckoned(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_engines_keep_the_contracts_that_they_can(tmp_path: Path) -> None:
+    """One process, two and half of them compute the same steps; a lost rank ends the others."""
+    arguments = ["--size", "tiny", "--steps", "1", "--rounds", "1", "--comparisons", "optimizer"]
+    rows = benchmark("engines", *arguments, cache=tmp_path, result=tmp_path / "engines.json")["rows"]
+    timed = {row["name"]: row for row in rows if row["comparison"] == "optimizer"}
+    assert list(timed) == ["ours, ZeRO-1", "ours again", "DDP, ZeroRedundancyOptimizer"]
+    for row in timed.values():
+        assert row["median_step_seconds"] > 0
+        assert row["cpu_seconds"] > 0
+        assert row["peak_rss_bytes"] > 100e6
+    ours, theirs = (row for row in rows if row["comparison"] == "contracts")
+    for row in (ours, theirs):
+        assert max(row["loss_error"], row["gradient_error"], row["elastic_error"]) < 1e-4
+        assert row["equal_on_repeat"]
+        assert row["lost_seconds"] < 60
+    assert ours["equal_on_resume"]
+    assert ours["lost_rank_named"]
+    assert not theirs["lost_rank_named"]
+
+
+@pytest.mark.long
 def test_fine_tuning_is_measured_beside_a_trainer(tmp_path: Path) -> None:
     model, talk = make_folder(tmp_path / "model", narrow=True), chat_rows(tmp_path / "rows.jsonl")
     arguments = ["--data", str(talk), "--model", str(model), "--steps", "2", "--rounds", "1"]
