@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from sansgpu.cli import run as cli
-from tests.processes import finish, settings, use_cache, write_corpus
+from sansgpu.cli.running import app
+from tests.processes import environment, finish, settings, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -174,3 +178,61 @@ except SystemExit:
     assert ("Traceback" in done.stderr) == bool(debug)
     assert "FileNotFoundError" in done.stderr
     assert debug or done.stderr.count("\n") == 1
+
+
+def commands(command: Any = None, name: str = "sansgpu") -> Iterator[tuple[str, Any]]:
+    command = command or typer.main.get_command(app)
+    yield name, command
+    for inner_name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, f"{name} {inner_name}")
+
+
+def test_help_lists_the_commands_of_a_day_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["--help"]) == 0
+    shown = capsys.readouterr().out
+    order = (
+        "─ Start ─", "doctor ", "plan ", "bench ", "─ Train ─", "train ", "tune ", "─ Look ─", "runs ", "report ",
+        "snapshots ", "─ Use ─", "eval ", "predict ", "generate ", "chat ", "extract ", "export ", "tokenizer ",
+        "─ Scale ─", "k8s ",
+    )  # fmt: skip
+    places = [shown.index(f"{'' if word.startswith('─') else '│ '}{word}") for word in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands()))
+def test_each_command_says_in_one_line_what_it_does_and_groups_many_options(name: str, command: Any) -> None:
+    summary = (command.help or "").split("\n\n")[0].strip()
+    assert 0 < len(summary) < 60
+    assert "\n" not in summary
+    options = [option for option in command.params if option.param_type_name == "option"]
+    assert all(option.help for option in command.params)
+    assert len(options) <= 8 or len({option.rich_help_panel for option in options}) > 1, name
+
+
+def test_the_help_of_every_command_has_an_example() -> None:
+    for name, command in commands():
+        assert getattr(command, "commands", None) or f"Example: {name} " in f"{command.help} "
+
+
+def test_options_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["train", "--output_dir", " ", "--dry_run"]) == 2
+    assert "the name is empty" in sentence(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("t", ["train", "tune", "tokenizer"]), ("train --max", ["--max-steps"]), ("snapshots p", ["prune"])],
+)
+def test_a_shell_completes_commands_and_options_without_loading_torch(words: str, expected: list[str]) -> None:
+    program = (
+        "import atexit, os, sys; atexit.register(lambda: print('torch' in sys.modules));"
+        "from sansgpu.cli import run; run([])"
+    )
+    variables = {"COMP_WORDS": f"sansgpu {words}", "COMP_CWORD": str(words.count(" ") + 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**environment(Path("cache")), "_SANSGPU_COMPLETE": "complete_bash", **variables},
+    )
+    assert done.stdout.split() == [*expected, "False"]

@@ -1,10 +1,17 @@
 """The house stands: imports point downwards, and each room keeps to its own."""
 
 import ast
+import builtins
+import importlib
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 from sansgpu.config.load import describe
 from tests.processes import environment, settings, write_corpus
@@ -22,51 +29,156 @@ FLOORS = [
     {"config"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 
 
-def modules() -> Iterator[tuple[Path, str, ast.Module]]:
+class Module(NamedTuple):
+    """A module of the package, by its dotted name."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        return room_of(self.name)
+
+
+class Import(NamedTuple):
+    """One imported name: where an import statement finds it, and the module that defines it."""
+
+    local: str
+    source: str
+    origin: str
+    at_start: bool  # runs when the module is imported
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+@cache
+def modules() -> list[Module]:
+    found = []
     for path in sorted(SOURCE.rglob("*.py")):
-        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if room in FLOOR:
-            yield path, room, ast.parse(path.read_text(encoding="utf-8"))
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if room_of(name) in FLOOR:
+            found.append(Module(name, path, ast.parse(path.read_text(encoding="utf-8"))))
+    return found
 
 
-def imported_rooms(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):  # function-local imports included
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            names = (
-                [node.module or ""] if (node.module or "") != "sansgpu" else [f"sansgpu.{a.name}" for a in node.names]
-            )
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "sansgpu" and len(parts) > 1 and parts[1] in FLOOR:
-                yield parts[1]
+@cache
+def imports(module: Module) -> list[Import]:
+    """All imports of a module: also those in functions, and those that only type checkers see."""
+    started = {id(node) for statement in module.tree.body for node in nodes_run_at_start(statement)}
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                local = alias.asname or alias.name.partition(".")[0]
+                whole = alias.name if alias.asname else local
+                found.append(Import(local, whole, alias.name, id(node) in started))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.path}: imports are absolute"
+            for alias in node.names:
+                source = f"{node.module}.{alias.name}"
+                origin = origin_of(node.module or "", alias.name)
+                found.append(Import(alias.asname or alias.name, source, origin, id(node) in started))
+    return found
+
+
+def nodes_run_at_start(statement: ast.stmt) -> Iterator[ast.AST]:
+    if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+        return
+    yield statement
+    for child in ast.iter_child_nodes(statement):
+        if isinstance(child, ast.stmt) and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from nodes_run_at_start(child)
+
+
+def origin_of(module: str, name: str) -> str:
+    """The module that defines `name`, which `module` may only pass on. Only sansgpu's modules are looked into."""
+    if module.partition(".")[0] != "sansgpu":
+        return module
+    value = getattr(importlib.import_module(module), name, None)
+    if value is None:
+        return importlib.import_module(f"{module}.{name}").__name__
+    if isinstance(value, ModuleType):
+        return value.__name__
+    defined = getattr(value, "__module__", None)
+    return defined if isinstance(defined, str) and defined.startswith("sansgpu.") else module
+
+
+def used_names(module: Module, called: bool = False) -> Iterator[str]:
+    """Every dotted name that a module uses, or only those it calls, with its root resolved by the module's imports."""
+    known = {found.local: found.source for found in imports(module)}
+    for node in ast.walk(module.tree):
+        if called and not isinstance(node, ast.Call):
+            continue
+        node = node.func if isinstance(node, ast.Call) else node
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.insert(0, node.attr)
+            node = node.value
+        if isinstance(node, ast.Name):
+            root = known.get(node.id, f"builtins.{node.id}" if hasattr(builtins, node.id) else node.id)
+            yield ".".join([root, *parts])
 
 
 def test_imports_point_downwards_only_and_siblings_never() -> None:
     seen = 0
-    for path, room, tree in modules():
-        for other in imported_rooms(tree):
-            seen += 1
-            assert other == room or FLOOR[other] > FLOOR[room], f"{path.name} of {room} imports {other}"
-    assert seen > 50
+    for module in modules():
+        for found in imports(module):
+            for other in {room_of(name) for name in (found.source, found.origin) if name.startswith("sansgpu.")}:
+                seen += 1
+                if other in FLOOR:
+                    assert other == module.room or FLOOR[other] > FLOOR[module.room], f"{module.name}: {found.source}"
+    assert seen > 500
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {module.name for module in modules()}
+    graph = {}
+    for module in modules():
+        sources = [found for found in imports(module) if found.at_start]
+        needed = {found.source if found.source in names else found.source.rpartition(".")[0] for found in sources}
+        graph[module.name] = (needed & names) - {module.name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_no_two_classes_share_a_name() -> None:
+    found = defaultdict(list)
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(f"{module.name}.{node.name}")
+    assert [names for names in found.values() if len(names) > 1] == []
 
 
 def test_one_file_prints_and_one_makes_consoles() -> None:
     """Both write control characters out, wherever a text comes from."""
-    doors = {"print": "cli/options.py", "Console": "reporting/terminal.py"}
-    for path, _, tree in modules():
-        calls = {getattr(n.func, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Call)}
-        for name in calls & doors.keys():
-            assert str(path.relative_to(SOURCE)) == doors[name], f"{path} calls {name}"
+    doors = {"builtins.print": "cli/options.py", "rich.console.Console": "reporting/terminal.py"}
+    for module in modules():
+        for name in {*used_names(module, called=True)} & doors.keys():
+            assert str(module.path.relative_to(SOURCE)) == doors[name], f"{module.path} calls {name}"
 
 
 def test_only_machine_reads_the_environment() -> None:
-    for path, room, tree in modules():
-        reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
-        assert not reads or room == "machine", f"{path} reads the environment"
+    for module in modules():
+        reads = {name for name in used_names(module) for read in ENVIRONMENT if f"{name}.".startswith(f"{read}.")}
+        assert not reads or module.room == "machine", f"{module.path} reads the environment"
+
+
+def test_the_configuration_imports_no_torch() -> None:
+    for module in modules():
+        if module.room == "config":
+            assert not [found for found in imports(module) if found.source.partition(".")[0] == "torch"], module.path
+    program = "import sys, sansgpu.config as c; c.load_config(); print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
 def test_there_is_no_room_for_odds_and_ends() -> None:
@@ -74,7 +186,7 @@ def test_there_is_no_room_for_odds_and_ends() -> None:
 
 
 def test_every_key_of_the_schema_is_read_somewhere() -> None:
-    read = {n.attr for _, _, tree in modules() for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    read = {n.attr for module in modules() for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)}
     assert [key for key, _, _ in describe() if key.rpartition(".")[2] not in read] == []
 
 

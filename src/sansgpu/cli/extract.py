@@ -83,9 +83,7 @@ def _writer(output: Path | None) -> Iterator[Callable[[str], object]]:
         yield show_json
         return
     from sansgpu.config import SansGPUError
+    from sansgpu.config.atomic import write_failures_as
 
-    try:
-        with output.open("w", encoding="utf-8") as file:
-            yield file.write
-    except OSError as error:
-        raise SansGPUError(f"{output} cannot be written: {error.strerror}.") from None
+    with write_failures_as(SansGPUError, output), output.open("w", encoding="utf-8") as file:
+        yield file.write

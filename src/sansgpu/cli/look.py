@@ -102,7 +102,9 @@ def snapshots_show(run: RunArgument, snapshot: SnapshotOption = "latest", as_jso
 
 @snapshots.command("verify")
 def snapshots_verify(run: RunArgument) -> int:
-    """Check every snapshot against its manifest. Exits with code 1 if one is incomplete or altered.
+    """Check that no snapshot is incomplete or altered.
+
+    Compares every file with its manifest. Exits with code 1 if a snapshot is damaged.
 
     Example: sansgpu snapshots verify runs/default
     """
@@ -139,7 +141,9 @@ def snapshots_fork(
     output_dir: Annotated[Path, path_option("Folder for the new run.", "DIR")],
     snapshot: SnapshotOption = "latest",
 ) -> None:
-    """Copy a snapshot into a new run, to continue training with other settings.
+    """Copy a snapshot into a new run.
+
+    The new run can be resumed with other settings.
 
     Example: sansgpu snapshots fork runs/default --output-dir runs/lower-lr
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, option, path_option, print_json, show, warn
 
@@ -30,7 +30,7 @@ def k8s(
     nodes: Annotated[int, option("Number of pods.", _PODS, min=1)],
     cpus: Annotated[int, option("CPUs per pod.", _PODS, min=1)],
     memory: Annotated[str, option("Memory per pod, e.g. 64Gi.", _PODS)],
-    pvc: Annotated[str, option("PersistentVolumeClaim for data and snapshots; ReadWriteMany for several pods.")],
+    pvc: Annotated[str, option("Claim for data and snapshots. It must be ReadWriteMany for several pods.", _PODS)],
     image: Annotated[str, option("Image reference with a tag, e.g. registry.example/sansgpu:1.", _IMAGE)],
     config: ConfigArgument = None,
     override: OverrideOption = None,
@@ -77,7 +77,12 @@ def k8s(
     )
     if as_json:
         print_json(result)
-        return
+    else:
+        _show_files(result)
+
+
+def _show_files(result: dict[str, Any]) -> None:
+    """Prints the written files, the pods and the next commands."""
     show("\n".join(result["files"]))
     show(
         f"\nPods: {result['nodes']}, each with {result['cpus']} CPUs, {result['memory']} of memory, "

@@ -14,7 +14,11 @@ from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
-MAX_BYTES = 1 << 20  # the largest JSON file that is read
+from sansgpu.config.errors import ConfigError
+
+MAX_RECORD_BYTES = 1 << 20  # of a JSON file that sansgpu wrote
+MAX_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
+MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
 MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each
 MAX_SHOWN_CHARACTERS = 200  # messages cut longer values
 MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content
@@ -48,12 +52,46 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     return content
 
 
-def read_json(path: Path, schema: type[BaseModel], finite: bool = True) -> dict[str, Any]:
-    """Reads a JSON object of at most `MAX_BYTES` and validates it with `schema`.
+def require_regular_file(path: Path) -> None:
+    """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{path} is a pipe, a device or a socket; give a regular file or a folder.")
+
+
+def read_text(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Returns the text of a UTF-8 file. Raises ConfigError if it is unreadable, too large or not a regular file."""
+    try:
+        return read_regular(path, most_bytes).decode()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: it is not UTF-8 text (byte {error.start:,}).") from None
+    except InvalidDataError as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def read_json(path: Path) -> Any:
+    """Returns the value of a JSON file. Raises ConfigError if it cannot be read or is not JSON."""
+    try:
+        return json.loads(read_text(path, MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises ConfigError like `read_json`, or if the value is not an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not keys and values.")
+    return value
+
+
+def read_validated(path: Path, schema: type[BaseModel], finite: bool = True) -> dict[str, Any]:
+    """Reads a JSON object that sansgpu wrote, of at most `MAX_RECORD_BYTES`, and validates it with `schema`.
 
     Raises InvalidDataError naming the invalid field, and OSError if the file cannot be read.
     """
-    value = parse_json(read_regular(path, MAX_BYTES), finite)
+    value = parse_json(read_regular(path, MAX_RECORD_BYTES), finite)
     if flaw := field_flaw(schema, value):
         raise InvalidDataError(flaw)
     found: dict[str, Any] = value

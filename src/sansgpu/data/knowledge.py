@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from sansgpu.config.plain_data import require_regular_file
 from sansgpu.data.files import read_lines
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
 from sansgpu.data.graph_rows import Fact
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES
-from sansgpu.machine.inputs import require_regular_file
 
 TRAIN_FILE, ENTITY_FILE, RELATION_FILE = "train.tsv", "entity2text.txt", "relation2text.txt"
 

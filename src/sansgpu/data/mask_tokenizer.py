@@ -13,11 +13,10 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.config.plain_data import shown
+from sansgpu.config.plain_data import read_json, shown
 from sansgpu.data.graph import Entity
 from sansgpu.data.shards import ReportProgress, cache_key, cached
 from sansgpu.data.tokenizer import BPETokenizer, load_tokenizer, rows_needed, save_tokenizer
-from sansgpu.machine.inputs import read_json
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 

@@ -9,7 +9,6 @@ and then renamed, so that it is complete or missing.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,11 @@ import numpy as np
 from filelock import FileLock
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config.atomic import atomic_folder
 from sansgpu.data.files import Piece
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.reporting.files import sync_to_disk
 
 FORMAT = 1  # version of the store format, part of every cache key
 ENCODE_CHARS = 4 << 20  # characters encoded in one call: keeps all threads busy, needs little memory
@@ -225,21 +224,12 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     """Returns the cache `folder`, calling `build` if it is missing. One process builds it while the others wait."""
     if folder.is_dir():
         return folder
-    partial = folder.with_name(folder.name + ".partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(folder.name + ".lock")):
-            if folder.is_dir():
-                return folder
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-            partial.mkdir()
-            try:
-                build(partial)
-                for path in [*partial.iterdir(), partial]:
-                    sync_to_disk(path)
-                partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            if not folder.is_dir():
+                with atomic_folder(folder) as partial:
+                    build(partial)
     except OSError as error:
         raise ConfigError(
             f"the cache {folder.parent} cannot be written: {error.strerror or error}; "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
-from sansgpu.config.plain_data import first_line
+from sansgpu.config.plain_data import first_line, require_regular_file
 from sansgpu.data.files import (
     PIECE_CHARS,
     SUFFIXES,
@@ -25,7 +25,6 @@ from sansgpu.data.stdlib import library_files
 from sansgpu.data.stdlib_chat import stdlib_conversations
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import reading_hub
-from sansgpu.machine.inputs import require_regular_file
 
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
 TEST_NAMES = ("test", "testing")

@@ -13,9 +13,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import first_line, truncate
+from sansgpu.config.plain_data import first_line, read_object, read_text, require_regular_file, truncate
 from sansgpu.machine.hub import quiet_hub
-from sansgpu.machine.inputs import read_object, read_text, require_regular_file
 from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
 END_OF_TEXT = "<|endoftext|>"

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
+from sansgpu.config.atomic import write_failures_as, write_text
 from sansgpu.jobs.runs import is_locked, require_run
-from sansgpu.reporting.files import write_text
 from sansgpu.reporting.model_card import model_card
 from sansgpu.reporting.outputs import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
 from sansgpu.reporting.paper_plots import write_plots
@@ -36,7 +36,7 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
         require_file(target, PAGE)
     else:
         require_folder(target, "plots", "--output")
-    try:
+    with write_failures_as(SansGPUError, target, "--output"):
         if form != "html":
             drawn = [plot for _, plots in run_plots(records) for plot in plots]
             if not drawn:
@@ -45,8 +45,6 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
                 names = [path.name for path in write_plots(drawn, new, form)]
             return [target / name for name in names]
         write_text(target, run_report(records, [is_locked(record.paths) for record in records]))
-    except OSError as error:
-        raise SansGPUError(f"{target} cannot be written: {error.strerror}; choose another --output.") from None
     return [target]
 
 

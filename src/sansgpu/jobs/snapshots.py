@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
+from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as
 from sansgpu.jobs.loading import run_snapshot
 from sansgpu.jobs.runs import is_locked
-from sansgpu.reporting.files import make_folder, scratch_folder
 from sansgpu.reporting.jsonl import MetricsFile
 from sansgpu.reporting.marks import MARK, read_mark
 from sansgpu.reporting.outputs import replace_folder, require_folder
@@ -93,7 +93,7 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
     config, _ = load_config(file)
     here = config.training.model_copy(update={"checkpoint_dir": None, "logging_dir": None})
     config = config.model_copy(update={"training": here})
-    try:
+    with write_failures_as(SansGPUError, output):
         best = best_snapshot(ancestors(snapshot, paths.snapshots))
         make_folder(output.parent)
         with scratch_folder(output.parent, is_folder=True) as new:
@@ -112,6 +112,4 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
                     path.rename(output / path.name)
             else:
                 new.rename(output)
-    except OSError as error:
-        raise SansGPUError(f"{output} cannot be written: {error.strerror or error}.") from None
     return output

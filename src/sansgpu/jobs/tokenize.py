@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, SansGPUError, as_config
+from sansgpu.config.atomic import write_failures_as
 from sansgpu.data.shards import ReportProgress, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer
@@ -26,11 +27,8 @@ def train_tokenizer(
     settings = {"dataset_name": source, "vocab_size": vocab_size, "tokenizer_sample_mb": sample_mb}
     data = as_config({"data": settings}, "the request").data
     tokenizer = build_tokenizer(data, open_sources(data).train, cache_dir(None), progress)
-    try:
-        with replace_folder(output, "tokenizer") as new:
-            tokenizer.save(new)
-    except OSError as error:
-        raise SansGPUError(f"{output} cannot be written: {error.strerror}; choose another --output.") from None
+    with write_failures_as(SansGPUError, output, "--output"), replace_folder(output, "tokenizer") as new:
+        tokenizer.save(new)
     return {"output": str(output), "vocab_size": tokenizer.vocab_size}
 
 

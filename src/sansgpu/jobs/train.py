@@ -21,6 +21,7 @@ from sansgpu.config import (
     recorded_values,
     save_config,
 )
+from sansgpu.config.atomic import atomic_write, write_failures_as
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
@@ -35,7 +36,6 @@ from sansgpu.planning.prepare import Prepared, prepare
 from sansgpu.reporting.boards import TensorBoard, WeightsAndBiases, require_boards
 from sansgpu.reporting.controls import Controls
 from sansgpu.reporting.events import EventBuffer, Sink, Sinks, now
-from sansgpu.reporting.files import atomic_write
 from sansgpu.reporting.jsonl import MetricsFile
 from sansgpu.reporting.outputs import replace_folder
 from sansgpu.tasks import Task, task_of
@@ -281,15 +281,13 @@ def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None
 
 
 def _write_run_files(prepared: Prepared, paths: RunPaths, task: Task) -> None:
-    try:
+    with write_failures_as(ConfigError, paths.root, "--output-dir"):
         mark_run(paths, prepared.config)
         with atomic_write(paths.config) as partial:
             save_config(prepared.config, partial)
         write_json(paths.environment, describe_machine(prepared.environment))
         with replace_folder(paths.tokenizer, "tokenizer") as new:
             task.save_tokenizer(new)
-    except OSError as error:
-        raise ConfigError(f"{paths.root} cannot be written: {error.strerror}; choose another --output-dir.") from None
 
 
 def _environment_facts(environment: Environment) -> dict[str, Any]:

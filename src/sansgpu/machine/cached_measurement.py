@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sansgpu.config.atomic import write_text
 from sansgpu.machine.description import processor
 from sansgpu.machine.usage import LoadMeter
 
@@ -37,11 +38,6 @@ def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[
     disturbed = seen["other_cores"] + seen["stolen_cores"] > BUSY_CORES
     if disturbed and time.perf_counter() - start > MIN_SECONDS:
         return answer
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"question": question, "answer": answer}, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        write_text(path, json.dumps({"question": question, "answer": answer}, indent=2) + "\n")
     return answer

@@ -17,9 +17,9 @@ import torch
 from gguf import GGMLQuantizationType as Encoding
 from gguf import Keys, LlamaFileType
 
-from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import truncate
-from sansgpu.machine.inputs import require_regular_file
+from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.atomic import atomic_write, write_failures_as
+from sansgpu.config.plain_data import require_regular_file, truncate
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_reader import read_gguf
@@ -35,7 +35,6 @@ from sansgpu.models.gguf_settings import (
 from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
 from sansgpu.models.layouts import LAYOUTS, Weights, module_names, with_default_settings
 from sansgpu.models.model_folder import require_layers
-from sansgpu.models.whole_folder import write_file_atomically
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
 TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matrices; vectors are always f32
@@ -115,7 +114,8 @@ def write_gguf(
         finally:
             writer.close()
 
-    write_file_atomically(path, write)
+    with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
+        write(partial)
     wanted = TYPES[kind][0]
     return [n for n, encoding in encodings.items() if encoding not in (wanted, Encoding.F32)]
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
-from sansgpu.machine.inputs import read_object
+from sansgpu.config.plain_data import read_object
 from sansgpu.models.entities import NORM_EPS
 from sansgpu.models.graph_encoder import INIT_STD, GraphEncoder
 from sansgpu.models.model_folder import require_layers, validate_model_folder

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
-from sansgpu.config.plain_data import first_line
+from sansgpu.config.plain_data import first_line, read_object
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
-from sansgpu.machine.inputs import read_object
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.machine.inputs import read_json, read_object, require_regular_file
+from sansgpu.config.plain_data import read_json, read_object, require_regular_file
 
 MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
 MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB

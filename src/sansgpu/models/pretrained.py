@@ -13,10 +13,9 @@ import torch
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
-from sansgpu.config.plain_data import first_line, shown
+from sansgpu.config.plain_data import first_line, read_text, require_regular_file, shown
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
-from sansgpu.machine.inputs import read_text, require_regular_file
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf

@@ -11,8 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import truncate
-from sansgpu.machine.inputs import require_regular_file
+from sansgpu.config.plain_data import require_regular_file, truncate
 
 UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError)
 

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 
 from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config.atomic import write_text
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.compilation import missing_compiler, saves_compile_time
 from sansgpu.planning.estimate import plan_prepared, roofline_of, step_limits
 from sansgpu.planning.forecast import forecast_of
 from sansgpu.planning.prepare import Prepared, Warn, ignore_message, prepare
-from sansgpu.reporting.files import write_text
 from sansgpu.reporting.outputs import require_file
 from sansgpu.tasks import Corpus, task_of
 from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte

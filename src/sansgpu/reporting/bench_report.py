@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from sansgpu.reporting.files import write_text
+from sansgpu.config.atomic import write_text
 from sansgpu.reporting.page import page, templates
 from sansgpu.reporting.plots import Plot, Series
 from sansgpu.reporting.tables import count, gigabytes

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from pydantic_core import from_json
 
+from sansgpu.config.atomic import atomic_write
 from sansgpu.config.plain_data import InvalidDataError, open_regular
 from sansgpu.reporting.escape import printable_json
 from sansgpu.reporting.event_schema import event_flaw
 from sansgpu.reporting.events import Event, RecordError
-from sansgpu.reporting.files import atomic_write, redirect_to_null
 
 MAX_LINE_BYTES = 4 << 20  # of an event, whose longest field is a sample
 
@@ -150,3 +151,10 @@ def _lines_until(path: Path, resumed_step: int) -> bytes:
         if inside and (line.event is not None or line.flaw):
             kept.append(line.content if line.content.endswith(b"\n") else line.content + b"\n")
     return b"".join(kept)
+
+
+def redirect_to_null(stream: IO[str]) -> None:
+    """Redirects a stream whose reader has exited to /dev/null, including its buffered text."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sansgpu.config.atomic import write_text
 from sansgpu.config.plain_data import parse_json, read_regular
-from sansgpu.reporting.files import write_text
 
 MARK = ".sansgpu.json"
 KINDS = {

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError
-from sansgpu.reporting.files import make_folder, scratch_folder, sync_to_disk, write_text
+from sansgpu.config.atomic import make_folder, scratch_folder, sync_to_disk, write_text
 from sansgpu.reporting.marks import (
     KINDS,
     MARK,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, recorded_values, require_identity
-from sansgpu.config.plain_data import InvalidDataError, read_json
+from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.reporting.event_schema import RecordedEnvironment
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.jsonl import read_record
@@ -39,7 +39,7 @@ class RunRecord:
         config = recorded_values(paths.config)
         file = paths.environment
         try:
-            environment = read_json(file, RecordedEnvironment) if file.exists() else {}
+            environment = read_validated(file, RecordedEnvironment) if file.exists() else {}
             file = paths.metrics
             events, problem = read_record(file)
         except OSError as error:

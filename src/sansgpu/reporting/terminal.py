@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sansgpu.reporting.escape import printable
 from sansgpu.reporting.events import Event
-from sansgpu.reporting.files import redirect_to_null
+from sansgpu.reporting.jsonl import redirect_to_null
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000

@@ -6,8 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from sansgpu.config.atomic import write_text
 from sansgpu.reporting.bench_report import as_html
-from sansgpu.reporting.files import write_text
 from sansgpu.reporting.page import PlotlyFigure, page
 from sansgpu.reporting.terminal import duration
 from sansgpu.reporting.tune_terminal import NAMES, sentences, state, value

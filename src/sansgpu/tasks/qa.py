@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import Config, DataConfig, SansGPUError
+from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.data.order import batch_indices
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
@@ -22,7 +23,6 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
-from sansgpu.reporting.files import write_text
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
 from sansgpu.tasks.task import Gather, Sums
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths, SansGPUError
-from sansgpu.reporting.files import sync_to_disk, write_text
+from sansgpu.config.atomic import sync_to_disk, write_text
 from sansgpu.train.snapshots import Snapshot, snapshots
 
 JOURNAL = ".moves.json"  # planned moves; if this process is killed, the next one finishes them

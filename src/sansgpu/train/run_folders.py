@@ -22,8 +22,8 @@ from sansgpu.config import (
     load_config,
     overridden_key,
 )
+from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.reporting.escape import printable_line
-from sansgpu.reporting.files import make_folder, scratch_folder, write_text
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.train.run_marks import require_own_configuration
 from sansgpu.train.snapshots import snapshots
@@ -83,12 +83,10 @@ def holds_run(folder: Path) -> bool:
 
 def require_writable(folder: Path) -> None:
     """Creates a folder. Raises ConfigError if nothing can be written there."""
-    try:
+    with write_failures_as(ConfigError, folder, "--output-dir"):
         make_folder(folder)
         with scratch_folder(folder, is_folder=False) as probe:
             probe.write_bytes(b"x")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
 
 
 def require_plain_name(folder: Path) -> None:
@@ -176,10 +174,8 @@ def recorded_file(folder: Path, resume: str) -> Path | None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes one JSON object. Raises SansGPUError if the file cannot be written."""
-    try:
+    with write_failures_as(SansGPUError, path):
         write_text(path, json.dumps(value, indent=2) + "\n")
-    except OSError as error:
-        raise SansGPUError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def open_any(config: Config) -> Config:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, RunPaths, identity, require_identity
+from sansgpu.config.atomic import make_folder, write_failures_as
 from sansgpu.config.parse import read_values
-from sansgpu.reporting.files import make_folder
 from sansgpu.reporting.marks import MARK, FolderMark, read_mark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
 from sansgpu.reporting.unmarked import is_unmarked
@@ -34,11 +34,9 @@ def mark_other_folders(paths: RunPaths) -> None:
     """Marks snapshot and log folders outside of the run's folder. Raises ConfigError if one cannot be written."""
     run = _identity_of(paths)
     for folder, kind, key in _elsewhere(paths):
-        try:
+        with write_failures_as(ConfigError, folder, key):
             make_folder(folder)
             write_mark(folder, FolderMark(kind, run=run))
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another {key}.") from None
 
 
 def mark_run(paths: RunPaths, config: Config) -> None:

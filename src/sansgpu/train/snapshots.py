@@ -23,10 +23,10 @@ from pydantic import BaseModel
 from safetensors import safe_open
 
 from sansgpu.config import ConfigError, SansGPUError
-from sansgpu.config.plain_data import InvalidDataError, read_json
+from sansgpu.config.atomic import make_folder, sync_to_disk
+from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.machine.disk import file_sha256
 from sansgpu.models.weights_file import load_weights, readable_weights
-from sansgpu.reporting.files import make_folder, sync_to_disk
 from sansgpu.train.snapshot_schema import SnapshotManifest, SnapshotState
 from sansgpu.train.tensor_file import Whole, save_tensors, unchanged
 
@@ -67,7 +67,7 @@ class Snapshot:
 
     def _read(self, name: str, schema: type[BaseModel]) -> dict[str, Any]:
         try:
-            return read_json(self.folder / name, schema, finite=False)
+            return read_validated(self.folder / name, schema, finite=False)
         except InvalidDataError as error:
             reason = str(error)
         except OSError as error:

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader
 
 from sansgpu import __version__
 from sansgpu.config import Config, ConfigError, load_config
+from sansgpu.config.atomic import write_failures_as
 from sansgpu.jobs.k8s import manifests
 from sansgpu.jobs.k8s.manifests import ClusterJob, as_yaml
 from sansgpu.jobs.k8s.request import ClusterRequest, local_file, on_claim, resolve_request
@@ -68,12 +69,10 @@ def _recipe(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
-    try:
-        with replace_folder(folder, "cluster", "--output-dir") as new:
-            for name, text in texts.items():
-                (new / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+    option = "--output-dir"
+    with write_failures_as(ConfigError, folder, option), replace_folder(folder, "cluster", option) as new:
+        for name, text in texts.items():
+            (new / name).write_text(text, encoding="utf-8")
 
 
 def _summary(job: ClusterJob, config: Config, folder: Path) -> dict[str, Any]:

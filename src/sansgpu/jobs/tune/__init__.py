@@ -27,7 +27,8 @@ from sansgpu.config import (
     load_space,
     measure_of,
 )
-from sansgpu.config.plain_data import InvalidDataError, read_json
+from sansgpu.config.atomic import write_failures_as, write_text
+from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.tune.result import result_of, write_files
 from sansgpu.jobs.tune.study import LOCK_SECONDS, ClaimedTrial, Study, require_same
@@ -36,7 +37,6 @@ from sansgpu.machine.probe import resolve_threads
 from sansgpu.planning.estimate import plan_prepared
 from sansgpu.planning.forecast import forecast_of, length_of
 from sansgpu.planning.prepare import Warn, prepare
-from sansgpu.reporting.files import write_text
 from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
 from sansgpu.train.forecast import done_at
@@ -188,7 +188,7 @@ def _recorded_length(folder: Path, config: Config, space: Space) -> Length | Non
     require_no_links([file, *(folder / name for name in names)])
     if file.is_file():
         try:
-            recorded = read_json(file, _RecordedSearch)
+            recorded = read_validated(file, _RecordedSearch)
         except (OSError, InvalidDataError) as error:
             raise ConfigError(f"{file} cannot be read: {error}; choose another --output-dir.") from None
         require_same(folder, recorded, _identity(config, space))
@@ -197,12 +197,10 @@ def _recorded_length(folder: Path, config: Config, space: Space) -> Length | Non
 
 
 def _record(folder: Path, config: Config, space: Space, length: Length) -> None:
-    try:
-        values = {**_identity(config, space), "length": length.to_json()}
+    values = {**_identity(config, space), "length": length.to_json()}
+    with write_failures_as(ConfigError, folder, "--output-dir"):
         write_mark(folder, FolderMark("search"))
         write_text(folder / "tune.json", json.dumps(values, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
 
 
 def _identity(config: Config, space: Space) -> Values:

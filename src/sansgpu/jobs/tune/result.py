@@ -9,8 +9,8 @@ from typing import Any
 import optuna
 
 from sansgpu.config import Config, SansGPUError, save_config
+from sansgpu.config.atomic import atomic_write, write_failures_as
 from sansgpu.jobs.tune.study import STATES, Study
-from sansgpu.reporting.files import atomic_write
 from sansgpu.reporting.tune_report import write_tune_report
 from sansgpu.train.run_folders import open_any
 
@@ -50,13 +50,11 @@ def result_of(study: Study, config: Config, default: Values, name: str, measure:
 def write_files(result: Values, study: Study, chosen: Callable[[Values], Config]) -> None:
     """Writes best.yaml, trials.csv and report.html. Raises SansGPUError if they cannot be written."""
     folder = study.folder
-    try:
+    with write_failures_as(SansGPUError, folder):
         with atomic_write(folder / "best.yaml") as partial:
             save_config(open_any(chosen(result["best"]["parameters"])), partial)
         _write_csv(result, study)
         write_tune_report(result, study.optuna, folder)
-    except OSError as error:
-        raise SansGPUError(f"{folder} cannot be written: {error.strerror}.") from None
 
 
 def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> Values:

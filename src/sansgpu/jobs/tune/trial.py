@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, change_config, save_config
+from sansgpu.config.atomic import atomic_write, make_folder
 from sansgpu.machine.children import dying_with_parent
 from sansgpu.machine.memory import effective_batch
-from sansgpu.reporting.files import atomic_write, make_folder
 from sansgpu.reporting.jsonl import read_events
 from sansgpu.reporting.marks import FolderMark, read_mark, write_mark
 from sansgpu.reporting.outputs import require_no_links

@@ -1,4 +1,4 @@
-"""Atomic file writes: after a kill or a power failure, a file has its old or its new content, never a part."""
+"""Atomic writes: after a kill or a power failure, a file or folder has its old or its new content, never a part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from sansgpu.config.errors import SansGPUError
 
 _SCRATCH = re.compile(r"\.sansgpu-[0-9a-f]{16}")
 
@@ -27,6 +28,31 @@ def atomic_write(path: Path) -> Iterator[Path]:
         sync_to_disk(partial)
         partial.replace(path)
         sync_to_disk(path.parent)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yields a hidden temporary folder that then becomes `folder`, which must not exist yet.
+
+    Creates missing parents. Raises OSError.
+    """
+    make_folder(folder.parent)
+    with scratch_folder(folder.parent, is_folder=True) as partial:
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            sync_to_disk(path)
+        partial.rename(folder)
+        sync_to_disk(folder.parent)
+
+
+@contextmanager
+def write_failures_as(raised: type[SansGPUError], path: Path, option: str | None = None) -> Iterator[None]:
+    """Turns an OSError into `raised`, which names `path` and may advise to choose another `option`."""
+    try:
+        yield
+    except OSError as error:
+        advice = f"; choose another {option}" if option else ""
+        raise raised(f"{path} cannot be written: {error.strerror or error}{advice}.") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -73,13 +99,6 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def redirect_to_null(stream: IO[str]) -> None:
-    """Redirects a stream whose reader has exited to /dev/null, including its buffered text."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, stream.fileno())
-    os.close(devnull)
 
 
 def _delete_abandoned(parent: Path) -> None:
