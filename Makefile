@@ -6,11 +6,14 @@ BIN := $(VENV)/bin
 
 .PHONY: train test test-long smoke chat graph lint setup clean
 
+# Arguments that train into a folder, or resume the run if there is one.
+into = --output-dir $(1) $(if $(wildcard $(1)),--resume latest)
+
 train: setup
-	$(BIN)/sansgpu train configs/default.yaml --output-dir runs/default --resume latest
+	$(BIN)/sansgpu train configs/default.yaml $(call into,runs/default)
 	$(BIN)/sansgpu generate runs/default --prompt "def main(" --max-new-tokens 120
 
-# A file of tests a core, whose threads do not spin while they wait for each other's cores.
+# Each core runs one test file at a time; waiting threads sleep, so that they do not take the other files' cores.
 test: setup
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -18,11 +21,11 @@ smoke: setup
 	$(BIN)/python -m benchmarks.smoke
 
 chat: train
-	$(BIN)/sansgpu train configs/chat.yaml --output-dir runs/chat --resume latest
+	$(BIN)/sansgpu train configs/chat.yaml $(call into,runs/chat)
 	$(BIN)/sansgpu chat runs/chat --prompt "What does shutil.copyfile do?"
 
 graph: setup
-	$(BIN)/sansgpu train configs/graph_small.yaml --output-dir runs/graph --resume latest
+	$(BIN)/sansgpu train configs/graph_small.yaml $(call into,runs/graph)
 	$(BIN)/sansgpu eval runs/graph --snapshot best
 	$(BIN)/sansgpu eval runs/graph --snapshot best --link-prediction --limit 300
 	$(BIN)/sansgpu extract runs/graph --snapshot best --head read_lines --text "def read_lines(path, encoding): return open(path)"

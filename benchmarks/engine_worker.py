@@ -32,9 +32,9 @@ from sansgpu.machine.group import Group
 from sansgpu.machine.joining import join
 from sansgpu.machine.world import World, find_world
 from sansgpu.models import TransformerLM
-from sansgpu.train.optim import ADAM_EPS
 from sansgpu.train.parameter_groups import parameter_groups
 from sansgpu.train.state import TrainState
+from sansgpu.train.update_rules import ADAM_EPS
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer

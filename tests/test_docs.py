@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config.load import describe
-from tests.processes import environment
+from tests.processes import environment, settings, write_corpus
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -66,25 +66,57 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_readme_names_every_dependency() -> None:
+def test_contributing_names_every_dependency() -> None:
     runtime = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     assert runtime is not None
     names = re.findall(r'"([a-z0-9]+)', runtime[1])
     assert len(names) > 10
-    table = (ROOT / "README.md").read_text().split("## Dependencies")[1]
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("## Dependencies")[1]
     assert [name for name in names if name not in table] == []
 
 
-def test_the_readme_says_how_its_tables_are_measured() -> None:
-    """The README states steps and rounds of the commands, and differences between the contestants."""
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+def test_the_readme_is_short_and_shows_a_picture() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 900
+    assert len(text.splitlines()) <= 150
+    assert re.search(r"^!\[.+\]\(docs/live\.svg\)$", text, re.MULTILINE)
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = re.findall(r"^\d+\. \[.+?\]\((.+?)\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in PAGES if page.name != "README.md")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem not in ("README", "lab-notes")], ids=lambda page: page.stem
+)
+def test_a_page_opens_with_a_command_and_its_output(page: Path) -> None:
+    blocks = re.findall(r"^```(\w+)\n", page.read_text(encoding="utf-8"), re.MULTILINE)
+    opening = list(itertools.takewhile(lambda language: language != "text", blocks))
+    assert opening in (["bash"], ["console"], ["python", "bash"])
+
+
+def test_a_picture_of_a_run_is_drawn(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    train = [sys.executable, "-m", "sansgpu", "train", "--output-dir", str(tmp_path / "run"), "--max-steps", "8"]
+    draw = [sys.executable, "-m", "benchmarks.live_picture", str(tmp_path / "run"), str(tmp_path / "live.svg")]
+    for command in ([*train, *settings(data__dataset_name=corpus)], draw):
+        done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path / "cache"), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+    picture = (tmp_path / "live.svg").read_text(encoding="utf-8")
+    assert all(word in picture for word in ("step&#160;6&#160;of&#160;8", "tokens/s", "validation", "snapshot"))
+
+
+def test_the_page_of_benchmarks_says_how_its_tables_are_measured() -> None:
+    """Steps and rounds equal the commands' defaults, and each row says if its work differs from sansgpu's."""
+    text = " ".join((ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split())
     for name in ("peers", "fine_tuning", "graph"):
         source = (ROOT / f"benchmarks/{name}.py").read_text(encoding="utf-8")
         steps, rounds = (re.search(rf'"--{key}".*?default=(\d+)', source) for key in ("steps", "rounds"))
         assert steps
         assert rounds
         assert re.search(rf"`{name}` of {steps[1]} (steps )?in (each of )?{rounds[1]}\b", text), name
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
     names = ("peers --size m80", "peers --size cpu_small", "graph`")
     tables = {name: _table_after(lines, f"`python -m benchmarks.{name}") for name in names}
     for name, rows in tables.items():
