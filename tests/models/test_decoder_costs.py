@@ -118,3 +118,12 @@ def test_what_takes_more_memory_is_said_to(architecture: str, precision: str, op
     if optimizer == "muon":
         adamw = costs(config, 256).memory(Execution(4, 1, precision, "off", "native", "adamw"))
         assert memory.optimizer < adamw.optimizer
+
+
+def test_narrow_weights_and_moments_take_less_memory() -> None:
+    config, how = ModelConfig(vocab_size=1000), Execution(4, 1, "bf16", "off", "native", "adamw")
+    narrow = TrainingConfig(optimizer="adamw", precision="bf16", master_weights="bf16", optimizer_state="8bit")
+    wide, less = (DecoderCosts(config, training, 256, 256).memory(how) for training in (TrainingConfig(), narrow))
+    assert less.weights / wide.weights == pytest.approx(1 / 3, rel=0.01)
+    assert less.optimizer / wide.optimizer == pytest.approx(1 / 4, rel=0.02)
+    assert less.snapshot < wide.snapshot

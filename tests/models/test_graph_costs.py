@@ -22,9 +22,9 @@ def shape(**changes: object) -> ModelConfig:
 
 
 def costs(
-    model: ModelConfig, nodes: int = 32, masked: float = 0.15, longest_span: int | None = None
+    model: ModelConfig, nodes: int = 32, masked: float = 0.15, longest_span: int | None = None, facts: int = 0
 ) -> GraphEncoderCosts:
-    return GraphEncoderCosts(model, TrainingConfig(), nodes, nodes, masked, longest_span)
+    return GraphEncoderCosts(model, TrainingConfig(), nodes, nodes, masked, longest_span, facts)
 
 
 @settings(max_examples=40)
@@ -64,6 +64,15 @@ def test_flops_of_a_node_by_hand() -> None:
     assert work.matmul == 6 * matmul
     assert work.attention == 2 * 3 * 2 * 2 * 4 * 10  # layers, passes, two products of two operations a number
     assert work.loss == 6 * 0.5 * (64 * 4 + 4 * 4)
+
+
+def test_triples_that_are_learned_without_text_are_multiplied_by_all_entities() -> None:
+    config = shape(d_model=4, n_heads=1, n_layers=2, d_ff=8, n_entities=50)
+    how = Execution(100, 1, "fp32", "off", "native", "adamw")
+    without, learned = (costs(config, nodes=10, masked=0.1, facts=facts) for facts in (0, 6))
+    assert learned.work(20).loss - without.work(20).loss == 6 * 2 * 6 * 50 * 4  # two graphs with six triples each
+    more_rows = 600 - 100  # triples of a micro-batch, and its masked nodes
+    assert learned.memory(how).logits - without.memory(how).logits > more_rows * 50 * 4
 
 
 def test_matrices_of_one_shape_are_all_counted() -> None:

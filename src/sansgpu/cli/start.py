@@ -56,9 +56,9 @@ def plan(
     Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
     """
     from sansgpu.config import ConfigError
+    from sansgpu.jobs.plan import plan as job
+    from sansgpu.jobs.plan import plan_presets
     from sansgpu.planning.cluster import cluster_of
-    from sansgpu.planning.estimate import plan as job
-    from sansgpu.planning.estimate import plan_presets
     from sansgpu.planning.propose import propose
     from sansgpu.reporting.tables import print_plan, print_presets
 

@@ -27,12 +27,14 @@ from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import best_gemm_rate, has_native_bf16
 from sansgpu.planning.estimate import roofline_of, step_limits
+from sansgpu.planning.forecast import Forecast, done_at
 from sansgpu.planning.measure import MeasureRequest, Result, measure_in_subprocess
-from sansgpu.planning.prepare import Prepared, Warn, prepare
+from sansgpu.planning.prepare import prepare
+from sansgpu.planning.prepared import Prepared
+from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.bench_report import write_report
 from sansgpu.reporting.outputs import replace_folder, require_folder
 from sansgpu.tasks import task_of
-from sansgpu.train.forecast import Forecast, done_at
 from sansgpu.train.run_folders import open_any, require_plain_name
 
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
@@ -101,15 +103,15 @@ def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest, co
 
 
 def _with_choices(config: Config, prepared: Prepared) -> Config:
-    environment, training = prepared.environment, prepared.config.training
+    how = prepared.execution
     settings = [
-        f"training.batch_size={environment.micro_batch}",
-        f"training.gradient_accumulation_steps={prepared.accumulation}",
-        f"training.precision={environment.precision}",
+        f"training.batch_size={how.micro_batch}",
+        f"training.gradient_accumulation_steps={how.accumulation}",
+        f"training.precision={how.precision}",
         "training.use_amp=null",
-        f"training.compile='{environment.compile}'",
-        f"training.threads={environment.threads}",
-        f"training.optimizer={training.optimizer}",
+        f"training.compile='{how.compile}'",
+        f"training.threads={how.threads}",
+        f"training.optimizer={how.optimizer}",
     ]
     resolved = prepared.config.model.model_dump()  # includes what depends on the data, e.g. vocab_size
     given = config.model.model_dump()
@@ -120,7 +122,7 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
 def _summary(prepared: Prepared, measured: Result, baseline: Result, request: BenchRequest) -> Result:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
-    needed = task_of(prepared.config).costs(prepared.config).work(tokens).needed
+    needed = prepared.costs.work(tokens).needed
     gemm = _gemm_rate(prepared, measured, needed / middle)
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
@@ -229,7 +231,7 @@ def _row(
     task = task_of(config)
     parameters = sum(task.costs(config).parameters().values())
     seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
-    lost = parameters / sum(task.costs(prepared.config).parameters().values()) - 1
+    lost = parameters / sum(prepared.costs.parameters().values()) - 1
     if given_up == "parameters":
         given_up = f"{-lost:.0%} of the parameters"
     return {
@@ -286,7 +288,7 @@ def _gpu(
     chosen: Config, prepared: Prepared, result: Result, request: BenchRequest, say: Callable[[str], None]
 ) -> Result | None:
     tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
-    if torch.cuda.is_available() and prepared.machine.device.type == "cpu":
+    if torch.cuda.is_available() and prepared.execution.device.type == "cpu":
         say("timing the GPU")
         settings = (
             "device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16",
@@ -347,15 +349,15 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
 
 
 def _gemm_rate(prepared: Prepared, measured: Result, reached: float) -> float:
-    known, machine = measured["gemm_flops_per_second"], prepared.machine
-    return best_gemm_rate(known, reached, machine.precision, machine.device.type)
+    how = prepared.execution
+    return best_gemm_rate(measured["gemm_flops_per_second"], reached, how.precision, how.device.type)
 
 
 def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]) -> Result:
     """Times forward passes at the run's micro-batch and at batch size 1."""
     rows = []
     task, window = task_of(chosen), chosen.window
-    for size in sorted({1, prepared.environment.micro_batch}):
+    for size in sorted({1, prepared.execution.micro_batch}):
         say(f"timing forward passes of {size} x {window} tokens")
         one = change_config(chosen, (f"training.batch_size={size}",))
         measured = measure_in_subprocess(MeasureRequest(one, request.steps, forward_only=True))

@@ -32,7 +32,8 @@ from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
 from sansgpu.machine.world import World
 from sansgpu.planning.memory_fit import Shortage
-from sansgpu.planning.prepare import Prepared, prepare
+from sansgpu.planning.prepare import prepare
+from sansgpu.planning.prepared import Prepared
 from sansgpu.reporting.boards import TensorBoard, WeightsAndBiases, require_boards
 from sansgpu.reporting.controls import Controls
 from sansgpu.reporting.events import EventBuffer, Sink, Sinks, now

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
+import torch
+
 from sansgpu.config import TrainingConfig
 
 MICRO_BATCH_TOKENS = 4096  # default limit: beyond it matmuls gain little, and activations no longer fit the cache
 MAX_MICRO_BATCH_TOKENS = 16384  # the largest micro-batch to calibrate
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Execution:
-    """The settings of a step that determine its memory."""
+    """How each process computes its share of a step. It determines memory, and most of the recorded environment."""
 
     micro_batch: int
     accumulation: int
@@ -22,8 +25,9 @@ class Execution:
     kernels: str  # native | torch
     optimizer: str  # adamw | muon
     max_tokens: Callable[[int], int] | None = None  # examples -> maximum tokens; None: all have the maximum length
-    copies: bool = True  # snapshots are copied in memory and written in the background
     world_size: int = 1
+    threads: int = 1
+    device: torch.device = CPU
 
     def tokens(self, window: int) -> int:
         """Returns the tokens of the largest micro-batch of examples with up to `window` tokens."""

@@ -106,14 +106,13 @@ class Costs(ABC):
             activations += self.layers * FULL * how.tokens(self.window) * self.width
         else:
             activations *= self.layers
-        copied = (2 if self.training.master_weights == "bf16" else FULL) * weights + moments
         needed = {
             "weights": self.weight_bytes(how),
             "gradients": gradients,
             "optimizer": moments,
             "activations": activations - int(_OVERLAP_SAVING * min(gradients, activations)),
             "logits": self.head_bytes(how),
-            "snapshot": copied if how.copies else 0,
+            "snapshot": (2 if self.training.master_weights == "bf16" else FULL) * weights + moments,
         }
         return Memory(**needed, overhead=self.overhead_bytes(how, sum(needed.values())))
 

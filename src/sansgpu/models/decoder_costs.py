@@ -107,7 +107,8 @@ class DecoderCosts(Costs):
         return cross_entropy_bytes(how, how.tokens(self.window), self.products().head, trained=True)
 
     def weight_bytes(self, how: Execution) -> int:
-        return FULL * self.trained() + self._narrow_bytes(how)
+        norms_alone = self.training.master_weights == "bf16"
+        return FULL * (self.parameters()["norms"] if norms_alone else self.trained()) + self._narrow_bytes(how)
 
     def _narrow_bytes(self, how: Execution) -> int:
         """Returns the bytes of the bf16 copies of weights that matmuls read; 0 in fp32."""

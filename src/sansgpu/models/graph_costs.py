@@ -34,6 +34,7 @@ class GraphEncoderCosts(Costs):
     """The costs of a graph encoder; `target_ratio` is the share of masked nodes."""
 
     longest_span: int | None = None  # tokens, if the model has the head of the span-boundary loss
+    facts: int = 0  # triples per graph that are learned without text
 
     def parameters(self) -> dict[str, int]:
         model, span = self.model, self.longest_span
@@ -69,11 +70,11 @@ class GraphEncoderCosts(Costs):
         if self.longest_span:  # two more layers and another projection to the vocabulary
             head += shapes.head[1] * d + 4 * d * d
         entities = self.model.n_entities or 0
-        queries = tokens / self.example_tokens if entities else 0.0  # one per graph
+        tails = (1 + self.facts) * tokens / self.example_tokens if entities else 0.0  # one query per graph
         return StepWork(
             matmul=6.0 * self.layers * numbers_of(shapes.block) * tokens,
             attention=12.0 * self.layers * d * self.example_tokens * tokens,
-            loss=6.0 * (head * self.target_ratio * tokens + entities * d * queries),
+            loss=6.0 * (head * self.target_ratio * tokens + entities * d * tails),
             muon=self.layers * muon_flops(shapes.block),
         )
 
@@ -102,8 +103,11 @@ class GraphEncoderCosts(Costs):
         logits = min(rows, CHUNK_ROWS) * vocabulary * (compute + FULL) + 20 * rows * model.d_model
         heads = 3 if self.longest_span else 2  # roots, leaves, spans: each holds a gradient of the embedding
         logits += vocabulary * model.d_model * (heads * FULL + compute + (FULL if how.accumulation > 1 else 0))
-        if model.n_entities:  # entity vectors with gradients, and the logits of queries
+        if model.n_entities:  # entity vectors with gradients, and the logits of queries or facts
             logits += model.n_entities * model.d_model * (2 * compute + 3 * FULL)
-            logits += min(rows, CHUNK_ROWS) * model.n_entities * (compute + FULL)
+            facts = how.micro_batch * self.facts
+            logits += min(max(rows, facts), CHUNK_ROWS) * model.n_entities * (compute + FULL)
+            if facts:  # another gradient of the entity vectors until backward
+                logits += model.n_entities * model.d_model * (compute + FULL) + 20 * facts * model.d_model
         # Looked-up rows with dropout, and their gradients; at worst for every relation.
         return logits + 4 * compute * self.parameters().get("relations", 0)

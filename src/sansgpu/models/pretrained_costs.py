@@ -164,8 +164,5 @@ class PretrainedCosts(Costs):
         frozen = sum(self.parameters().values()) - self.trained()
         return super().weight_bytes(how) + COMPUTE[how.precision] * frozen
 
-    def moment_bytes(self, how: Execution) -> int:
-        return super().moment_bytes(replace(how, optimizer="adamw"))
-
     def overhead_bytes(self, how: Execution, needed: int) -> int:
         return _PROCESS_BYTES

@@ -14,7 +14,7 @@ from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.gloo_rate import Link, measure_gloo
 from sansgpu.machine.memory import Memory, effective_batch
 from sansgpu.models.costing import COMPUTE, FULL
-from sansgpu.planning.forecast import execution, forecast_of, length_of
+from sansgpu.planning.forecast import done_at, forecast_of, length_of
 from sansgpu.planning.memory_fit import OUTSIDE_BLOCKS, estimate_memory, fits
 from sansgpu.planning.nodes import (
     MIN_SCALING,
@@ -28,11 +28,10 @@ from sansgpu.planning.nodes import (
     share_of,
     step_of,
 )
-from sansgpu.planning.prepare import Prepared, ignore_message, prepare
-from sansgpu.tasks import task_of
+from sansgpu.planning.prepare import ignore_message, prepare
+from sansgpu.planning.prepared import Prepared
 from sansgpu.tasks.pretrain import TextCorpus
 from sansgpu.train.calibrate import Timing
-from sansgpu.train.forecast import done_at
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
 from sansgpu.train.scaling_law import expected_bits_per_byte
 
@@ -130,7 +129,7 @@ class _ClusterRun:
             "total_seconds": seconds,
             "node_hours": node_hours,
             "cost": None if price is None else node_hours * price,
-            "fits": fits(self.memory(nodes), prepared.machine.available),
+            "fits": fits(self.memory(nodes), prepared.available),
         }
 
     def grown(self, nodes: int) -> Result:
@@ -146,26 +145,25 @@ class _ClusterRun:
         return step_of(self.work, self._share(nodes), self.link)
 
     def memory(self, nodes: int) -> Memory:
-        how, share = execution(self.prepared), self._share(nodes)
-        how = replace(how, world_size=nodes, micro_batch=share.micro_batch)
-        return estimate_memory(task_of(self.prepared.config), self.prepared.config, how)
+        size = self._share(nodes).micro_batch
+        how = replace(self.prepared.execution, world_size=nodes, micro_batch=size)
+        return estimate_memory(self.prepared.config, how)
 
     def _share(self, nodes: int) -> NodeShare:
         config = self.prepared.config
-        return share_of(config.training, config.window, self.prepared.environment.micro_batch, nodes)
+        return share_of(config.training, config.window, self.prepared.execution.micro_batch, nodes)
 
 
 def _work(prepared: Prepared, timing: Timing) -> NodeWork:
     """Returns a step's work in seconds and bytes. Pass times are linear between batch size 1 and the timed one."""
-    config, training = prepared.config, prepared.config.training
-    costs = task_of(config).costs(config)
-    parts, layers = costs.parameters(), costs.layers
+    training = prepared.config.training
+    parts, layers = prepared.costs.parameters(), prepared.costs.layers
     whole, example = timing.pass_seconds(layers), 0.0
     if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
     sharded = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
     trained = parts.get("adapter", sum(parts.values())) - sharded
-    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.environment.precision]  # bytes per number
+    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.execution.precision]  # bytes per number
     spread = ShardingLayout(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
     return NodeWork(
         pass_seconds=whole - timing.micro_batch * example,
@@ -182,7 +180,7 @@ def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
         "training.batch_size=1",
         f"training.gradient_accumulation_steps={effective_batch(prepared.config.training)}",
         f"training.compile='{timing.compile}'",
-        f"training.precision={prepared.machine.precision}",
+        f"training.precision={prepared.execution.precision}",
     )
     changed = change_config(prepared.config, settings)
     return prepare(changed, None, ignore_message, ignore_message, "report", data="wanted", timed="always").timing
@@ -192,7 +190,7 @@ def _gloo(prepared: Prepared) -> Link:
     """Returns gloo's speed at this run's bucket size and dtype. Measured once and then read from the cache."""
     dtype = "bfloat16" if prepared.config.training.gradient_reduction == "bf16" else "float32"
     question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": prepared.environment.torch}
-    answer = cached_measurement(prepared.machine.cache, question, lambda: vars(measure_gloo(BUCKET_BYTES, dtype)))
+    answer = cached_measurement(prepared.cache, question, lambda: vars(measure_gloo(BUCKET_BYTES, dtype)))
     return Link(**answer)
 
 
@@ -203,7 +201,7 @@ def _critical_batch(prepared: Prepared) -> Result:
         return {"critical_batch_tokens": None, "critical_batch_loss": None, "critical_batch_nodes": None}
     if isinstance(corpus, TextCorpus):
         steps, _ = length_of(prepared, forecast_of(prepared))
-        tokens, parameters = steps * prepared.learned_per_step, sum(task_of(config).costs(config).parameters().values())
+        tokens, parameters = steps * prepared.learned_per_step, sum(prepared.costs.parameters().values())
         bits = expected_bits_per_byte(parameters, tokens, corpus.train_tokens)
         uniform_loss = math.log(corpus.tokenizer.vocab_size)
         loss = min(uniform_loss, bits * _bytes_per_token(corpus) * math.log(2))

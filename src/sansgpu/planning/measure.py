@@ -18,10 +18,10 @@ from sansgpu.config import Config, SansGPUError
 from sansgpu.config.plain_data import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.compilation import compile_into
-from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.memory import Execution, effective_batch
 from sansgpu.machine.probe import gemm_flops_per_second
 from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
-from sansgpu.planning.prepare import Machine, set_up
+from sansgpu.planning.set_up import set_up
 from sansgpu.tasks import Corpus, Task, task_of
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.optim import Optimizer
@@ -72,10 +72,10 @@ def measure(request: MeasureRequest) -> Result:
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
         if request.compiled:
             compile_into(request.compiled)
-        machine = set_up(request.config, None, warnings.append)  # the kernels are already compiled
-        bench = _Bench(request.config, machine, request, Path(folder))
+        how, _ = set_up(request.config, None, warnings.append)  # the kernels are already compiled
+        bench = _Bench(request.config, how, request, Path(folder))
         result = bench.forward() if request.forward_only else bench.train()
-    gemm = gemm_flops_per_second(machine.precision, machine.device.type, machine.threads)
+    gemm = gemm_flops_per_second(how.precision, how.device.type, how.threads)
     return {**result, "import_seconds": imported, "gemm_flops_per_second": gemm, "warnings": warnings}
 
 
@@ -90,12 +90,12 @@ class _Stages:
 
 
 class _Bench:
-    def __init__(self, config: Config, machine: Machine, request: MeasureRequest, folder: Path) -> None:
-        self._config, self._machine, self._request, self._folder = config, machine, request, folder
+    def __init__(self, config: Config, how: Execution, request: MeasureRequest, folder: Path) -> None:
+        self._config, self._request, self._folder = config, request, folder
         self._kind = task_of(config)
         size = config.training.batch_size
         assert size != "auto"
-        self._plan = StepPlan(size, machine.device, machine.precision)
+        self._plan = StepPlan(size, how.device, how.precision)
 
     def forward(self) -> Result:
         """Times forward passes of one random micro-batch."""

@@ -10,7 +10,7 @@ from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.costing import FULL
-from sansgpu.tasks import TaskKind
+from sansgpu.tasks import task_of
 
 Shortage = Literal["refuse", "begin", "report"]
 
@@ -37,13 +37,13 @@ class ConfigChange:
         return f"{' '.join(self.settings)} ({self.memory.least / 1e9:.1f} GB; {self.cost})"
 
 
-def estimate_memory(task: TaskKind, config: Config, how: Execution, layers: int | None = None) -> Memory:
+def estimate_memory(config: Config, how: Execution, layers: int | None = None) -> Memory:
     """Estimates one process's memory. Sets `how.accumulation` to match its micro-batch."""
     training = config.training
     accumulation = micro_batches_per_rank(training, how.micro_batch, how.world_size)
     if how.world_size > 1 and training.gradient_reduction == "fp32":
         accumulation = max(2, accumulation)  # gradients are reduced in fp32, as with accumulation
-    costs = task.costs(config)
+    costs = task_of(config).costs(config)
     shallow = costs if layers is None else costs.with_layers(layers)
     memory = shallow.memory(replace(how, accumulation=accumulation))
     if how.world_size == 1:
@@ -75,7 +75,6 @@ def fits(memory: Memory, available: int) -> bool:
 
 
 def fitting_micro_batches(
-    task: TaskKind,
     config: Config,
     how: Execution,
     available: int,
@@ -88,69 +87,65 @@ def fitting_micro_batches(
     smallest size that fits, or 1; `report` returns the smallest size.
     """
     choices = micro_batch_choices(config.training, config.window, how.world_size)
-    fitting = [
-        size for size in choices if fits(estimate_memory(task, config, replace(how, micro_batch=size)), available)
-    ]
+    fitting = [size for size in choices if fits(estimate_memory(config, replace(how, micro_batch=size)), available)]
     if fitting:
         return fitting
     if shortage == "report":
         return choices[:1]
-    needed = estimate_memory(task, config, replace(how, micro_batch=choices[0]))
+    needed = estimate_memory(config, replace(how, micro_batch=choices[0]))
     short = f"the run needs about {needed.least / 1e9:.1f} GB of memory, but {available / 1e9:.1f} GB are available"
     if shortage == "refuse":
-        changes = "; or ".join(str(change) for change in changes_that_fit(task, config, how, available))
+        changes = "; or ".join(str(change) for change in changes_that_fit(config, how, available))
         remedy = f"it fits with {changes}" if changes else "choose a much smaller model"
         raise ConfigError(f"{short}; {remedy}; --force starts it anyway.")
     parts = [size for size in _halves(choices[0]) if size < choices[0]]
-    sizes = [s for s in parts if fits(estimate_memory(task, config, replace(how, micro_batch=s)), available)]
+    sizes = [s for s in parts if fits(estimate_memory(config, replace(how, micro_batch=s)), available)]
     size = (sizes or [min(parts, default=choices[0])])[0]
     warn(f"{short}; starting anyway, with micro-batches of {size} and the same effective batch size.")
     return [size]
 
 
-def changes_that_fit(task: TaskKind, config: Config, how: Execution, available: int) -> list[ConfigChange]:
+def changes_that_fit(config: Config, how: Execution, available: int) -> list[ConfigChange]:
     """Returns up to three changes that each make the run fit, cheapest first, or else one combined change."""
     found: list[ConfigChange] = []
     for kind in CHANGES:
-        changes = (_change(task, config, how, settings, cost) for settings, cost in kind(config, how))
+        changes = (_change(config, how, settings, cost) for settings, cost in kind(config, how))
         if change := next((c for c in changes if c is not None and fits(c.memory, available)), None):
             found.append(change)
-    return found[:MAX_CHANGES] or _combine(task, config, how, available)
+    return found[:MAX_CHANGES] or _combine(config, how, available)
 
 
-def _combine(task: TaskKind, config: Config, how: Execution, available: int) -> list[ConfigChange]:
+def _combine(config: Config, how: Execution, available: int) -> list[ConfigChange]:
     """Combines kinds of changes, each to its maximum, until the run fits, then drops those that are not needed."""
     parts: list[Option] = []
     for kind in CHANGES:
         furthest: Option | None = None
         for option in kind(change_config(config, _merged(parts)), how):
-            change = _combined(task, config, how, [*parts, option])
+            change = _combined(config, how, [*parts, option])
             if change is None:
                 continue
             furthest = option
             if fits(change.memory, available):
-                return [_without_needless(task, config, how, available, [*parts, option])]
+                return [_without_needless(config, how, available, [*parts, option])]
         if furthest:
             parts.append(furthest)
     return []
 
 
-def _without_needless(
-    task: TaskKind, config: Config, how: Execution, available: int, parts: list[Option]
-) -> ConfigChange:
+def _without_needless(config: Config, how: Execution, available: int, parts: list[Option]) -> ConfigChange:
     for part in reversed(parts[:-1]):
         fewer = [other for other in parts if other is not part]
-        change, changed = _combined(task, config, how, fewer), change_config(config, _merged(fewer))
+        change, changed = _combined(config, how, fewer), change_config(config, _merged(fewer))
         same_step = _step_tokens(changed) == _step_tokens(config)
         if change and same_step and fits(change.memory, available):
             parts = fewer
-    change = _combined(task, config, how, parts)
+    change = _combined(config, how, parts)
     assert change is not None
     return change
 
 
-def _combined(task: TaskKind, config: Config, how: Execution, parts: list[Option]) -> ConfigChange | None:
-    return _change(task, config, how, _merged(parts), "; ".join(dict.fromkeys(cost for _, cost in parts)))
+def _combined(config: Config, how: Execution, parts: list[Option]) -> ConfigChange | None:
+    return _change(config, how, _merged(parts), "; ".join(dict.fromkeys(cost for _, cost in parts)))
 
 
 def _merged(parts: list[Option]) -> tuple[str, ...]:
@@ -162,9 +157,7 @@ def _step_tokens(config: Config) -> int:
     return effective_batch(config.training) * config.window
 
 
-def _change(
-    task: TaskKind, config: Config, how: Execution, settings: tuple[str, ...], cost: str
-) -> ConfigChange | None:
+def _change(config: Config, how: Execution, settings: tuple[str, ...], cost: str) -> ConfigChange | None:
     try:
         changed = change_config(config, settings)
     except ConfigError:  # the model's shape does not allow it
@@ -174,9 +167,9 @@ def _change(
     precision = how.precision if training.wanted_precision == "auto" else training.wanted_precision
     optimizer = how.optimizer if training.optimizer == "auto" else training.optimizer
     how = replace(how, micro_batch=size, precision=precision, optimizer=optimizer)
-    memory = estimate_memory(task, changed, how)
+    memory = estimate_memory(changed, how)
     if FEWER in cost:
-        now, then = (sum(task.costs(c).parameters().values()) / 1e6 for c in (config, changed))
+        now, then = (sum(task_of(c).costs(c).parameters().values()) / 1e6 for c in (config, changed))
         cost = cost.replace(FEWER, f"{then:.0f}M parameters instead of {now:.0f}M")
     return ConfigChange(settings, cost, memory)
 

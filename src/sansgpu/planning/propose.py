@@ -18,9 +18,11 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.compilation import missing_compiler, saves_compile_time
 from sansgpu.planning.estimate import plan_prepared, roofline_of, step_limits
 from sansgpu.planning.forecast import forecast_of
-from sansgpu.planning.prepare import Prepared, Warn, ignore_message, prepare
+from sansgpu.planning.prepare import ignore_message, prepare
+from sansgpu.planning.prepared import Prepared
+from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.outputs import require_file
-from sansgpu.tasks import Corpus, task_of
+from sansgpu.tasks import Corpus
 from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
@@ -153,7 +155,7 @@ def _candidate(base: Prepared, width: int, hours: float, efficiencies: list[tupl
     unique = base.corpus.train_tokens
     speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, efficiencies)
     tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MAX_EPOCHS * unique)
-    parameters = sum(task_of(config).costs(config).parameters().values())
+    parameters = sum(prepared.costs.parameters().values())
     return ProposedRun(
         config, parameters, speed, tokens, tokens / unique, expected_bits_per_byte(parameters, tokens, unique)
     )

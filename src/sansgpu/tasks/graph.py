@@ -223,8 +223,15 @@ class Graph(MaskedTask, GraphObjective):
     @staticmethod
     def costs(config: Config) -> GraphEncoderCosts:
         """Returns the costs if every leaf slot is filled, or for FLOPs, most are empty."""
-        model, masked = config.model, _masked_share(config)
-        return GraphEncoderCosts(model, config.training, config.window, config.roots, masked, longest_span(config))
+        return GraphEncoderCosts(
+            config.model,
+            config.training,
+            config.window,
+            config.roots,
+            target_ratio=_masked_share(config),
+            longest_span=longest_span(config),
+            facts=config.data.kge_triples,
+        )
 
     def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
         """Returns the masked examples of a step with the loss weights at that step."""

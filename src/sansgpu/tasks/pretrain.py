@@ -142,8 +142,7 @@ class Pretrain(PretrainObjective):
 
     @staticmethod
     def costs(config: Config) -> DecoderCosts:
-        fp32 = config.training.model_copy(update={"master_weights": "fp32", "optimizer_state": "fp32"})
-        return DecoderCosts(config.model, fp32, config.window, config.window)
+        return DecoderCosts(config.model, config.training, config.window, config.window)
 
     def batch(self, step: int, total_steps: int | None = None) -> Batch:
         """Returns the global batch of a step, cut into shorter pieces during the window warm-up."""

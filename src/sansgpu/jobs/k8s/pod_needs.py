@@ -58,8 +58,8 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
             optimizer=choose_optimizer(training.optimizer, work.needed, work.muon),
             world_size=world_size,
         )
-        memory = estimate_memory(task, config, how).least
-        snapshot = estimate_memory(task, config, replace(how, world_size=1)).snapshot  # written whole even if sharded
+        memory = estimate_memory(config, how).least
+        snapshot = estimate_memory(config, replace(how, world_size=1)).snapshot  # written whole even if sharded
     except SansGPUError as error:  # the model is on the claim, or on a Hub that cannot be reached from here
         warn(
             f"{str(error).rstrip('.')}; the grace period of pods assumes a model of "

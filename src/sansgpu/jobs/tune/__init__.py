@@ -35,11 +35,11 @@ from sansgpu.jobs.tune.study import LOCK_SECONDS, ClaimedTrial, Study, require_s
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, chosen_config, trial_config
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.planning.estimate import plan_prepared
-from sansgpu.planning.forecast import forecast_of, length_of
-from sansgpu.planning.prepare import Warn, prepare
+from sansgpu.planning.forecast import done_at, forecast_of, length_of
+from sansgpu.planning.prepare import prepare
+from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
-from sansgpu.train.forecast import done_at
 from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.run_folders import RUNS, require_writable
 

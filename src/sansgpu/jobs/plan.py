@@ -1,0 +1,56 @@
+"""Estimates a run's memory and time before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import PRESETS, ConfigError, change_config, load_config
+from sansgpu.data.shards import ReportProgress
+from sansgpu.planning.cluster import Cluster, plan_nodes, require_examples
+from sansgpu.planning.estimate import plan_prepared
+from sansgpu.planning.prepare import ignore_message, prepare
+from sansgpu.planning.set_up import Warn
+from sansgpu.tasks import task_of
+from sansgpu.train.schedule import UNKNOWN_STEPS
+
+Result = dict[str, Any]
+
+OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann et al., arXiv 2203.15556)
+
+
+def plan(
+    file: Path | None, overrides: Sequence[str], progress: ReportProgress, warn: Warn, cluster: Cluster | None = None
+) -> Result:
+    """Returns the plan that `plan --json` prints, with `cluster` also for its nodes. Raises ConfigError."""
+    config, notes = load_config(file, overrides)
+    for note in notes:
+        warn(note)
+    if cluster:
+        require_examples(cluster, config)
+    prepared = prepare(config, None, progress, warn, "report", data="wanted", timed="always")
+    if cluster and prepared.total_steps == UNKNOWN_STEPS and not config.training.time_limited:
+        raise ConfigError("--nodes compares whole runs, but the length of an epoch is unknown; set training.max_steps.")
+    result = plan_prepared(prepared)
+    return {**result, "cluster": plan_nodes(prepared, cluster)} if cluster else result
+
+
+def plan_presets(overrides: Sequence[str], warn: Warn) -> list[Result]:
+    rows = []
+    for name in PRESETS:
+        config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])
+        task = task_of(config)
+        prepared = prepare(
+            task.with_vocabulary(config), None, ignore_message, warn, "report", data="unread", timed="always"
+        )
+        row = {"preset": name, **plan_prepared(prepared, suggest_changes=False)}
+        frugal = change_config(prepared.config, ["model.gradient_checkpointing=true"])
+        smallest = replace(prepared.execution, micro_batch=1)
+        row["least_memory_bytes"] = task.costs(frugal).memory(smallest).least
+        tokens = OPTIMAL_TOKENS * row["parameters"]
+        row["optimal_tokens"] = tokens
+        row["optimal_seconds"] = tokens / row["tokens_per_second"] if row["tokens_per_second"] else None
+        rows.append(row)
+    return rows

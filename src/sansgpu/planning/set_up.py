@@ -1,0 +1,89 @@
+"""Sets up a process for training: device, threads, memory allocation and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sansgpu.config import VARIABLE_LENGTH, Config, ConfigError, TrainingConfig
+from sansgpu.kernels import native
+from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.compilation import keep_compiled
+from sansgpu.machine.compiled import compiled_cache
+from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.machine.memory import Execution
+from sansgpu.machine.probe import (
+    Environment,
+    limit_tokenizer_threads,
+    memory_for_run,
+    pin_cores,
+    resolve_device,
+    resolve_precision,
+)
+from sansgpu.machine.vector_math import choose_vector_math
+from sansgpu.planning.kernels import load_kernels
+
+Warn = Callable[[str], None]
+
+
+def set_up(
+    config: Config, before: Environment | None, warn: Warn, group: Group = SINGLE_PROCESS
+) -> tuple[Execution, int]:
+    """Configures threads and memory allocation of this process and loads the kernels.
+
+    Returns the execution, with micro-batches of one example as yet, and the available memory in bytes. On resume,
+    `before` is the recorded environment, and automatic choices repeat it.
+    """
+    training = config.training
+    device = resolve_device(training)
+    if device.type == "cuda" and group.size > 1:
+        device = _gpu_of_rank(training, group)
+    threads = pin_cores(group, training, warn)
+    recorded = before.threads if before and before.world_size == group.size else None
+    torch.set_num_threads(_recorded_or(recorded, threads, training.threads))
+    torch.set_flush_denormal(True)
+    deterministic = device.type == "cuda"
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler: 1 s
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    choose_vector_math()
+    keep_freed_memory()
+    compiled = compiled_cache(warn)
+    keep_compiled(compiled, warn)
+    limit_tokenizer_threads(config.data.preprocessing_num_workers)
+    plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
+    kernels = load_kernels("torch" if plain else training.kernels, compiled, device, warn)
+    if kernels == "native":
+        native.keep_blocks(varying=config.kind in VARIABLE_LENGTH)
+    precision = before.precision if before and training.wanted_precision == "auto" else None
+    precision = group.broadcast_object(lambda: precision or resolve_precision(training, device))
+    available = min(group.all_gather_object(memory_for_run(device, len(group.local_rank))))
+    return Execution(
+        micro_batch=1,
+        accumulation=1,
+        precision=precision,
+        compile="off",
+        kernels=kernels,
+        optimizer=training.optimizer,
+        world_size=group.size,
+        threads=torch.get_num_threads(),
+        device=device,
+    ), available
+
+
+def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
+    """Returns this local rank's GPU. Raises ConfigError if there are fewer GPUs than processes, or with sharding."""
+    local_rank, count = group.local_rank.index(group.rank), torch.cuda.device_count()
+    if len(group.local_rank) > count:
+        raise ConfigError(f"{len(group.local_rank)} processes share {count} GPUs; start one process per GPU.")
+    if training.sharding != "none":
+        raise ConfigError(
+            f"training.sharding {training.sharding} works on CPUs only; set it to none, or set device to cpu."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _recorded_or(recorded: int | None, resolved: int, requested: int | str) -> int:
+    """Returns the recorded thread count if it was automatic and is available, because exact results depend on it."""
+    return recorded if recorded is not None and requested == "auto" and recorded <= resolved else resolved
