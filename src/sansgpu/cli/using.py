@@ -61,7 +61,7 @@ def evaluate(
     bar = PreparationBar(RunConsole(stderr=True))
     try:
         if link_prediction:
-            from sansgpu.jobs.link_prediction import link_prediction as rank
+            from sansgpu.jobs.evaluate import link_prediction as rank
             from sansgpu.reporting.tables import print_link_prediction
 
             ranked = rank(run, data, snapshot, limit, bar, warn)
@@ -174,7 +174,8 @@ def predict(
     """
     from sansgpu.jobs.predict import predict as job
 
-    result = job(run, question, context, null_answers, snapshot, warn, trust_remote_code)
+    rows = [{"question": question, "context": context}]
+    result = job(run, rows, snapshot, warn, trust_remote_code, null_answers=null_answers)[0]
     if as_json:
         print_json(result)
     else:

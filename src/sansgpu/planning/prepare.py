@@ -15,6 +15,7 @@ from sansgpu.config import VARIABLE_LENGTH, Config, ConfigError, TrainingConfig,
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
+from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory, trim_memory
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.compilation import (
@@ -38,7 +39,6 @@ from sansgpu.machine.probe import (
     resolve_precision,
 )
 from sansgpu.machine.vector_math import choose_vector_math
-from sansgpu.planning.kernels import load_kernels
 from sansgpu.planning.memory_fit import Shortage, estimate_memory, fits, fitting_micro_batches
 from sansgpu.tasks import Corpus, TaskKind, task_of
 from sansgpu.train.budget import finish_time
