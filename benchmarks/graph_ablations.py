@@ -22,11 +22,11 @@ from benchmarks.contest import Row, print_table, say, write_json
 from sansgpu.config import Config, load_config
 from sansgpu.data.leafy import LeafyDataset
 from sansgpu.kernels import native
+from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import cache_dir, resolve_precision, resolve_threads
-from sansgpu.planning.kernels import load_kernels
 from sansgpu.tasks.graph import Graph
 from sansgpu.tasks.graph_corpus import GraphCorpus
 from sansgpu.train.evaluate import evaluate

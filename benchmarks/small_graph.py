@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.contest import Row, print_table, write_json
 from sansgpu.config import load_config
-from sansgpu.jobs.link_prediction import link_prediction
+from sansgpu.jobs.evaluate import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
 
 ENTITIES, RELATIONS = 135, 46

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
-from sansgpu.jobs.loading import load_model
 from sansgpu.models import TransformerLM
 from sansgpu.models.gguf_file import TYPES, GGUFType, open_gguf, write_gguf
 from sansgpu.models.huggingface import load_gguf_decoder
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.pretrained import load_pretrained, load_tokenizer_of
+from sansgpu.train.loading import open_model
 from tests.models.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
 from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
 
@@ -315,7 +315,7 @@ def test_a_file_that_makes_no_model_is_refused(
 ) -> None:
     path = rewritten(whole, tmp_path / "other.gguf", **changes)
     with pytest.raises(ConfigError, match=sentence) as error:
-        load_model(str(path), "latest", pytest.fail)
+        open_model(str(path), "generate", "latest", pytest.fail)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -325,7 +325,7 @@ def test_a_tokenizer_that_others_wrote_is_made_from_its_tokens(name: str, tmp_pa
     tokenizer = {"dbrx": TOKENIZER, "gpt-2": split(use_regex=True), "smollm": split(r"\p{N}", use_regex=True)}[name]
     write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
     path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
-    made = load_model(str(path), "latest", pytest.fail).tokenizer
+    made = open_model(str(path), "generate", "latest", pytest.fail).tokenizer
     for text in (*TEXT[:1], "naïve 世界 1234 I'LL <|endoftext|>\n\n  x"):
         assert made.encode(text) == tokenizer.encode(text)
         assert made.decode(made.encode(text)) == text
@@ -338,7 +338,7 @@ def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
     write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", CharTokenizer.train(TEXT))
     path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
     with pytest.raises(ConfigError, match=r"has no tokenizer.json, and its tokenizer \(\S+\) is not supported"):
-        load_model(str(path), "latest", pytest.fail)
+        open_model(str(path), "generate", "latest", pytest.fail)
 
 
 def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
-from sansgpu.jobs.fine_tuned import load_fine_tuned
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.reporting.events import Event, EventBuffer
 from sansgpu.tasks import TASKS
+from sansgpu.train.loading import open_model
 from tests.processes import digests, record
 from tests.tasks.folders import chat_rows, model_folder, squad
 
@@ -119,7 +119,7 @@ def outputs(model: Any) -> torch.Tensor:
 )
 def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str, adapter: str, precision: str) -> None:
     run, _ = trained(home, architecture, adapter, precision)
-    ours = load_fine_tuned(str(run), head_of(architecture), "latest", pytest.fail)
+    ours = open_model(str(run), "evaluate", "latest", pytest.fail)
     kind = AutoModelForQuestionAnswering if architecture in ENCODERS else AutoModelForCausalLM
     theirs, info = kind.from_pretrained(run / "final", output_loading_info=True)
     assert not any(info.values()), info

@@ -18,7 +18,7 @@ from sansgpu.data.graph_batch import GraphBatch
 from sansgpu.data.leafy import LeafyExample, PlacedTriple, build_leafy
 from sansgpu.data.mask_tokenizer import BERT, GraphCodec, MaskTokenizer
 from sansgpu.data.masking import MaskedExample
-from sansgpu.jobs.link_prediction import link_prediction
+from sansgpu.jobs.evaluate import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.tasks import tail_prediction as gaps
 from sansgpu.tasks.graph import GraphObjective

@@ -71,7 +71,7 @@ def evaluate(
     if objective and link_prediction:
         raise typer.BadParameter("--objective has no effect with --link-prediction; leave it out")
     if link_prediction:
-        from sansgpu.jobs.link_prediction import link_prediction as rank
+        from sansgpu.jobs.evaluate import link_prediction as rank
 
         with preparation_bar() as bar:
             ranked = rank(run, data, snapshot, limit, bar, warn)
@@ -176,7 +176,8 @@ def predict(
     """
     from sansgpu.jobs.predict import predict as job
 
-    result = job(run, question, context, null_answers, snapshot, warn, trust_remote_code)
+    rows = [{"question": question, "context": context}]
+    result = job(run, rows, snapshot, warn, trust_remote_code, null_answers=null_answers)[0]
     if as_json:
         print_json(result)
     else:

@@ -9,10 +9,11 @@ from sansgpu.config import ConfigError
 from sansgpu.data.graph import GraphDocument
 from sansgpu.data.graph_sources import open_graph_part
 from sansgpu.data.shards import ReportProgress
-from sansgpu.jobs.graph_model import LoadedGraph
-from sansgpu.jobs.link_prediction import load_triples_model, run_parts, tail_predictor
 from sansgpu.tasks.extraction import Agreement, ExtractionRules, TripleExtractor
 from sansgpu.tasks.graph_corpus import leafy_rules, read_graphs
+from sansgpu.tasks.link_prediction import require_triples, run_parts, tail_predictor
+from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.train.loading import open_model
 
 
 class Triples:
@@ -62,11 +63,12 @@ def extract(
         raise ConfigError("give either --text or --data to extract triples from.")
     if text is not None and not text.strip():
         raise ConfigError("--text must not be empty.")
-    loaded = load_triples_model(target, snapshot, warn)
-    config = loaded.config
-    unknown = next((name for name in relations if name not in loaded.relations), None)
+    loaded = open_model(target, "extract", snapshot, warn)
+    require_triples(loaded)
+    config, codec = loaded.config, loaded.tokenizer
+    unknown = next((name for name in relations if name not in codec.relations), None)
     if unknown is not None:
-        raise ConfigError(f"--relation {unknown} is unknown; {target} was trained on {', '.join(loaded.relations)}.")
+        raise ConfigError(f"--relation {unknown} is unknown; {target} was trained on {', '.join(codec.relations)}.")
     if text is not None:
         documents = [GraphDocument("text", "text", text)]
     else:
@@ -76,7 +78,7 @@ def extract(
     needs_tails = closed and any(not document.entities for document in documents)
     rules = ExtractionRules(
         leafy_rules(config),
-        loaded.relations,
+        codec.relations,
         tuple(relations),
         tuple(heads),
         closed,
@@ -85,12 +87,12 @@ def extract(
         per_query=top,
         min_score=min_score,
     )
-    extraction = TripleExtractor(tail_predictor(loaded), loaded.codec, rules)
-    return Triples(extraction, Agreement(loaded.tokenizer, rules), documents, progress)
+    extraction = TripleExtractor(tail_predictor(loaded), codec, rules)
+    return Triples(extraction, Agreement(codec.tokenizer, rules), documents, progress)
 
 
 def _trained_tails(
-    loaded: LoadedGraph, target: str, progress: ReportProgress, warn: Callable[[str], None]
+    loaded: TrainedModel, target: str, progress: ReportProgress, warn: Callable[[str], None]
 ) -> tuple[str, ...]:
     own = run_parts(loaded, progress, warn)
     if own is None:

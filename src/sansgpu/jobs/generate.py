@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sansgpu.jobs.loading import is_ours, load_model
-from sansgpu.models.generate import Sampling, generate, require_valid_sampling
+from sansgpu.models.generate import Sampling, require_valid_sampling
+from sansgpu.train.loading import open_model
 
 
 def generate_text(
@@ -22,12 +22,5 @@ def generate_text(
     `remote_code` allows the model's own Python code to run.
     """
     require_valid_sampling(sampling)
-    if is_ours(target):
-        ours = load_model(target, snapshot, warn)
-        return generate(ours.decoder, ours.tokenizer, prompt, max_new_tokens, sampling)
-    from sansgpu.jobs.fine_tuned import load_fine_tuned, narrow_where_faster  # imports transformers
-    from sansgpu.models.chat import continued
-
-    loaded = load_fine_tuned(target, "causal", snapshot, warn, remote_code)
-    narrow_where_faster(loaded.objective.model)
-    return continued(loaded.objective.model, loaded.tokenizer, prompt, max_new_tokens, sampling)
+    loaded = open_model(target, "generate", snapshot, warn, remote_code)
+    return loaded.kind.generate(loaded, prompt, max_new_tokens, sampling)

@@ -9,13 +9,13 @@ from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
 from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as
-from sansgpu.jobs.loading import run_snapshot
 from sansgpu.jobs.runs import is_locked
 from sansgpu.reporting.jsonl import MetricsFile
 from sansgpu.reporting.marks import MARK, read_mark
 from sansgpu.reporting.outputs import replace_folder, require_folder
 from sansgpu.reporting.unmarked import is_unmarked
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
+from sansgpu.train.loading import run_snapshot
 from sansgpu.train.run_folders import open_run, recorded_file
 from sansgpu.train.run_marks import mark_run
 from sansgpu.train.snapshots import Snapshot, best_snapshot, clear_leftovers, prune, snapshots

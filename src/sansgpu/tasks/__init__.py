@@ -5,7 +5,18 @@ from importlib import import_module
 from typing import cast
 
 from sansgpu.config import Config, ConfigError
-from sansgpu.tasks.task import Collecting, Corpus, Evaluator, Gather, Objective, Sums, Task, TaskKind, add_sums
+from sansgpu.tasks.task import (
+    Collecting,
+    Corpus,
+    Evaluator,
+    Gather,
+    Objective,
+    Sums,
+    Task,
+    TaskBase,
+    TaskKind,
+    add_sums,
+)
 
 _TABLE = {
     "pretrain": "pretrain:Pretrain",
@@ -60,6 +71,6 @@ def task_of(config: Config) -> TaskKind:
 
 
 __all__ = [
-    "TASKS", "Collecting", "Corpus", "Evaluator", "Gather", "Objective", "Sums", "Task", "TaskKind", "add_sums",
-    "task_of",
+    "TASKS", "Collecting", "Corpus", "Evaluator", "Gather", "Objective", "Sums", "Task", "TaskBase", "TaskKind",
+    "add_sums", "task_of",
 ]  # fmt: skip

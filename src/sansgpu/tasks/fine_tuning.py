@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError, derive_seed
+from sansgpu.data.order import batch_indices
+from sansgpu.data.sequences import PackedSequences
 from sansgpu.machine.compilation import expect_shapes
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
     Head,
     add_adapter,
     load_pretrained,
+    load_tokenizer_of,
     merge_adapter,
     plain_name,
     random_model,
     restore_frozen,
     save_adapter,
     save_pretrained,
+    save_tokenizer,
     stored_dtype,
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import TaskBase
+from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 from sansgpu.tasks.variable_length_corpus import P, VariableLengthCorpus
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -84,17 +89,6 @@ class FineTuning(ABC):
             return self.summed_loss(batch)
         finally:
             self._in_forward = False
-
-    @torch.no_grad()
-    def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Loads the weights of a snapshot: all weights, or only the adapter's."""
-        self.model.load_state_dict(weights, strict=False)
-
-    def step_sums(self) -> Sums:
-        return {}
-
-    def step_metrics(self, sums: Sums) -> dict[str, float]:
-        return {}
 
     def compile(self, on: bool) -> None:
         """Compiles each block separately, with dynamic sequence lengths."""
@@ -163,6 +157,59 @@ class FineTuning(ABC):
         length = min(tokens or config.window, config.window)
         draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
         return list(torch.randint(0, cls.costs(config).shape.vocabulary, (size, length), generator=draws).numpy())
+
+
+class FineTuningTask(TaskBase):
+    """Base of a task's class next to its objective: examples of one corpus, and models of transformers."""
+
+    objective_class: ClassVar[type[FineTuning]]
+    corpus: Any
+    config: Config
+    _effective_batch: int
+    ordered: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    export_to: Callable[..., None]
+
+    def batch(self, step: int, total_steps: int | None = None) -> PackedSequences:
+        part = self.corpus.train
+        indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
+        batch: PackedSequences = part.batch(self.ordered(indices, part.lengths))
+        return batch
+
+    def save_tokenizer(self, folder: Path) -> None:
+        save_tokenizer(self.corpus.tokenizer, folder)
+
+    def export(self, folder: Path) -> None:
+        """Writes the model, or only its adapter."""
+        self.export_to(self.corpus.tokenizer, folder)
+
+    @classmethod
+    def objective(cls, config: Config, layers: int | None = None) -> FineTuning:
+        return cls.objective_class(config, random=True, layers=layers)
+
+    @classmethod
+    def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
+        """Loads a run's weights, of which a snapshot holds those that were trained, or a model of transformers."""
+        settings = {"task": cls.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
+        config = source.config or Config.model_validate(settings)
+        model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
+        config = config.model_copy(update={"model": model})
+        objective = cls.objective_class(config)
+        tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        if source.snapshot is not None:
+            with torch.no_grad():
+                objective.model.load_state_dict(source.snapshot.weights(), strict=False)
+        objective.model.float()
+        return objective, tokenizer, config
+
+    @classmethod
+    def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
+        loaded.objective.export_to(loaded.tokenizer, folder, merge)
+
+
+def require_rows(part: Sized, name: str) -> None:
+    """Raises ConfigError if there is nothing to evaluate."""
+    if not len(part):
+        raise ConfigError(f"{name} has no examples to evaluate on.")
 
 
 def too_few(name: str, count: int, what: str) -> ConfigError:

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
-from sansgpu.config import Config, ConfigError, change_config, derive_seed
+from sansgpu.config import Config, ConfigError, change_config, derive_seed, problems
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
 from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL, GraphBatch
 from sansgpu.data.leafy import LeafyExample, PlacedTriple
+from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.data.masking import MaskRules, mask_example
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
@@ -23,8 +25,9 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.models.entities import NameBags
 from sansgpu.models.graph_costs import GraphEncoderCosts
 from sansgpu.models.graph_encoder import GraphEncoder
-from sansgpu.models.graph_folder import export_graph_model
-from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
+from sansgpu.models.graph_folder import export_graph_model, is_graph_folder, load_graph_folder
+from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus, names_of
+from sansgpu.tasks.masked_evaluation import EVALUATION_EXAMPLES, masked_evaluation
 from sansgpu.tasks.masked_prediction import (
     ENTITY,
     KGE,
@@ -32,7 +35,6 @@ from sansgpu.tasks.masked_prediction import (
     SBO,
     Facts,
     MaskedEvaluation,
-    MaskedTask,
     Masking,
     MetricSums,
     majority_of,
@@ -40,9 +42,11 @@ from sansgpu.tasks.masked_prediction import (
     masked_metrics,
     validation_masking,
 )
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import Sums, TaskBase
+from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, SavedState, TrainedModel
 from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
 
+UNKNOWN = "-"  # dataset name of an exported model
 EXPECTED_RELATIONS = 32  # estimate without data; their number hardly affects memory or speed
 
 
@@ -168,8 +172,11 @@ class GraphObjective:
         self.model.before_block = callback
 
 
-class Graph(MaskedTask, GraphObjective):
+class Graph(GraphObjective, TaskBase):
     """`task: graph`."""
+
+    task = "graph"
+    verbs = ("evaluate", "rank", "extract", "export")
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
         super().__init__(config, names=corpus.entity_names)
@@ -183,7 +190,7 @@ class Graph(MaskedTask, GraphObjective):
         facts = Facts.of(corpus.train, config.data.kge_triples)
         self._masking = Masking(corpus.train, rules, training.seed, facts=facts)
         held = validation_masking(corpus.validation, rules, training.seed)
-        self._measured = MaskedEvaluation(
+        self.evaluator = MaskedEvaluation(
             self, held, majority_of(corpus.train), (training.mlm_weight, training.mnm_weight, training.entity_weight)
         )
 
@@ -248,6 +255,64 @@ class Graph(MaskedTask, GraphObjective):
     def export(self, folder: Path) -> None:
         """Writes BERT's layout if it can represent the model, else sansgpu's own."""
         export_graph_model(self.model, self.corpus.codec, folder, how_learned(self.config))
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        return is_graph_folder(Path(target).expanduser())
+
+    @classmethod
+    def load(cls, source: ModelSource) -> tuple[GraphObjective, GraphCodec, Config]:
+        if source.snapshot is None:
+            (model, learned), codec = load_graph_folder(source.path), GraphCodec.load(source.path)
+            config = _config_of(model, learned, source.path)
+        else:
+            assert source.config is not None
+            assert source.tokenizer is not None
+            config, codec = source.config, GraphCodec.load(source.tokenizer)
+            model = GraphEncoder(config.model, seed=None, longest_span=longest_span(config))
+            _load_whole(model, source.snapshot)
+        return GraphObjective(config, model.float(), names_of(codec)), codec, config
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return EVALUATION_EXAMPLES
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> MaskedEvaluation:
+        return masked_evaluation(loaded, loaded.tokenizer, request)
+
+    @classmethod
+    def rank_entities(
+        cls,
+        loaded: TrainedModel,
+        data: str | None,
+        limit: int | None,
+        progress: ReportProgress,
+        warn: Callable[[str], None],
+    ) -> dict[str, Any]:
+        from sansgpu.tasks.link_prediction import rank_tails  # needs this module
+
+        return rank_tails(loaded, data, limit, progress, warn)
+
+    @classmethod
+    def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
+        export_graph_model(loaded.objective.model, loaded.tokenizer, folder, how_learned(loaded.config))
+
+
+def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Config:
+    data = {"dataset_name": UNKNOWN, **learned.get("data", {})}
+    try:
+        return Config.model_validate({"task": "graph", "model": model.config.model_dump(), **learned, "data": data})
+    except ValidationError as error:
+        raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error))}.") from None
+
+
+def _load_whole(model: GraphEncoder, snapshot: SavedState) -> None:
+    try:
+        model.load_state_dict(snapshot.weights(), assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{snapshot.folder} does not contain the whole model: {reason}") from None
 
 
 def how_learned(config: Config) -> dict[str, dict[str, Any]]:

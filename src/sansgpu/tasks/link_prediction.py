@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from sansgpu.config import Config, ConfigError
 from sansgpu.data.graph import INVERSE, Entity, GraphDocument, Triple
+from sansgpu.data.graph_sources import GraphSource, open_graphs
 from sansgpu.data.leafy import LeafyRules, build_leafy
 from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
 from sansgpu.tasks.candidates import Candidates, EntityCandidates, EntityTableIndex, SpelledCandidates
+from sansgpu.tasks.graph_corpus import leafy_rules, read_graphs, split_by_group
 from sansgpu.tasks.tail_prediction import TailPredictor, TailQuery
+from sansgpu.tasks.trained_model import TrainedModel
+
+Documents = list[GraphDocument]
 
 HITS = (1, 3, 10)
 ANY_LENGTH = 1 << 30  # tokens of a tail
@@ -207,3 +213,78 @@ def _means(ranks: Sequence[float], hits: Sequence[int]) -> dict[str, float]:
 
 def _frequency_mrr(ranks: Sequence[float]) -> dict[str, float]:
     return {"relation_frequency_mrr": _means(ranks, ())["mrr"]} if ranks else {}
+
+
+@dataclass(frozen=True)
+class GraphParts:
+    """Documents of a source by split."""
+
+    train: Documents
+    validation: Documents
+    test: Documents
+
+
+def rank_tails(
+    loaded: TrainedModel, data: str | None, limit: int | None, progress: ReportProgress, warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """Ranks entities as the tails of the triples of `data`, or of the run's own held-out triples."""
+    require_triples(loaded)
+    config, target = loaded.config, loaded.source.target
+    own = run_parts(loaded, progress, warn)
+    if data is not None:
+        parts = own if own and data == config.data.dataset_name else open_all(config, data, progress, warn)
+        queried = parts.test or parts.validation or parts.train
+    elif own is not None:
+        parts, queried = own, _unseen(own)
+    else:
+        raise ConfigError(f"{target} is not a run, so it has no triples of its own; name a dataset with --data.")
+    if not any(document.triples for document in queried):
+        raise ConfigError(f"{data or config.data.dataset_name} has no triples to rank; name another --data.")
+    trained = own.train if own else parts.train if queried is not parts.train else []
+    known = KnownFacts(trained, [d for p in (own, parts) if p for d in (*p.train, *p.validation, *p.test)])
+    ranking = LinkPrediction(tail_predictor(loaded), loaded.tokenizer, leafy_rules(config), known)
+    return ranking.report(queried, config.data.inverse_relations, limit, progress)
+
+
+def require_triples(loaded: TrainedModel) -> None:
+    """Raises ConfigError if a graph encoder was trained without triples."""
+    if not loaded.config.model.leaf_slots or not loaded.tokenizer.relations:
+        target = loaded.source.target
+        raise ConfigError(f"{target} was trained without triples, so it has no relations; give a run with triples.")
+
+
+def tail_predictor(loaded: TrainedModel) -> TailPredictor:
+    return TailPredictor(loaded.objective, loaded.tokenizer.tokenizer.mask_id, loaded.device, loaded.precision)
+
+
+def run_parts(loaded: TrainedModel, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts | None:
+    """Returns a run's own data with its training split, or None for an exported folder."""
+    if loaded.source.snapshot is None:
+        return None
+    return open_all(loaded.config, loaded.config.data.dataset_name, progress, warn)
+
+
+def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts:
+    """Returns a source's splits. Splits off validation documents only for the run's own data without such a split."""
+    own = name == config.data.dataset_name
+    data = config.data.model_copy(
+        update={} if own else {"dataset_name": name, "dataset_config": None, "validation_name": None}
+    )
+    sources = open_graphs(data, warn, data.inverse_relations)
+
+    def read(source: GraphSource | None) -> Documents:
+        return read_graphs(source, config, progress) if source else []
+
+    train, validation, test = read(sources.train), read(sources.validation), read(sources.test)
+    if own and sources.validation is None:
+        train, validation = split_by_group(train, data.validation_split)
+    return GraphParts(train, validation, test)
+
+
+def _unseen(parts: GraphParts) -> Documents:
+    """Returns the test or validation documents without triples that also occur in training."""
+    known = frozenset(triple.fact for document in parts.train for triple in document.triples)
+    return [
+        document._replace(triples=tuple(triple for triple in document.triples if triple.fact not in known))
+        for document in parts.test or parts.validation
+    ]

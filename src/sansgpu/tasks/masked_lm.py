@@ -17,12 +17,13 @@ from sansgpu.data.leafy import LeafyExample
 from sansgpu.data.mask_tokenizer import GraphCodec, from_pretrained
 from sansgpu.data.masking import MaskRules, mask_example
 from sansgpu.data.shards import ReportProgress
+from sansgpu.models.graph_folder import is_masked_lm_folder
 from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, save_tokenizer, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
+from sansgpu.tasks.masked_evaluation import EVALUATION_EXAMPLES, masked_evaluation
 from sansgpu.tasks.masked_prediction import (
     MaskedEvaluation,
-    MaskedTask,
     Masking,
     MetricSums,
     majority_of,
@@ -31,6 +32,7 @@ from sansgpu.tasks.masked_prediction import (
     validation_masking,
 )
 from sansgpu.tasks.task import Sums
+from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 
 class MaskedObjective(FineTuning):
@@ -64,8 +66,11 @@ class MaskedObjective(FineTuning):
         return masked_metrics(sums)
 
 
-class MaskedLM(MaskedTask, MaskedObjective):
+class MaskedLM(MaskedObjective, FineTuningTask):
     """`task: graph` with `model.name_or_path`."""
+
+    task = "graph"
+    objective_class = MaskedObjective
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
         super().__init__(config)
@@ -75,7 +80,7 @@ class MaskedLM(MaskedTask, MaskedObjective):
         rules, seed = mask_rules(config, corpus.codec.tokenizer), config.training.seed
         self._masking = Masking(corpus.train, rules, seed, self.ordered)
         held = validation_masking(corpus.validation, rules, seed, self.ordered)
-        self._measured = MaskedEvaluation(self, held, majority_of(corpus.train))
+        self.evaluator = MaskedEvaluation(self, held, majority_of(corpus.train))
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, GraphCorpus]:
@@ -91,10 +96,6 @@ class MaskedLM(MaskedTask, MaskedObjective):
         return config, graph_corpus(config, cache, progress, GraphCodec(from_pretrained(tokenizer), ()))
 
     @classmethod
-    def objective(cls, config: Config, layers: int | None = None) -> MaskedObjective:
-        return MaskedObjective(config, random=True, layers=layers)
-
-    @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> GraphBatch:
         ids = np.arange(cls.costs(config).shape.vocabulary)
         rules = MaskRules(config.data.mask_ratio, 1, 0.0, 0, 0, ids)
@@ -102,7 +103,7 @@ class MaskedLM(MaskedTask, MaskedObjective):
         masked_examples = [mask_example(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
         return GraphBatch.of(examples, masked_examples)
 
-    def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
+    def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:  # type: ignore[override]
         return self._masking.of_step(step, self._effective_batch)
 
     @cached_property
@@ -114,3 +115,15 @@ class MaskedLM(MaskedTask, MaskedObjective):
 
     def export(self, folder: Path) -> None:
         self.export_to(self._tokenizer, folder)
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        return is_masked_lm_folder(Path(target).expanduser())
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return EVALUATION_EXAMPLES
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> MaskedEvaluation:
+        return masked_evaluation(loaded, GraphCodec(from_pretrained(loaded.tokenizer), ()), request)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from sansgpu.tasks.task import Sums, add_sums
 KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
 ENTITY = "entity"  # entity queries: the tail is predicted among all entities
 KGE = "kge"  # facts: the tail is predicted from the head's vector and the relation only
+WILSON_Z = 1.96  # normal quantile of a two-sided 95 % interval
 SBO = "sbo"  # span boundary objective: masked tokens predicted from the tokens around their span
 Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (indices of a batch, all lengths) -> reordered indices
 
@@ -218,6 +220,22 @@ class MaskedEvaluation:
             metrics |= {"tail_acc": whole / tails, "tail_hits": whole, "tail_count": tails}
         return metrics
 
+    def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Adds a 95 % confidence interval to each accuracy (Wilson 1927)."""
+        result: dict[str, Any] = dict(metrics)
+        for name in (*KINDS, ENTITY, "tail"):
+            if count := metrics.get(f"{name}_count"):
+                result[f"{name}_interval"] = wilson(metrics[f"{name}_acc"], count)
+        return result
+
+
+def wilson(share: float, count: float) -> list[float]:
+    """Returns the interval [low, high] of a proportion `share` observed in `count` samples."""
+    z2 = WILSON_Z**2 / count
+    middle = (share + z2 / 2) / (1 + z2)
+    half = WILSON_Z / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))
+    return [max(0.0, middle - half), min(1.0, middle + half)]
+
 
 def _whole_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor) -> Sums:
     """Counts masked tails, and those with all tokens correct."""
@@ -229,21 +247,3 @@ def _whole_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor)
     first, leaves = tails[:, TAIL], tails[:, LEAVES]
     whole = (hits_before[first + leaves] - hits_before[first]) == leaves
     return {"tails": float(len(tails)), "whole_tails": float(whole.sum())}
-
-
-class MaskedTask:
-    """Base of tasks with masked targets: evaluates on held-out masks and generates no text."""
-
-    _measured: MaskedEvaluation
-
-    def validation_batches(self, size: int) -> Iterator[GraphBatch]:
-        return self._measured.validation_batches(size)
-
-    def evaluate(self, batch: GraphBatch) -> Sums:
-        return self._measured.evaluate(batch)
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return self._measured.metrics(sums)
-
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        return ""

@@ -5,25 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
-from sansgpu.config import Config, ConfigError, derive_seed
+from sansgpu.config import Config, ConfigError, DataConfig, derive_seed
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices
-from sansgpu.data.pack import Windows, make_windows, piece_length
+from sansgpu.data.pack import PackedWindows, TextWindows, Windows, make_windows, piece_length
 from sansgpu.data.shards import ReportProgress, TokenStore, build_store, build_tokenizer
-from sansgpu.data.sources import open_sources
+from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
-from sansgpu.data.tokenizer import Tokenizer
+from sansgpu.data.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    load_tokenizer_of_model,
+    parsed_tokenizer,
+    special_tokens_around,
+)
 from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.models import TransformerLM
 from sansgpu.models.decoder_costs import DecoderCosts
 from sansgpu.models.generate import Sampling, generate
-from sansgpu.models.huggingface import export_model
+from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
+from sansgpu.models.gguf_tokenizer import TokenizerParts
+from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
+from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
 from sansgpu.tasks.language_modeling import LanguageModeling
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import TaskBase
+from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
+
+EVALUATION_TOKENS = 4096  # per micro-batch
+UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
 
 
 @dataclass(frozen=True)
@@ -56,21 +70,17 @@ class TextCorpus:
 class PretrainObjective:
     """A decoder and its loss."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, model: Any = None) -> None:
+        """Uses `model`, or a new decoder."""
         self._loss_shape = LossOptions(config.training.label_smoothing, config.training.z_loss)
-        self.model = TransformerLM(config.model, derive_seed(config.training.seed, "model"))
+        self.model = model or TransformerLM(config.model, derive_seed(config.training.seed, "model"))
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
-        return self.model.summed_loss(
+        loss: torch.Tensor = self.model.summed_loss(
             batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_shape
         )
-
-    def step_sums(self) -> Sums:
-        return {}
-
-    def step_metrics(self, sums: Sums) -> dict[str, float]:
-        return {}
+        return loss
 
     def compile(self, on: bool) -> None:
         self.model.compile_blocks(on)
@@ -79,14 +89,20 @@ class PretrainObjective:
         self.model.before_block = callback
 
 
-class Pretrain(PretrainObjective):
+class Pretrain(TaskBase, PretrainObjective):
     """`task: pretrain`."""
+
+    task = "pretrain"
+    verbs = ("evaluate", "generate", "export", "gguf")
+    verbs_for_any_model = ("evaluate",)
+    verbs_without_kernels = ("generate", "export", "gguf")
+    has_windows = True
 
     def __init__(self, config: Config, corpus: TextCorpus, effective_batch: int) -> None:
         super().__init__(config)
         self.corpus, self._config = corpus, config
         self._effective_batch = effective_batch
-        self._measured = LanguageModeling(self.model, corpus.validation)
+        self.evaluator = LanguageModeling(self.model, corpus.validation)
         self.fingerprint, self.notes = corpus.fingerprint, ()
         self.flops_per_token = self.costs(config).work(1).needed
 
@@ -152,15 +168,6 @@ class Pretrain(PretrainObjective):
         piece = window if total_steps is None else piece_length(training, window, step, total_steps)
         return batch.in_pieces(piece) if piece < window else batch
 
-    def validation_batches(self, size: int) -> Iterator[Batch]:
-        return self._measured.validation_batches(size)
-
-    def evaluate(self, batch: Batch) -> Sums:
-        return self._measured.evaluate(batch)
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return self._measured.metrics(sums)
-
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, Sampling(seed=seed)))
 
@@ -170,6 +177,97 @@ class Pretrain(PretrainObjective):
     def export(self, folder: Path) -> None:
         """Writes weights, config, tokenizer and generation config."""
         export_model(self.model, self.corpus.tokenizer, folder)
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        """Returns True for a folder or GGUF file in the layout of our decoders, or a missing path, to name it."""
+        path = Path(target).expanduser()
+        if is_gguf(target):
+            return decoder_config(path) is not None
+        if path.is_dir():
+            return not (path / "config.json").is_file() or decoder_config(path) is not None
+        return _is_path(target)
+
+    @classmethod
+    def load(cls, source: ModelSource) -> tuple[PretrainObjective, Tokenizer, Config]:
+        """Loads our decoder, or else any causal model of transformers."""
+        config, path = source.config or Config(), source.path
+        if source.snapshot is not None:
+            assert source.tokenizer is not None
+            decoder = TransformerLM(config.model, seed=None)
+            decoder.load_state_dict(source.snapshot.weights(), assign=True)
+            return PretrainObjective(config, decoder), load_tokenizer(source.tokenizer), config
+        if is_gguf(source.target):
+            file = open_gguf(path)
+            model: Any = load_gguf_decoder(file) or HuggingFaceLM(str(path))
+            return PretrainObjective(config, model), _gguf_tokenizer(file), config
+        name: str | Path = source.target
+        model = None
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ConfigError(f"{path} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
+            name, model = path, load_decoder(path)
+        elif _is_path(source.target):
+            raise ConfigError(f"{source.target} does not exist; give a run's folder or a Hugging Face model.")
+        model = model or HuggingFaceLM(str(name), source.remote_code)
+        return PretrainObjective(config, model), load_tokenizer_of_model(name, source.remote_code), config
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return max(1, EVALUATION_TOKENS // config.window)
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> LanguageModeling:
+        model, tokenizer, config = loaded.objective.model, loaded.tokenizer, loaded.config
+        if request.data is None:
+            return LanguageModeling(model, cast(TextCorpus, request.own_corpus()).validation)
+        context = _context_of(model)
+        window = request.window or min(config.window if loaded.source.config else UNBOUNDED_CONTEXT, context)
+        if window > context:
+            raise ConfigError(f"--window {window} is longer than the model's context of {context} tokens.")
+        source = open_single(request.data, DataConfig(dataset_name=request.data, text_column=config.data.text_column))
+        documents = all_documents(build_store(source, tokenizer, request.cache, request.progress))
+        # As in pretraining, the last token of a document predicts the first token of the next document.
+        around = (tokenizer.prefix_ids, tokenizer.suffix_ids)
+        if isinstance(model, TransformerLM) and around == ((tokenizer.end_id,), ()):
+            return LanguageModeling(model, PackedWindows(documents, window, tokenizer.end_id))
+        windows = TextWindows(documents, window, len(tokenizer.prefix_ids), tokenizer.end_id)
+        return LanguageModeling(model, windows)
+
+    @classmethod
+    def generate(cls, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+        return generate(loaded.objective.model, loaded.tokenizer, prompt, max_new_tokens, sampling)
+
+    @classmethod
+    def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
+        export_model(loaded.objective.model, loaded.tokenizer, folder)
+
+    @classmethod
+    def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], Weights, TokenizerParts]:
+        decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
+        weights = to_hugging_face(decoder.config, decoder.state_dict())
+        parts = TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)  # documents start with it, too
+        return hugging_face_config(decoder.config, end), weights, parts
+
+
+def _is_path(target: str) -> bool:
+    return Path(target).expanduser().is_absolute() or target.startswith((".", "runs/"))
+
+
+def _context_of(model: TransformerLM | HuggingFaceLM) -> int:
+    """Returns the maximum context length in tokens."""
+    if isinstance(model, TransformerLM):
+        return model.config.max_seq_len
+    return model.context or UNBOUNDED_CONTEXT
+
+
+def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
+    parts = file.tokenizer
+    tokenizer = parsed_tokenizer(parts.json, parts.token(parts.eos_id), file.path)
+    tokenizer.prefix_ids, tokenizer.suffix_ids = special_tokens_around(tokenizer.backend)
+    if parts.begins and parts.bos_id is not None and not tokenizer.prefix_ids:
+        tokenizer.prefix_ids = (parts.bos_id,)
+    return tokenizer
 
 
 def _require_tokens(config: Config, train: TokenRanges, validation: TokenRanges, store: TokenStore) -> None:

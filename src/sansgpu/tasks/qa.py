@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from sansgpu.config import Config, DataConfig, SansGPUError
 from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
-from sansgpu.data.order import batch_indices
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
-from sansgpu.data.sources import Source, open_sources
+from sansgpu.data.sources import Source, open_single, open_sources
 from sansgpu.data.split import split_examples
-from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
+from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, FineTuningTask, require_rows, too_few
 from sansgpu.tasks.task import Gather, Sums
+from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 
@@ -91,15 +91,21 @@ def _position_loss(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[None], place[None], reduction="sum")
 
 
-class QA(QAObjective):
+class QA(FineTuningTask, QAObjective):
     """`task: qa`."""
+
+    task = "qa"
+    verbs = ("evaluate", "predict", "export")
+    verbs_for_any_model = ("predict",)
+    objective_class = QAObjective
+    evaluator: QAEvaluator
 
     def __init__(self, config: Config, corpus: QuestionCorpus, effective_batch: int) -> None:
         super().__init__(config)
         self.corpus, self._effective_batch = corpus, effective_batch
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
         self.flops_per_token = self.flops_of_token(corpus.example_tokens)
-        self._reader = QAEvaluator(self, corpus.validation, config.data)
+        self.evaluator = QAEvaluator(self, corpus.validation, config.data)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, QuestionCorpus]:
@@ -132,42 +138,45 @@ class QA(QAObjective):
         return config, QuestionCorpus(asked[0], asked[1], notes, fingerprint, tokenizer)
 
     @classmethod
-    def objective(cls, config: Config, layers: int | None = None) -> QAObjective:
-        return QAObjective(config, random=True, layers=layers)
-
-    @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
         """Builds `size` windows of random tokens with the answer at the first token."""
         drawn = cls.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, np.zeros((size, 2), np.int64))
 
-    def batch(self, step: int, total_steps: int | None = None) -> PackedSequences:
-        part = self.corpus.train
-        indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
-        return part.batch(self.ordered(indices, part.lengths))
-
-    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
-        return self._reader.validation_batches(size)
-
-    def evaluate(self, batch: PackedSequences) -> Sums:
-        return self._reader.evaluate(batch)
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return self._reader.metrics(sums)
-
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        return ""
-
-    def save_tokenizer(self, folder: Path) -> None:
-        save_tokenizer(self.corpus.tokenizer, folder)
-
     def collect(self, gather: Gather) -> None:
-        self._reader.collect(gather)
+        self.evaluator.collect(gather)
 
     def export(self, folder: Path) -> None:
         """Writes the model to `folder` and the answers to the validation questions to its parent."""
-        self.export_to(self.corpus.tokenizer, folder)
-        self._reader.save(folder.parent)
+        super().export(folder)
+        self.evaluator.save(folder.parent)
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> QAEvaluator:
+        if request.data is None:
+            part = cast(QuestionCorpus, request.own_corpus()).validation
+            return QAEvaluator(loaded.objective, part, loaded.config.data)
+        notes: list[str] = []
+        settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
+        part = whole_source(open_single(request.data, settings), loaded.config, loaded.tokenizer, notes)
+        for note in notes:
+            request.warn(note)
+        require_rows(part, request.data)
+        return QAEvaluator(loaded.objective, part, loaded.config.data)
+
+    @classmethod
+    def predictor(
+        cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], null_answers: bool | None = None
+    ) -> QAEvaluator:
+        """`null_answers` allows empty answers; None follows the run's configuration."""
+        questions = [
+            Question(str(number), row["question"], row["context"], (), impossible=True)
+            for number, row in enumerate(rows)
+        ]
+        data = loaded.config.data
+        if null_answers is not None:
+            data = data.model_copy(update={"null_answers": null_answers})
+        return QAEvaluator(loaded.objective, tokenize_questions(questions, loaded.config, loaded.tokenizer), data)
 
 
 class QAEvaluator:
@@ -223,10 +232,19 @@ class QAEvaluator:
         by_question = {name: sums[name] / sums["questions"] for name in ("exact_match", "f1")}
         return {"loss": sums["loss"] / sums["windows"], **by_question, "questions": sums["questions"]}
 
-    def detailed(self) -> dict[str, float]:
-        """Computes exact match and F1 of the answers so far, also separately for questions with and without answer."""
+    def predictions(self) -> list[dict[str, Any]]:
+        """Returns each question's answer, its probability, its start in the context, and the n best candidates."""
+        found = []
+        for answer in (self.answers[question.id] for question in self._asked.questions):
+            place = {"start": answer.chosen["start"]} if "start" in answer.chosen else {}
+            row = {"answer": answer.text, "probability": answer.chosen["probability"], **place, "nbest": answer.nbest}
+            found.append(row)
+        return found
+
+    def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Adds exact match and F1, also separately for questions with and without answer."""
         answered = [question for question in self._asked.questions if question.id in self.answers]
-        return exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
+        return metrics | exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
 
     def collect(self, gather: Gather) -> None:
         """Adds the answers of other ranks."""

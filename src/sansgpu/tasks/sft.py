@@ -6,26 +6,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from sansgpu.config import Config
+from sansgpu.config import Config, DataConfig
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.chat import TokenizedConversations, show_masked, tokenize_conversations
-from sansgpu.data.order import batch_indices
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
-from sansgpu.data.sources import Source, open_sources
+from sansgpu.data.sources import Source, open_single, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
+from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
-from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, too_few
+from sansgpu.models.gguf_tokenizer import TokenizerParts
+from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts, weights_fingerprint
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, FineTuningTask, require_rows, too_few
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Sums
+from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,18 @@ class SFTObjective(FineTuning):
         return self.unpadded.summed_loss(batch.tokens, batch.lengths, batch.targets, shape)
 
 
-class SFT(SFTObjective):
+class SFT(FineTuningTask, SFTObjective):
     """`task: sft`."""
+
+    task = "sft"
+    verbs = ("evaluate", "generate", "chat", "export", "gguf")
+    verbs_for_any_model = ("generate", "chat")
+    objective_class = SFTObjective
 
     def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
         super().__init__(config)
         self.corpus, self._effective_batch = corpus, effective_batch
-        self._measured = SFTEvaluator(self, corpus.validation)
+        self.evaluator = SFTEvaluator(self, corpus.validation)
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
         target_ratio = corpus.train.targets / corpus.train_tokens
         self.flops_per_token = self.flops_of_token(corpus.example_tokens, target_ratio)
@@ -121,28 +128,10 @@ class SFT(SFTObjective):
         return config, ChatCorpus(train, validation, notes, fingerprint, tokenizer)
 
     @classmethod
-    def objective(cls, config: Config, layers: int | None = None) -> SFTObjective:
-        return SFTObjective(config, random=True, layers=layers)
-
-    @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
         """Builds `size` examples of random tokens, all with a loss."""
         drawn = cls.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, drawn)
-
-    def batch(self, step: int, total_steps: int | None = None) -> PackedSequences:
-        part = self.corpus.train
-        indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
-        return part.batch(self.ordered(indices, part.lengths))
-
-    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
-        return self._measured.validation_batches(size)
-
-    def evaluate(self, batch: PackedSequences) -> Sums:
-        return self._measured.evaluate(batch)
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return text_metrics(sums)
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         """Generates an answer to `prompt`."""
@@ -151,12 +140,46 @@ class SFT(SFTObjective):
         messages = [{"role": "user", "content": prompt}]
         return "".join(answer(self.model, self.corpus.tokenizer, messages, tokens, Sampling(seed=seed)))
 
-    def save_tokenizer(self, folder: Path) -> None:
-        save_tokenizer(self.corpus.tokenizer, folder)
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> SFTEvaluator:
+        if request.data is None:
+            return SFTEvaluator(loaded.objective, cast(ChatCorpus, request.own_corpus()).validation)
+        notes: list[str] = []
+        settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
+        source = open_single(request.data, settings)
+        part = whole_source(source, loaded.config, loaded.tokenizer, request.progress, notes)
+        for note in notes:
+            request.warn(note)
+        require_rows(part, request.data)
+        return SFTEvaluator(loaded.objective, part)
 
-    def export(self, folder: Path) -> None:
-        """Writes the model, or only its adapter."""
-        self.export_to(self.corpus.tokenizer, folder)
+    @classmethod
+    def generate(cls, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+        from sansgpu.models.chat import continued  # imports transformers
+
+        _narrow_where_faster(loaded.objective.model)
+        return continued(loaded.objective.model, loaded.tokenizer, prompt, max_new_tokens, sampling)
+
+    @classmethod
+    def answer(
+        cls, loaded: TrainedModel, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling
+    ) -> Iterator[str]:
+        from sansgpu.models.chat import answer  # imports transformers
+
+        _narrow_where_faster(loaded.objective.model)
+        return answer(loaded.objective.model, loaded.tokenizer, messages, max_new_tokens, sampling)
+
+    @classmethod
+    def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
+        model = loaded.objective.whole_model()
+        return model.config.to_dict(), model.state_dict(), tokenizer_parts(loaded.tokenizer)
+
+
+def _narrow_where_faster(model: torch.nn.Module) -> None:
+    """Converts matrices to bf16 if this CPU computes it natively, because each generated token reads all of them."""
+    dtype = torch.bfloat16 if has_native_bf16() else torch.float32
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype if parameter.ndim > 1 else torch.float32)
 
 
 class SFTEvaluator:

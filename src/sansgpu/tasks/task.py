@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from sansgpu.config import Config
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.costing import Costs
+from sansgpu.models.generate import Sampling
+from sansgpu.models.gguf_tokenizer import TokenizerParts
+from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 
 Gather = Callable[[Any], list[Any]]
 Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
@@ -38,6 +41,13 @@ class Evaluator(Protocol):
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Computes metrics from sums over all batches. They include `loss`; lower is better."""
+
+
+class Predictor(Evaluator, Protocol):
+    """An evaluator of rows without targets."""
+
+    def predictions(self) -> list[dict[str, Any]]:
+        """Returns a prediction for each row, in order, once all batches are evaluated."""
 
 
 @runtime_checkable
@@ -126,8 +136,51 @@ class Task(Evaluator, Objective, Protocol):
         """Writes the model as a Hugging Face folder."""
 
 
+class TaskBase:
+    """Defaults of a task: it is evaluated by its `evaluator`, generates no text and has no training metrics."""
+
+    task: ClassVar[str]
+    verbs: ClassVar[tuple[Verb, ...]] = ("evaluate", "export")
+    verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
+    verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
+    has_windows: ClassVar[bool] = False
+    evaluator: Evaluator
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        return False
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return 8
+
+    def step_sums(self) -> Sums:
+        return {}
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        return {}
+
+    def validation_batches(self, size: int) -> Iterator[ExampleBatch]:
+        return self.evaluator.validation_batches(size)
+
+    def evaluate(self, batch: Any) -> Sums:
+        return self.evaluator.evaluate(batch)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        return self.evaluator.metrics(sums)
+
+    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+        return ""
+
+
 class TaskKind(Protocol):
     """The class of a task: everything that is known without its data."""
+
+    task: str  # value of the configuration's key `task`
+    verbs: tuple[Verb, ...]  # what commands can do with its models
+    verbs_for_any_model: tuple[Verb, ...]  # those for which it takes every Hugging Face model
+    verbs_without_kernels: tuple[Verb, ...]  # those that are not worth compiling our kernels for
+    has_windows: bool  # True if the length of the windows to evaluate can be chosen
 
     def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task: ...
 
@@ -145,3 +198,42 @@ class TaskKind(Protocol):
 
     def random_batch(self, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
         """Builds a random micro-batch of `size` examples; `tokens` is the length of each if lengths may vary."""
+
+    def recognizes(self, target: str) -> bool:
+        """Returns whether a folder, file or Hub name that is not a run holds a model in the task's own layout."""
+
+    def load(self, source: ModelSource) -> tuple[Any, Any, Config]:
+        """Loads the objective with trained weights, the tokenizer and the configuration. Raises ConfigError."""
+
+    def evaluation_batch(self, config: Config) -> int:
+        """Returns the number of examples to evaluate at a time."""
+
+    def evaluator_for(self, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
+        """Prepares the evaluation of a model. Raises ConfigError if the data cannot be used."""
+
+    def predictor(self, loaded: TrainedModel, rows: Sequence[dict[str, Any]], **options: Any) -> Predictor:
+        """Prepares the prediction of rows. Raises ConfigError."""
+
+    def generate(self, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+        """Streams the continuation of a prompt."""
+
+    def answer(
+        self, loaded: TrainedModel, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling
+    ) -> Iterator[str]:
+        """Streams the answer to a conversation."""
+
+    def rank_entities(
+        self,
+        loaded: TrainedModel,
+        data: str | None,
+        limit: int | None,
+        progress: ReportProgress,
+        warn: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """Returns metrics of link prediction."""
+
+    def export_model(self, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
+        """Writes a Hugging Face folder. `merge` chooses whether an adapter is merged; None: as configured."""
+
+    def gguf_parts(self, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
+        """Returns config.json, the weights as transformers names them, and the tokenizer."""

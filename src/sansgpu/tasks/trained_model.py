@@ -1,0 +1,93 @@
+"""Trained models: where they come from, and what commands can do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+from sansgpu.config import Config
+from sansgpu.data.shards import ReportProgress
+
+if TYPE_CHECKING:
+    from sansgpu.tasks.task import Corpus, TaskKind
+
+Verb = Literal["evaluate", "rank", "generate", "chat", "predict", "extract", "export", "gguf"]
+
+
+class SavedState(Protocol):
+    """A snapshot; implemented by `train.snapshots.Snapshot`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def weights(self) -> dict[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A run's snapshot, or else a model's folder, file or Hub name. `remote_code` allows the model's own code."""
+
+    target: str
+    remote_code: bool = False
+    config: Config | None = None  # of a run, as are the following
+    snapshot: SavedState | None = None
+    tokenizer: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.target).expanduser()
+
+    @property
+    def step(self) -> int | None:
+        return self.snapshot.step if self.snapshot else None
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in fp32 and evaluation mode, with everything needed to use it."""
+
+    kind: TaskKind
+    source: ModelSource
+    objective: Any
+    tokenizer: Any
+    config: Config
+    device: torch.device
+    precision: str  # of matrix products
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """The data to evaluate a model on. `data` names a dataset; None is the run's own validation split."""
+
+    data: str | None
+    window: int | None
+    objective: str | None  # class that the command line allows to prepare the data
+    own_corpus: Callable[[], Corpus]  # prepares the run's own data
+    cache: Path
+    progress: ReportProgress
+    warn: Callable[[str], None]
+
+
+@runtime_checkable
+class DetailedEvaluator(Protocol):
+    """An evaluator that reports more for `sansgpu eval` than during training."""
+
+    def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Returns the metrics of an evaluation with details."""
+
+
+@runtime_checkable
+class PredictionWriter(Protocol):
+    """An evaluator whose predictions are saved in the run's folder."""
+
+    def save(self, folder: Path) -> list[Path]:
+        """Writes the predictions and returns their files."""

@@ -1,0 +1,91 @@
+"""Opens trained models: runs, exported folders, Hugging Face models and GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.kernels.choice import load_kernels
+from sansgpu.machine.compiled import compiled_cache
+from sansgpu.machine.probe import limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
+from sansgpu.tasks import TASKS, TaskKind, task_of
+from sansgpu.tasks.trained_model import ModelSource, TrainedModel, Verb
+from sansgpu.train.run_folders import open_run
+from sansgpu.train.snapshots import Snapshot, find_snapshot
+
+_REFUSALS: dict[Verb, str] = {
+    "generate": "which cannot generate text; this command",
+    "chat": "which was not trained on conversations; this command",
+    "gguf": "but --format gguf",
+}
+
+
+def open_model(
+    target: str, verb: Verb, snapshot_name: str, warn: Callable[[str], None], remote_code: bool = False
+) -> TrainedModel:
+    """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can.
+
+    `remote_code` allows the model's own Python code to run.
+    """
+    folder = Path(target).expanduser()
+    if (folder / "config.yaml").is_file():
+        kind = task_of(open_run(folder)[0])
+        if verb not in kind.verbs:
+            raise _refusal(target, open_run(folder)[0], verb)
+        config, snapshot = run_snapshot(folder, snapshot_name, warn)
+        source = ModelSource(target, remote_code, config, snapshot, open_run(folder)[1].tokenizer)
+    else:
+        kind = _kind_of_model(target, verb)
+        if snapshot_name != "latest":
+            raise ConfigError(f"{target} is not a run, so it has no snapshots; leave out --snapshot.")
+        source = ModelSource(target, remote_code)
+    device, precision = torch.device("cpu"), "fp32"
+    if verb not in kind.verbs_without_kernels:
+        device, precision = _set_up(source, warn)
+    objective, tokenizer, config = kind.load(source)
+    objective.model.eval().to(device)
+    return TrainedModel(kind, source, objective, tokenizer, config, device, precision)
+
+
+def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[Config, Snapshot]:
+    """Returns a run's configuration and the snapshot called `name`. Raises ConfigError if there is none."""
+    config, paths = open_run(folder)
+    snapshot = find_snapshot(paths.snapshots, name, warn)
+    if snapshot is None:
+        raise ConfigError(f"{folder} has no snapshot yet.")
+    return config, snapshot
+
+
+def _kind_of_model(target: str, verb: Verb) -> TaskKind:
+    """Returns the task that recognizes a model, or else the one that takes any Hugging Face model for this verb."""
+    able = [kind for kind in TASKS.values() if verb in kind.verbs]
+    found = next((kind for kind in able if kind.recognizes(target)), None)
+    found = found or next((kind for kind in able if verb in kind.verbs_for_any_model), None)
+    if found is None:
+        raise ConfigError(f"{target} is neither a run of task {_tasks_with(verb)} nor a folder exported from one.")
+    return found
+
+
+def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
+    clause = _REFUSALS.get(verb, "but this command")
+    return ConfigError(f"{target} is a run of task {config.task}, {clause} needs one of task {_tasks_with(verb)}.")
+
+
+def _tasks_with(verb: Verb) -> str:
+    return " or ".join(dict.fromkeys(kind.task for kind in TASKS.values() if verb in kind.verbs))
+
+
+def _set_up(source: ModelSource, warn: Callable[[str], None]) -> tuple[torch.device, str]:
+    """Sets the threads, loads the kernels, and returns the device and the precision of matrix products."""
+    config = source.config or Config()
+    training, device = config.training, resolve_device(config.training)
+    torch.set_num_threads(resolve_threads(training))
+    limit_tokenizer_threads(config.data.preprocessing_num_workers)
+    load_kernels(training.kernels, compiled_cache(warn), device, warn)
+    precision = str(source.snapshot.state()["environment"]["precision"]) if source.snapshot else "fp32"
+    if device.type != "cpu" or precision == "bf16":
+        precision = resolve_precision(training, device)
+    return device, precision
