@@ -38,8 +38,8 @@ from sansgpu.planning.prepare import Warn, prepare
 from sansgpu.reporting.files import write_text
 from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
+from sansgpu.train.control import Interrupt
 from sansgpu.train.forecast import done_at
-from sansgpu.train.interrupt import Interrupt
 from sansgpu.train.run_folders import RUNS, require_writable
 
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8  # per trial: with fewer than the first, pruning needs the second
