@@ -104,6 +104,7 @@ def check_agreement(group: Group) -> None:
     assert group.all_gather_object(f"r{group.rank}") == [f"r{rank}" for rank in range(group.size)]
     assert group.broadcast_object(lambda: {"rank": group.rank}) == {"rank": 0}
     assert group.all_reduce_max(float(group.rank)) == group.size - 1
+    assert group.all_reduce_maxima([float(group.rank), -float(group.rank)]) == [group.size - 1, 0]
     sums = group.all_reduce_sums({"all": 0.1, f"only {group.rank}": 2.5})
     expected = sum(0.1 for _ in range(group.size))
     assert sums == {"all": expected, **{f"only {rank}": 2.5 for rank in range(group.size)}}

@@ -40,7 +40,7 @@ from sansgpu.reporting.events import EventBuffer, Sink, Sinks, now
 from sansgpu.reporting.jsonl import MetricsFile
 from sansgpu.reporting.outputs import replace_folder
 from sansgpu.tasks import Task, task_of
-from sansgpu.train import Trainer
+from sansgpu.train import RunSetup, Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.loop import TrainingResult
 from sansgpu.train.resume import recorded_environment
@@ -202,7 +202,7 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
     file = request.config_file
     if request.resume:
         folder = open_output(request.output_dir, file, request.resume, dry_run=True)  # only rank 0 writes there
-        own = run_paths(folder).config
+        own = RunPaths(folder).config
         if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
             require_own_configuration(run_paths(folder, load_config(own)[0]))
         recorded = recorded_file(folder, request.resume)
@@ -227,45 +227,35 @@ def _run(
         task.compile(True)
     rate = gemm_flops_per_second(environment.precision, environment.device, environment.threads)
     gemm = sum(prepared.group.all_gather_object(rate))
-    trainer = Trainer(
-        task,
-        config,
-        paths,
-        plan,
-        environment,
-        Sinks(sinks),
-        gemm,
-        prepared.total_steps,
-        request.started,
-        prepared.eval_token_ratio,
-        request.controls,
-        request.monitor.mean,
-    )
+    observed = Sinks(sinks)
+    total_steps, eval_ratio = prepared.total_steps, prepared.eval_token_ratio
+    run = RunSetup(config, paths, plan, environment, total_steps, gemm, eval_ratio, request.started)
+    trainer = Trainer(task, run, observed, request.controls, request.monitor.mean)
     if snapshot:
         trainer.resume(snapshot, request.strict)  # before any file of the old run is overwritten
     if not prepared.group.is_main:
         return trainer.train()
     resumed_from = snapshot.folder.name if snapshot else None
     if snapshot:
-        snapshot = _make_newest(snapshot, paths, Sinks(sinks).warn)
+        snapshot = _make_newest(snapshot, paths, observed.warn)
     _write_run_files(prepared, paths, task)
     step = snapshot.step if snapshot else None
     metrics = MetricsFile(paths.metrics, step)
-    trainer.sinks = Sinks([*sinks, metrics, *_boards(config, paths, step)])
+    observed.add(metrics, *_boards(config, paths, step))
     start = {"event": "start", "step": step or 0, "time": now(), "task": config.task, "output_dir": str(paths.root)}
     facts = {**prepared.facts(), **_environment_facts(environment), "gemm_flops_per_second": gemm}
     group = prepared.group
     request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local_rank])
     try:
-        trainer.sinks.emit({**start, **facts, **({"resumed_from": resumed_from} if resumed_from else {})})
+        observed.emit({**start, **facts, **({"resumed_from": resumed_from} if resumed_from else {})})
         for event in early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()
-        write_run_report(paths, partial(trainer.sinks.warn, cause="report"))
+        write_run_report(paths, partial(observed.warn, cause="report"))
         return end
     finally:
         request.monitor.stop()
-        trainer.sinks.close()
+        observed.close()
 
 
 def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None]) -> Snapshot:

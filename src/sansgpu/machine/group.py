@@ -39,7 +39,7 @@ class Group:
         """`restarted` tells whether the launcher started this run before; `shared` is None for a single process."""
         self.rank, self.peers, self.restarted = rank, peers, restarted
         self._timeout, self._shared = timedelta(seconds=timeout), shared
-        self._exchanges = 0  # calls of `decide` and `gather`, which all ranks make in the same order
+        self._exchanges = 0  # exchanges of JSON objects so far; all ranks make them in the same order
 
     @property
     def size(self) -> int:
@@ -171,11 +171,15 @@ class Group:
         return total
 
     def all_reduce_max(self, value: float) -> float:
+        return self.all_reduce_maxima([value])[0]
+
+    def all_reduce_maxima(self, values: list[float]) -> list[float]:
+        """Returns the element-wise maxima of the lists of all ranks, in one collective."""
         if self.size == 1:
-            return value
-        largest = torch.tensor([value], dtype=torch.float64)
+            return values
+        largest = torch.tensor(values, dtype=torch.float64)
         self.wait(self._begin(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)))
-        return float(largest)
+        return largest.tolist()
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective to finish."""

@@ -70,6 +70,10 @@ class Sinks:
         self._sinks = list(sinks)
         self._buffer: list[Event] | None = None
 
+    def add(self, *sinks: Sink) -> None:
+        """Adds sinks, which receive later events only."""
+        self._sinks += sinks
+
     def hold(self) -> None:
         """Buffers events until `release`."""
         self._buffer = [] if self._buffer is None else self._buffer

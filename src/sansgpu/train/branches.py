@@ -45,7 +45,7 @@ class Branch:
     @property
     def record(self) -> Path:
         """Path of the branch's metrics.jsonl, copied when the branch was abandoned."""
-        return self.folder / RunPaths(self.folder).metrics.name
+        return RunPaths(self.folder).metrics
 
     def snapshots(self) -> list[Snapshot]:
         """Returns the branch's snapshots, oldest first."""
@@ -118,13 +118,10 @@ def switch_to(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path]
     if moves:
         try:
             if leaving:
-                _copy_files(folder / moves[0][0], _own_files(paths, paths.root))
-            texts = (
-                {f.name: f.read_bytes().decode() for f in _own_files(paths, home.folder) if f.is_file()} if home else {}
-            )
+                _copy_files(folder / moves[0][0], _own_files(paths.root))
+            own_files = _own_files(home.folder) if home else []
+            texts = {file.name: file.read_bytes().decode() for file in own_files if file.is_file()}
             write_text(folder / JOURNAL, json.dumps({"moves": moves, "texts": texts}) + "\n")
-            sync_to_disk(folder / JOURNAL)
-            sync_to_disk(folder)
         except OSError as error:
             raise SansGPUError(
                 f"the snapshots after step {base} cannot be set aside in {folder}: {error.strerror or error}; nothing "
@@ -148,10 +145,9 @@ def finish_pending_moves(paths: RunPaths) -> None:
                     (folder / source).rename(folder / target)
             for changed in [*(branch.folder for branch in branches(folder)), folder]:
                 sync_to_disk(changed)
-            for file in _own_files(paths, paths.root):
+            for file in _own_files(paths.root):
                 if file.name in texts:
                     write_text(file, texts[file.name])
-                    sync_to_disk(file)
             for branch in branches(folder):
                 if not branch.snapshots():
                     branch.delete()
@@ -183,9 +179,9 @@ def _read_journal(journal: Path) -> tuple[Sequence[tuple[str, str]], dict[str, s
     return moves, texts
 
 
-def _own_files(paths: RunPaths, folder: Path) -> list[Path]:
-    """Returns the paths of the files that each branch has its own version of: the metrics and the configuration."""
-    return [folder / paths.metrics.name, folder / paths.config.name]
+def _own_files(folder: Path) -> list[Path]:
+    """Returns the paths of the files of which a run and each of its branches have their own version."""
+    return [RunPaths(folder).metrics, RunPaths(folder).config]
 
 
 def _copy_files(folder: Path, files: Iterable[Path]) -> None:

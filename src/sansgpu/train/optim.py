@@ -47,8 +47,10 @@ class Optimizer:
         self._sharding = training.sharding if group.size > 1 else "none"
         cut = shard_blocks(model, group, compute_dtype) if self._sharding == "full" else set()
         groups = parameter_groups(model)
-        if training.optimizer == "muon" and not groups.matrices:
-            raise ConfigError("training.optimizer is muon, but no matrix of the model is trained; set it to adamw.")
+        if training.optimizer != "adamw" and not groups.matrices:
+            raise ConfigError(
+                f"training.optimizer is {training.optimizer}, but no matrix of the model is trained; set it to adamw."
+            )
         places = self._places(model, {name for name, p in model.named_parameters() if p.requires_grad}, cut)
         matrices = {name for name, _ in groups.matrices}
         undecayed = {name for name, _ in groups.others}
@@ -176,7 +178,7 @@ class Optimizer:
 
     def parameter_copies(self) -> dict[str, torch.Tensor]:
         """Returns the fp32 weights by parameter name; on the meta device if another rank owns them."""
-        return {w.name: w.described(w.master) for w in self.weights}
+        return {w.name: w.as_unsharded(w.master) for w in self.weights}
 
     def has_state(self, name: str) -> bool:
         """Returns whether `name` in a snapshot is a master weight or a moment."""
@@ -200,7 +202,7 @@ class Optimizer:
         """Returns an unsharded master weight or moment on rank 0; all ranks must call it in the same order."""
         weight, kind = self._state[name]
         tensor = weight.master if kind is None else weight.moments[kind]
-        return weight.place.gather_to_main(tensor, weight.described(tensor).shape)
+        return weight.place.gather_to_main(tensor, weight.as_unsharded(tensor).shape)
 
     def release_state(self) -> None:
         """Writes the fp32 weights back to the model (on rank 0 only if sharded) and ends training."""
@@ -220,7 +222,7 @@ class Optimizer:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the moments as `KIND.PARAMETER`. AdamW's step count is the run's step and not included."""
-        return {f"{kind}.{w.name}": w.described(value) for w in self.weights for kind, value in w.moments.items()}
+        return {f"{kind}.{w.name}": w.as_unsharded(value) for w in self.weights for kind, value in w.moments.items()}
 
 
 def choose_optimizer(wanted: str, step_flops: float, muon_flops: float) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from sansgpu.config import ConfigError
-from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.probe import Environment
 from sansgpu.train.branches import ancestors
+from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.snapshots import MOMENTS, WEIGHTS, Snapshot, best_snapshot
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.tensor_file import SAFETENSORS_TYPES
@@ -21,21 +21,15 @@ Metrics = dict[str, float | None]  # of an evaluation; None replaces a non-finit
 
 
 def load_snapshot(
-    state: TrainState,
-    snapshot: Snapshot,
-    folder: Path,
-    environment: Environment,
-    data_fingerprint: str,
-    strict: bool,
-    warn: Callable[[str], None],
-    group: Group = SINGLE_PROCESS,
+    state: TrainState, snapshot: Snapshot, run: RunSetup, data_fingerprint: str, differ: Callable[[str], None]
 ) -> Metrics | None:
     """Loads weights, moments and progress into `state`; returns the metrics of that step if it was evaluated.
 
-    `folder` is the run's `snapshots/`. Rank 0 reads each tensor and broadcasts it, and every rank keeps its own part,
-    so a snapshot fits any world size and hosts need not share a disk. Raises ConfigError if the model's shapes differ.
-    If the environment or the data differ, warns that results are not bit-identical, or with `strict` raises.
+    Rank 0 reads each tensor and broadcasts it, and every rank keeps its own part, so a snapshot fits any world size and
+    hosts need not share a disk. Raises ConfigError if the model's shapes or its optimizer differ. Calls `differ` with a
+    message for each difference of the environment or the data, after which results are not bit-identical.
     """
+    group = run.plan.group
     record = group.broadcast_object(snapshot.state)
     shapes = {file: group.broadcast_object(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
     _require_same_shape(state, shapes[WEIGHTS], snapshot)
@@ -44,11 +38,8 @@ def load_snapshot(
             f"{snapshot.folder} was made with another optimizer; set training.optimizer to the value in the run's "
             "config.yaml."
         )
-    for difference in _differences(record, environment, data_fingerprint):
-        message = f"{snapshot.folder.name} was made with {difference}: the resumed run will differ in its last bits."
-        if strict:
-            raise ConfigError(f"{message} Without --strict this is only a warning.")
-        warn(message)
+    for difference in _differences(record, run.environment, data_fingerprint):
+        differ(f"{snapshot.folder.name} was made with {difference}: the resumed run will differ in its last bits.")
     for file in (WEIGHTS, MOMENTS):
         for name, tensor in snapshot.tensors(file) if group.is_main else _empty(shapes[file]):
             if group.size > 1:
@@ -56,7 +47,9 @@ def load_snapshot(
             state.load(name, tensor)
     progress = state.progress = Progress.from_json(record["progress"])
     best = progress.best_loss, progress.best_step
-    progress.best_loss, progress.best_step = group.broadcast_object(lambda: _best_there(snapshot, folder, *best))
+    progress.best_loss, progress.best_step = group.broadcast_object(
+        lambda: _best_there(snapshot, run.paths.snapshots, *best)
+    )
     metrics: Metrics | None = record["metrics"]
     return metrics
 

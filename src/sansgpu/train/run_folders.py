@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,7 @@ PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_temp
 PROBE_SECONDS = 0.5  # `is_locked` may hold the lock for a moment
 
 
-def run_paths(folder: Path, config: Config | None = None) -> RunPaths:
-    if config is None:
-        return RunPaths(folder)
+def run_paths(folder: Path, config: Config) -> RunPaths:
     return RunPaths.of(folder, config.training.checkpoint_dir, config.training.logging_dir)
 
 
@@ -49,8 +48,11 @@ def open_output(output_dir: Path | None, config_file: Path | None, resume: str |
         output_dir = (folder.parent if folder.name.startswith(ABANDONED_FOLDER) else folder).parent
     if output_dir is None:
         name = config_file.stem if config_file else "default"
-        taken = [p for p in _numbered(name) if holds_run(p)]
-        output_dir = (taken or [RUNS / name])[-1] if resume else next(p for p in _numbered(name, True) if _is_free(p))
+        if resume:
+            existing = [p for p in takewhile(Path.exists, _numbered(name)) if holds_run(p)]
+            output_dir = existing[-1] if existing else RUNS / name
+        else:
+            output_dir = next(filter(_is_free, _numbered(name)))
     require_folder(output_dir, "run")
     if not resume and not dry_run and holds_run(output_dir):
         raise ConfigError(
@@ -61,11 +63,10 @@ def open_output(output_dir: Path | None, config_file: Path | None, resume: str |
     return output_dir
 
 
-def _numbered(name: str, endless: bool = False) -> list[Path]:
-    found = [RUNS / name]
-    while found[-1].exists():
-        found.append(RUNS / f"{name}-{len(found) + 1}")
-    return found if endless else found[:-1]
+def _numbered(name: str) -> Iterator[Path]:
+    """Yields runs/NAME, runs/NAME-2, runs/NAME-3, ..."""
+    yield RUNS / name
+    yield from (RUNS / f"{name}-{number}" for number in count(2))
 
 
 def _is_free(folder: Path) -> bool:
@@ -164,7 +165,7 @@ def recorded_config(folder: Path) -> Config:
 
 def recorded_file(folder: Path, resume: str) -> Path | None:
     """Returns the config.yaml that the snapshot `resume` was trained with, or None if the run has none yet."""
-    own = run_paths(folder).config
+    own = RunPaths(folder).config
     if not own.is_file():
         return None
     places = (open_run(folder)[1].snapshots / resume, Path(resume))

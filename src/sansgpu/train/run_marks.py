@@ -24,8 +24,7 @@ def require_unclaimed_folders(paths: RunPaths, resumes: bool) -> None:
         require_folder(folder, kind)
     for folder, kind, key in _elsewhere(paths):
         require_folder(folder, kind, key)
-        mark, run = read_mark(folder), _own(paths.root)
-        owner = mark.run if mark else None
+        owner, run = _run_of(folder), _run_of(paths.root)
         if owner and owner != run and (run or not resumes) and _is_used(folder):
             raise ConfigError(f"{folder} contains another run's {kind}; choose another {key}.")
 
@@ -82,11 +81,12 @@ def _elsewhere(paths: RunPaths) -> Iterator[tuple[Path, str, str]]:
 
 def _identity_of(paths: RunPaths) -> str:
     """Returns the run's identity: its own, or that of its snapshot or log folder, or a new one."""
-    known = (_own(folder) for folder in (paths.root, *(folder for folder, _, _ in _elsewhere(paths))))
+    known = (_run_of(folder) for folder in (paths.root, *(folder for folder, _, _ in _elsewhere(paths))))
     return next((run for run in known if run), None) or uuid.uuid4().hex
 
 
-def _own(folder: Path) -> str | None:
+def _run_of(folder: Path) -> str | None:
+    """Returns the identity of the run whose mark the folder has."""
     mark = read_mark(folder)
     return mark.run if mark else None
 

@@ -38,7 +38,7 @@ def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
 def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch: int) -> int:
     """Returns the steps until the first of num_epochs, max_steps and max_tokens is reached.
 
-    Without these limits, returns UNKNOWN for a time-limited run and otherwise one epoch.
+    Without these limits, returns UNKNOWN_STEPS for a time-limited run and otherwise one epoch.
     """
     limits = []
     if training.max_steps is not None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.tasks import Sums, add_sums
 from sansgpu.train.optim import Optimizer
 
 
@@ -24,7 +25,14 @@ class Progress:
     best_step: int | None = None
     logged_loss: float = 0.0  # loss sum since the last step event
     logged_targets: int = 0
-    logged_sums: dict[str, float] = field(default_factory=dict)  # task-specific sums
+    logged_sums: Sums = field(default_factory=dict)  # of the task, since the last step event
+
+    def add_step(self, tokens: int, loss_sum: float, targets: int, sums: Sums) -> None:
+        self.step += 1
+        self.tokens += tokens
+        self.logged_loss += loss_sum
+        self.logged_targets += targets
+        add_sums(self.logged_sums, sums)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

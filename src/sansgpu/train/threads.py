@@ -16,21 +16,21 @@ class AdaptiveThreads:
 
     def __init__(self, training: TrainingConfig, environment: Environment) -> None:
         self._enabled = training.adapt_threads
-        self._now = environment.threads
+        self.count = environment.threads  # compute threads now
         self._max_threads = max(environment.threads, resolve_threads(training))
         self._suggested: list[int] = []  # numbers of threads that suit the last step events
 
-    def observe(self, event: Event) -> tuple[int, str] | None:
-        """Returns the new number of threads and a message if the number changed, otherwise None."""
+    def observe(self, event: Event) -> str | None:
+        """Sets the number of threads that suits the last events; returns a message if it changed, otherwise None."""
         system = event["system"] or {}
         others = ((system.get("other_percent") or 0.0) + (system.get("stolen_percent") or 0.0)) / 100
         self._suggested = [*self._suggested, max(1, self._max_threads - round(others))][-AGREEING_EVENTS:]
         wanted = self._suggested[-1]
-        if not self._enabled or wanted == self._now or self._suggested != [wanted] * AGREEING_EVENTS:
+        if not self._enabled or wanted == self.count or self._suggested != [wanted] * AGREEING_EVENTS:
             return None
-        before, self._now = self._now, wanted
+        before, self.count = self.count, wanted
         torch.set_num_threads(wanted)
-        return wanted, (
+        return (
             f"other programs use {others:.1f} cores: training.threads is now {wanted} instead of {before}; results "
             "are no longer bit-identical to those of an undisturbed run."
         )

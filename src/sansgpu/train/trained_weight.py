@@ -85,8 +85,8 @@ class TrainedWeight:
         """The parameter's tensor if it is a lower-precision copy of the master, otherwise None."""
         return None if self.parameter.dtype == self.master.dtype else self.parameter.detach()
 
-    def described(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with the unsharded shape and the dtype of this rank's part `tensor`."""
+    def as_unsharded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns `tensor`, or an empty meta tensor with the unsharded shape if `tensor` is this rank's rows of it."""
         if not isinstance(self.place, RowSharded):
             return tensor
         return torch.empty(self.parameter.shape, dtype=tensor.dtype, device="meta")

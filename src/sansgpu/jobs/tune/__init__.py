@@ -40,7 +40,7 @@ from sansgpu.planning.prepare import prepare
 from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
-from sansgpu.train.interrupt import Interrupt
+from sansgpu.train.control import Interrupt
 from sansgpu.train.run_folders import RUNS, require_writable
 
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8  # per trial: with fewer than the first, pruning needs the second

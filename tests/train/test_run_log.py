@@ -9,9 +9,9 @@ import torch
 
 from sansgpu.machine.probe import Environment
 from sansgpu.tasks.graph import Graph
+from sansgpu.train.run_log import StepLog
 from sansgpu.train.state import Progress
 from sansgpu.train.step import PhaseTimer, StepPlan, StepResult
-from sansgpu.train.step_log import StepLog
 from tests.tasks.graphs import prepared
 
 ENVIRONMENT = Environment("2.13", "avx512", "cpu", 2, 1, "fp32", "off", "native", 8)

@@ -1,4 +1,4 @@
-"""Step events, averaged over the steps since the last event."""
+"""Emits the events of a run and the warnings that follow from them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,62 @@ from typing import Any
 
 from sansgpu.machine.probe import Environment, best_gemm_rate
 from sansgpu.machine.usage import Usage
-from sansgpu.reporting.events import Event
+from sansgpu.reporting.events import Event, Sinks, finite
 from sansgpu.tasks import Task
+from sansgpu.train.health import Health
+from sansgpu.train.run_length import RunLength
+from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.schedule import UNKNOWN_STEPS
 from sansgpu.train.state import Progress
 from sansgpu.train.step import PHASES, PhaseTimer, StepPlan, StepResult
+from sansgpu.train.threads import AdaptiveThreads
 
-System = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
+SystemStatistics = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
+
+
+class RunLog:
+    """Emits step and evaluation events, each followed by warnings about the run's health.
+
+    Step events may also change the number of compute `threads`.
+    """
+
+    def __init__(
+        self, task: Task, run: RunSetup, length: RunLength, sinks: Sinks, system: SystemStatistics = lambda: None
+    ) -> None:
+        self._run, self._length, self._sinks = run, length, sinks
+        self._steps = StepLog(task, run.gemm_flops_per_second, run.plan, system)
+        self._health = Health(run.config.training)
+        self._threads = AdaptiveThreads(run.config.training, run.environment)
+
+    @property
+    def threads(self) -> int:
+        return self._threads.count
+
+    def restore(self, recorded: Sequence[Event], step: int) -> None:
+        """Replays the recorded events up to `step`, so that warnings are neither repeated nor lost."""
+        for event in recorded:
+            if (event.get("step") or 0) <= step:
+                self._health.observe(event)
+        self._steps.restore(recorded, self._run.environment)
+
+    def add_step(self, seconds: float, tokens: int, phases: PhaseTimer) -> None:
+        """Adds a step to the averages of the next step event."""
+        self._steps.add(seconds, tokens, phases)
+
+    def emit_step(self, progress: Progress, result: StepResult, lr: float) -> None:
+        event = self._steps.event(progress, result, lr, self._length.total_steps)
+        event["eta_seconds"] = self._length.eta_seconds(event["step_seconds"])
+        event["elapsed_seconds"] = self._length.elapsed_seconds()
+        self.emit({**event, "threads": self.threads})
+        if message := self._threads.observe(event):
+            self._sinks.emit({"event": "warning", "step": event["step"], "cause": "threads", "message": message})
+
+    def emit(self, event: Event) -> None:
+        """Emits an event and the warnings about the run's health that it causes."""
+        event = finite(event)
+        self._sinks.emit(event)
+        for warning in self._health.observe(event) if self._run.plan.group.is_main else ():
+            self._sinks.emit(warning)
 
 
 class StepLog:
@@ -22,7 +71,9 @@ class StepLog:
     `gemm_flops_per_second` is the best total GEMM rate of all processes of `plan`, the denominator of `mfu`.
     """
 
-    def __init__(self, task: Task, gemm_flops_per_second: float, plan: StepPlan, system: System = lambda: None) -> None:
+    def __init__(
+        self, task: Task, gemm_flops_per_second: float, plan: StepPlan, system: SystemStatistics = lambda: None
+    ) -> None:
         self._task, self._gemm, self._plan, self._system = task, gemm_flops_per_second, plan, system
         self._usage = Usage()
         self._steps: list[tuple[float, int, PhaseTimer]] = []  # seconds, tokens and phases
