@@ -63,17 +63,17 @@ def test_eval_of_a_text_by_hand(home: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_eval_of_another_architecture(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import MistralConfig, MistralForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(home / "run/final")
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=320, max_position_embeddings=64, **shape)).save_pretrained(
-        tmp_path / "llama"
+    MistralForCausalLM(MistralConfig(vocab_size=320, max_position_embeddings=64, **shape)).save_pretrained(
+        tmp_path / "mistral"
     )
-    tokenizer.save_pretrained(tmp_path / "llama")
-    found = answer(capsys, "eval", tmp_path / "llama", "--data", home / "corpus.jsonl")
+    tokenizer.save_pretrained(tmp_path / "mistral")
+    found = answer(capsys, "eval", tmp_path / "mistral", "--data", home / "corpus.jsonl")
     assert found["loss"] == pytest.approx(math.log(320), rel=0.1)
-    assert cli(["generate", str(tmp_path / "llama"), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
+    assert cli(["generate", str(tmp_path / "mistral"), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("ab")
 
 
