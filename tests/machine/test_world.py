@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError
 from sansgpu.machine import cores
 from sansgpu.machine.cores import Cpu
 from sansgpu.machine.network import interface_for, interfaces, is_loopback, route_to
-from sansgpu.machine.world import find_world, usual_threads
+from sansgpu.machine.world import find_world, threads_from_environment
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "3", "WORLD_SIZE": "4",
@@ -96,11 +96,11 @@ def test_a_binding_that_nobody_asked_for_may_be_undone() -> None:
 
 
 def test_the_thread_count_that_torchrun_sets_is_ignored() -> None:
-    assert usual_threads({}) is None
-    assert usual_threads({"OMP_NUM_THREADS": "3,2"}) == 3
-    assert usual_threads({**TORCHRUN, "OMP_NUM_THREADS": "1"}) is None
-    assert usual_threads({**TORCHRUN, "OMP_NUM_THREADS": "8"}) == 8
-    assert usual_threads({**TORCHRUN, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}) == 1
+    assert threads_from_environment({}) is None
+    assert threads_from_environment({"OMP_NUM_THREADS": "3,2"}) == 3
+    assert threads_from_environment({**TORCHRUN, "OMP_NUM_THREADS": "1"}) is None
+    assert threads_from_environment({**TORCHRUN, "OMP_NUM_THREADS": "8"}) == 8
+    assert threads_from_environment({**TORCHRUN, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}) == 1
 
 
 def machine(folder: Path, nodes: int, cores_each: int, threads: int) -> Path:
@@ -145,9 +145,9 @@ def test_shares_are_whole_cores_and_all_of_them(nodes: int, each: int, threads: 
 
 @given(st.lists(st.integers(0, 99), unique=True))
 def test_a_cpu_list_of_the_kernel_is_parsed(numbers: list[int]) -> None:
-    assert cores.listed(",".join(map(str, numbers))) == numbers
-    assert cores.listed("0-3,8\n") == [0, 1, 2, 3, 8]
-    assert cores.listed("\n") == []
+    assert cores.parse_cpu_list(",".join(map(str, numbers))) == numbers
+    assert cores.parse_cpu_list("0-3,8\n") == [0, 1, 2, 3, 8]
+    assert cores.parse_cpu_list("\n") == []
 
 
 def test_a_process_keeps_to_its_cores() -> None:

@@ -32,9 +32,9 @@ def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[
             return dict(known["answer"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    start, strain = time.perf_counter(), LoadMeter()
+    start, load = time.perf_counter(), LoadMeter()
     answer = measure()
-    seen = strain.sample()
+    seen = load.sample()
     disturbed = seen["other_cores"] + seen["stolen_cores"] > BUSY_CORES
     if disturbed and time.perf_counter() - start > MIN_SECONDS:
         return answer

@@ -27,7 +27,7 @@ def cpus(root: Path = _SYS) -> list[Cpu]:
     nodes = {
         number: int(folder.name.removeprefix("node"))
         for folder in (root / "node").glob("node[0-9]*")
-        for number in listed(kernel_text(folder / "cpulist"))
+        for number in parse_cpu_list(kernel_text(folder / "cpulist"))
     }
     return sorted(_cpu(number, nodes.get(number, 0), root / f"cpu/cpu{number}/topology") for number in allowed)
 
@@ -45,27 +45,27 @@ def physical_cores(cpus: list[Cpu]) -> list[list[Cpu]]:
     return list(cores.values())
 
 
-def partition(of: list[Cpu], index: int, parts: int) -> list[Cpu]:
+def partition(cpus: list[Cpu], index: int, parts: int) -> list[Cpu]:
     """Returns part `index` of `parts`: contiguous whole cores, or one core if there are more parts than cores."""
-    cores = physical_cores(of)
+    cores = physical_cores(cpus)
     if parts > len(cores):
         return cores[index % len(cores)]
     start, stop = index * len(cores) // parts, (index + 1) * len(cores) // parts
     return [cpu for core in cores[start:stop] for cpu in core]
 
 
-def memories() -> int:
+def count_memory_domains() -> int:
     """Returns the number of NUMA nodes or sockets among the processors this process may run on."""
     return len({(cpu.node, cpu.package) for cpu in cpus()})
 
 
-def bind(to: list[Cpu]) -> None:
+def bind(cpus: list[Cpu]) -> None:
     """Pins this process to these processors, so that the kernel prefers their node's memory.
 
     Call it before any computation, because threads that already run are not moved.
     """
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {cpu.number for cpu in to})
+        os.sched_setaffinity(0, {cpu.number for cpu in cpus})
 
 
 def unbind() -> None:
@@ -74,7 +74,7 @@ def unbind() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def listed(text: str) -> list[int]:
+def parse_cpu_list(text: str) -> list[int]:
     """Parses a kernel CPU list: `0-3,8` is 0, 1, 2, 3, 8."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):

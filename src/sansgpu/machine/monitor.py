@@ -98,7 +98,7 @@ class _Moment:
 
     def __init__(self, folder: Path, peers: Sequence[Peer]) -> None:
         self._at, self._folder = time.perf_counter(), folder
-        self._strain = LoadMeter(children=False, peers=peers)
+        self._load = LoadMeter(children=False, peers=peers)
         self._cores = _try(lambda: psutil.cpu_times(percpu=True)) or []
         major, minor = _try(_faults) or (None, None)
         read, written = _try(lambda: psutil.Process().io_counters()[2:4]) or (None, None)
@@ -113,7 +113,7 @@ class _Moment:
 
     def since(self, before: _Moment) -> System:
         """Returns a sample of the interval between two moments."""
-        seen, wall = before._strain.sample(), self._at - before._at
+        seen, wall = before._load.sample(), self._at - before._at
         rates = {key: _rate(now, before._counts[key], wall) for key, now in self._counts.items()}
         withheld, folder = rates.pop("withheld"), self._folder
         return {

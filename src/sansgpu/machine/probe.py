@@ -16,8 +16,8 @@ import torch
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.machine import cgroup, cores
 from sansgpu.machine.group import Group
-from sansgpu.machine.roofline import best_seconds, gemm_rate
-from sansgpu.machine.world import usual_threads
+from sansgpu.machine.roofline import gemm_rate, product_seconds
+from sansgpu.machine.world import threads_from_environment
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
 GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
@@ -112,7 +112,7 @@ def memory_for_run(device: torch.device, processes: int = 1) -> int:
 
 def resolve_threads(training: TrainingConfig) -> int:
     """Returns the number of compute threads: as configured, else OMP_NUM_THREADS, else the usable cores."""
-    return (usual_threads() or available_cores()) if training.threads == "auto" else training.threads
+    return (threads_from_environment() or available_cores()) if training.threads == "auto" else training.threads
 
 
 def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
@@ -127,7 +127,7 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
         cores.bind(cores.partition(cores.cpus(), same.index(group.rank), len(same)))
     quota, here = cgroup.cpu_quota(), len(group.local_rank)
     threads = resolve_threads(training)
-    if training.threads == "auto" and quota and usual_threads() is None:
+    if training.threads == "auto" and quota and threads_from_environment() is None:
         threads = max(1, min(threads, int(quota / here)))
     cpus = len({cpu for rank in group.local_rank for cpu in group.peers[rank].cpus})
     setting = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
@@ -190,23 +190,16 @@ def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
         return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    faster = has_native_bf16() and layer_seconds(torch.bfloat16) < layer_seconds(torch.float32)
+    faster = has_native_bf16() and layer_seconds("bf16") < layer_seconds("fp32")
     return "bf16" if faster else "fp32"
 
 
-def layer_seconds(dtype: torch.dtype) -> float:
-    """Times the three products of a linear layer: forward, and the gradients of its input and its weight.
+def layer_seconds(precision: str) -> float:
+    """Times the products of a typical linear layer.
 
     Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout.
     """
-    x, weight = torch.ones(LAYER_TOKENS, LAYER_WIDTH, dtype=dtype), torch.ones(LAYER_WIDTH, LAYER_WIDTH, dtype=dtype)
-
-    def products() -> None:
-        torch.mm(x, weight.T)
-        torch.mm(x, weight)
-        torch.mm(x.T, x)
-
-    return best_seconds(products, enough=0.0)
+    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, enough=0.0)
 
 
 def describe_machine(environment: Environment) -> dict[str, object]:

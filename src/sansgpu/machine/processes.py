@@ -20,7 +20,7 @@ SAVING_SECONDS = 600  # time to save after SIGTERM
 def processes(wanted: str) -> int:
     """Parses --processes; `auto` is one per NUMA node or socket. Raises ConfigError if it is not a positive number."""
     if wanted == "auto":
-        return cores.memories()
+        return cores.count_memory_domains()
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ConfigError(f"--processes is {wanted}; give a positive number or auto.")
     return int(wanted)

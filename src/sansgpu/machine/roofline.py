@@ -52,14 +52,14 @@ def bandwidth() -> float:
     return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source))
 
 
-def product_seconds(tokens: int, shape: Shape, precision: str) -> float:
+def product_seconds(tokens: int, shape: Shape, precision: str, enough: float = ENOUGH_SECONDS) -> float:
     """Times the three products of a linear layer: forward, and the gradients of its input and its weight."""
     inputs, outputs = shape
     dtype = DTYPES[precision]
     x, grad = torch.ones(tokens, inputs, dtype=dtype), torch.ones(tokens, outputs, dtype=dtype)
     weight = torch.ones(outputs, inputs, dtype=dtype)
     products = (lambda: torch.mm(x, weight.T), lambda: torch.mm(grad, weight), lambda: torch.mm(grad.T, x))
-    return sum(best_seconds(product) for product in products)
+    return sum(best_seconds(product, enough=enough) for product in products)
 
 
 @dataclass(frozen=True)

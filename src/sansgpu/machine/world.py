@@ -69,7 +69,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
     return World(note=f"{alone}." if tasks > 1 and "SLURM_STEP_NUM_TASKS" not in environment else None)
 
 
-def usual_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+def threads_from_environment(environment: Mapping[str, str] = os.environ) -> int | None:
     """Returns OMP_NUM_THREADS if the user has set it, or None.
 
     torchrun sets it to 1 for several processes, so that value is ignored there. Like OpenMP, this ignores values that
