@@ -13,9 +13,11 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -119,6 +121,7 @@ class Torchs:
 
     averages = True  # divides the gradient by the number of ranks
     keeps_gradients = True  # as views of the buckets, which saves a copy
+    ddp_settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, model: TransformerLM, dtype: torch.dtype) -> None:
         self._training = TrainingConfig.model_validate(TRAINING)
@@ -136,7 +139,9 @@ class Torchs:
         )
 
     def wrap(self, module: SummedLoss) -> nn.Module:
-        return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(
+            module, gradient_as_bucket_view=True, broadcast_buffers=False, **self.ddp_settings
+        )
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, **self.adamw_settings(), fused=True)
@@ -202,8 +207,14 @@ class Summing(Torchs):
         return wrapped
 
 
+class FixedBuckets(Summing):
+    """The same without new buckets after the first step, which torch makes unless it looks for unused weights."""
+
+    ddp_settings = MappingProxyType({"find_unused_parameters": True})
+
+
 class SummingOurUpdate(Summing):
-    """The same with our AdamW kernel, so that only the reduction differs from our engine."""
+    """Summing with our AdamW kernel, so that only the reduction differs from our engine."""
 
     def apply(self, step: int) -> float:
         parameters, limit = [p for _, p in self._named], self._training.max_grad_norm
@@ -287,6 +298,7 @@ ENGINES: dict[str, Any] = {
     "ours, full": "full",
     "DDP": Torchs,
     "DDP, summing hook": Summing,
+    "DDP, summing hook, fixed buckets": FixedBuckets,
     "DDP, summing hook, our AdamW": SummingOurUpdate,
     "DDP, ZeroRedundancyOptimizer": Zero,
     "fully_shard": FullyShard,

@@ -31,7 +31,13 @@ from safetensors.numpy import load_file
 from benchmarks.contest import ROOT, WARM_UP, NoResultError, Row, print_table, row_of, say, write_json
 
 COMPARISONS = {  # ours first
-    "replicated": ("ours", "DDP", "DDP, summing hook", "DDP, summing hook, our AdamW"),
+    "replicated": (
+        "ours",
+        "DDP",
+        "DDP, summing hook",
+        "DDP, summing hook, fixed buckets",
+        "DDP, summing hook, our AdamW",
+    ),
     "optimizer": ("ours, ZeRO-1", "DDP, ZeroRedundancyOptimizer"),
     "full": ("ours, full", "fully_shard"),
 }
