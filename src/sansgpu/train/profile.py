@@ -64,7 +64,7 @@ def _annotated(optimizer: Optimizer) -> Iterator[None]:
         with record_function(_UPDATE):
             step(lr, number, scale)
 
-    vars(optimizer).update(norm=marked_norm, step=marked_step)
+    vars(optimizer).update(grad_norm=marked_norm, step=marked_step)
     try:
         yield
     finally:
