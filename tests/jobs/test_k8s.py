@@ -558,7 +558,7 @@ def test_the_image_is_made_of_what_a_checkout_has() -> None:
     assert ignored[1] == "*"
     assert {f"!{source}" for source in copied} <= {*ignored}
     package_data = (ROOT / "pyproject.toml").read_text()
-    assert "jobs/templates/*" in package_data  # else an installed sansgpu could render nothing
+    assert "jobs/k8s/templates/*" in package_data  # else an installed sansgpu could render nothing
 
 
 def test_the_image_pins_what_is_in_it_and_runs_as_nobody() -> None:

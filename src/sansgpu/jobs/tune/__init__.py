@@ -20,6 +20,7 @@ from sansgpu.config import (
     load_config,
     load_space,
     measure_of,
+    setting,
 )
 from sansgpu.config.atomic import write_failures_as, write_text
 from sansgpu.config.plain_data import InvalidDataError, read_validated
@@ -89,7 +90,7 @@ def tune(
         length = _recorded_length(folder, config, space) or _planned_length(config, progress, warn)
         _record(folder, config, space, length)
         study = Study(folder, space, request.pruner, config.training.seed, length)
-        default = {key: _value(config, key) for key in space}
+        default = {key: setting(config, key) for key in space}
         study.begin(default)
     done, evaluations, budget = study.finished(), length.evaluations, _budget(request, space)
     changed = config.training.eval_steps != max(1, round(length.steps / evaluations))
@@ -197,8 +198,3 @@ def _record(folder: Path, config: Config, space: Space, length: Length) -> None:
 def _identity(config: Config, space: Space) -> Values:
     """Returns the values that must match for a search to be resumed."""
     return {"configuration": acting_values(config), "space": {key: p.to_json() for key, p in space.items()}}
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section), name)
