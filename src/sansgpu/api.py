@@ -18,7 +18,7 @@ from sansgpu.reporting.callbacks import Callback, CallbackSink
 from sansgpu.reporting.events import Event, Sink
 from sansgpu.reporting.notebook import NotebookView
 from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.results import describe_results, numbers
+from sansgpu.reporting.results import describe_results, summarize
 from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal, Warnings
 from sansgpu.train.loop import TrainingResult
 
@@ -72,7 +72,7 @@ class Run:
 
     def _facts(self) -> dict[str, str]:
         record = self.record
-        return dict(describe_results(numbers(record, is_locked(record.paths))))
+        return dict(describe_results(summarize(record, is_locked(record.paths))))
 
 
 def fit(

@@ -50,8 +50,8 @@ def extract(
 ) -> None:
     """Extract triples of a knowledge graph from texts.
 
-    Prints JSON lines with doc, head, relation, tail and score. If the data has triples, precision, recall and F1 are
-    printed to stderr.
+    Prints JSON lines with doc, head, relation, tail and score.
+    If the data has triples, prints precision, recall and F1 to stderr.
 
     Example: sansgpu extract runs/graph --text "Metformin lowers glucose." --head Metformin
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def list_runs(
 
     rows = job(folder)
     if as_json:
-        print_json({"runs": rows})
+        print_json({"runs": [asdict(row) for row in rows]})
     elif not rows:
         show(f"No runs found in {folder}.")
     else:

@@ -30,7 +30,7 @@ def k8s(
     nodes: Annotated[int, option("Number of pods.", _PODS, min=1)],
     cpus: Annotated[int, option("CPUs per pod.", _PODS, min=1)],
     memory: Annotated[str, option("Memory per pod, e.g. 64Gi.", _PODS)],
-    pvc: Annotated[str, option("Claim for data and snapshots. It must be ReadWriteMany for several pods.", _PODS)],
+    pvc: Annotated[str, option("PersistentVolumeClaim for data and snapshots; ReadWriteMany if nodes > 1.", _PODS)],
     image: Annotated[str, option("Image reference with a tag, e.g. registry.example/sansgpu:1.", _IMAGE)],
     config: ConfigArgument = None,
     override: OverrideOption = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ def doctor(as_json: JsonOption = False) -> None:
     from sansgpu.jobs.doctor import doctor as job
     from sansgpu.reporting.tables import print_doctor
 
-    print_result(job(), as_json, print_doctor)
+    print_result(asdict(job()), as_json, print_doctor)
 
 
 def plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import closing
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -200,6 +201,7 @@ def tune(
     from sansgpu.jobs.tune import Interrupted, TuneRequest
     from sansgpu.jobs.tune import tune as job
     from sansgpu.reporting.terminal import PreparationBar, RunConsole
+    from sansgpu.reporting.tune_events import SearchEstimate, SearchEvent
     from sansgpu.reporting.tune_terminal import TuneTerminal, print_estimate, print_tune
 
     overrides = (*(override or ()), *([] if seed is None else [("training.seed", seed)]))
@@ -207,21 +209,18 @@ def tune(
     console = RunConsole(stderr=as_json)
     bar, terminal = PreparationBar(RunConsole(stderr=True)), TuneTerminal(console)
 
-    def show(event: dict[str, object]) -> None:
+    def show(event: SearchEvent) -> None:
         bar.close()
         terminal(event)
 
-    try:
+    with closing(terminal), closing(bar):
         result = job(request, bar, show, warn)
-    finally:
-        bar.close()
-        terminal.close()
     if isinstance(result, Interrupted):
         console.print(f"interrupted and saved; the same command resumes {result.folder}", soft_wrap=True)
         return 128 + result.signal
     if as_json:
-        print_json(result)
-    elif dry_run:
+        print_json(asdict(result))
+    elif isinstance(result, SearchEstimate):
         print_estimate(console, result)
     else:
         print_tune(console, result)

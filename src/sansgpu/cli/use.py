@@ -31,7 +31,7 @@ _GRAPH = "Task graph"
 TemperatureOption = Annotated[float, option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
 TopKOption = Annotated[int, option("Sample from the k most likely tokens. 0: from all.", SAMPLING)]
 TopPOption = Annotated[float, option("Sample from the most likely tokens with this total probability.", SAMPLING)]
-SeedOption = Annotated[int, option("Random seed.", SAMPLING, min=0, max=LARGEST_SEED)]
+SeedOption = Annotated[int, option("Random seed.", SAMPLING, min=0, max=LARGEST_SEED, metavar="N")]
 
 
 def evaluate(
@@ -55,8 +55,9 @@ def evaluate(
 ) -> None:
     """Evaluate a model on text or labeled data.
 
-    Prints the loss, perplexity and bits per byte. Task qa: exact match and F1; the answers are written to the run
-    folder. Task graph: accuracy on masked tokens and leaves.
+    Prints the loss, perplexity and bits per byte.
+    Task qa: exact match and F1; the answers are written to the run folder.
+    Task graph: accuracy on masked tokens and leaves.
 
     Example: sansgpu eval runs/default --data notes.txt
     """

@@ -21,11 +21,13 @@ from sansgpu.config.load import (
     as_config,
     change_config,
     default_values,
+    flatten,
     load_config,
     overridden_key,
     problems,
     recorded_values,
     save_config,
+    setting,
 )
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
@@ -64,6 +66,7 @@ __all__ = [
     "change_config",
     "default_values",
     "derive_seed",
+    "flatten",
     "identity",
     "load_config",
     "load_space",
@@ -73,5 +76,6 @@ __all__ = [
     "recorded_values",
     "require_identity",
     "save_config",
+    "setting",
     "spaced_values",
 ]

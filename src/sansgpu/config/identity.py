@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.load import acting_values
+from sansgpu.config.load import acting_values, flatten
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
 
 Values = dict[str, Any]
@@ -65,12 +65,7 @@ def _is_fixed(key: str) -> bool:
 
 def _flat(values: Values) -> Values:
     """Flattens values to `section.key`, and adds the number of examples per step."""
-    flat: Values = {}
-    for name, section in values.items():
-        if isinstance(section, dict):
-            flat |= {f"{name}.{key}": value for key, value in section.items()}
-        else:
-            flat[f"training.{name}" if name in TOP_LEVEL_KEYS else name] = section
+    flat = {f"training.{key}" if key in TOP_LEVEL_KEYS else key: value for key, value in flatten(values).items()}
     size, accumulated = (flat.get(key) for key in _BATCH_KEYS)
     if isinstance(accumulated, int):
         flat[_EXAMPLES_PER_STEP] = size * accumulated if isinstance(size, int) else accumulated

@@ -89,6 +89,20 @@ def acting_values(config: Config) -> Values:
     return {**top, **values}
 
 
+def flatten(values: Values) -> Values:
+    """Returns values by dotted key, e.g. `training.learning_rate`."""
+    flat: Values = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def setting(config: Config, key: str) -> Any:
+    """Returns the value of `section.key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
 def default_values(values: Values) -> Values:
     """Returns the defaults of the kind of run that `values`, a result of `acting_values`, belong to.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sansgpu.config.by_task import FINE_TUNING, GRAPH, PRETRAIN, kinds_with, label
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.load import change_config, describe
+from sansgpu.config.load import change_config, describe, setting
 from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
 
@@ -256,5 +256,4 @@ def _in_schema(key: str, value: object, config: Config, where: str) -> Any:
         whole = isinstance(value, float) and "integer" in reason
         hint = "; search integers with {int: [low, high]}" if whole else "; remove such values from the space"
         raise ConfigError(f"{where}: {reason}{hint}.") from None
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(changed, section), name)
+    return setting(changed, key)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,8 +25,6 @@ from sansgpu.machine.probe import (
 from sansgpu.machine.roofline import bandwidth
 from sansgpu.machine.usage import LoadMeter
 
-Result = dict[str, Any]
-
 USAGE_SECONDS = 0.5  # to observe other programs
 MIN_BUSY_CORES = 0.25  # cores used by other programs before they are reported
 MIN_BF16_SPEEDUP = 1.2
@@ -42,92 +39,124 @@ class Advice:
     text: str
 
 
-def doctor() -> Result:
+@dataclass(frozen=True)
+class MachineReport:
+    """A machine's description and measurements. Sizes are in bytes."""
+
+    processor: str
+    cores: int
+    cpus: int  # logical processors that this process may use
+    cpu_quota: float | None
+    numa_nodes: int
+    isa: list[str]
+    memory_bytes: int
+    memory_limit_bytes: int | None
+    swap_bytes: int
+    compiler: str | None
+    allocator: str
+    openmp: list[str]
+    torch: str
+    torch_blas: str
+    transparent_huge_pages: str | None
+    governor: str | None
+    omp_num_threads: str | None
+    isa_limits: dict[str, str]
+    cores_usable: int
+    bf16_native: bool
+    available_bytes: int
+    cache: str
+    cache_free_bytes: int
+    gpu: str | None
+    kernels: str
+    kernels_problem: str | None
+    cache_problem: str | None
+    gemm_flops_per_second: dict[str, float | None]  # by precision; None: emulated, which is too slow to measure
+    memory_bandwidth_bytes_per_second: float
+    busy_cores: float  # used by other programs
+    advice: tuple[Advice, ...] = ()
+
+
+def doctor() -> MachineReport:
     cache = cache_dir(None)
     torch.set_num_threads(resolve_threads(TrainingConfig()))
     strain = LoadMeter()
     time.sleep(USAGE_SECONDS)
     others = strain.sample()
-    device = torch.device("cpu")
     unsafe: list[str] = []
     kernels = native.load(compiled_cache(unsafe.append))
-    bf16 = has_native_bf16()
-    threads = torch.get_num_threads()
-    rates = {
-        "fp32": gemm_flops_per_second("fp32", threads=threads),
-        "bf16": gemm_flops_per_second("bf16", threads=threads)
-        if bf16
-        else None,  # emulated bf16 is too slow to measure
-    }
-    facts: Result = {
+    bf16, threads = has_native_bf16(), torch.get_num_threads()
+    facts = MachineReport(
         **hardware(),
         **software(),
-        "cores_usable": available_cores(),
-        "bf16_native": bf16,
-        "available_bytes": available_memory(device),
-        "cache": str(cache),
-        "cache_free_bytes": free_disk_bytes(cache.absolute()),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "kernels": "native" if kernels is None else "torch",
-        "kernels_problem": kernels,
-        "cache_problem": unsafe[0] if unsafe else None,
-        "gemm_flops_per_second": rates,
-        "memory_bandwidth_bytes_per_second": bandwidth(),
-        "busy_cores": others["other_cores"] + others["stolen_cores"],
-    }
-    advice = sorted(_advice(facts), key=lambda a: -a.gain)
-    return {**facts, "advice": [{"gain": a.gain, "text": a.text} for a in advice]}
+        cores_usable=available_cores(),
+        bf16_native=bf16,
+        available_bytes=available_memory(torch.device("cpu")),
+        cache=str(cache),
+        cache_free_bytes=free_disk_bytes(cache.absolute()),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        kernels="native" if kernels is None else "torch",
+        kernels_problem=kernels,
+        cache_problem=unsafe[0] if unsafe else None,
+        gemm_flops_per_second={
+            "fp32": gemm_flops_per_second("fp32", threads=threads),
+            "bf16": gemm_flops_per_second("bf16", threads=threads) if bf16 else None,
+        },
+        memory_bandwidth_bytes_per_second=bandwidth(),
+        busy_cores=others["other_cores"] + others["stolen_cores"],
+    )
+    return replace(facts, advice=tuple(sorted(_advice(facts), key=lambda a: -a.gain)))
 
 
-def _advice(facts: Result) -> list[Advice]:
+def _advice(facts: MachineReport) -> list[Advice]:
     """Returns advice with gains measured on two cores with AMX (docs/lab-notes.md) or computed from `facts`."""
     return [*_build_advice(facts), *_cores_advice(facts), *_memory_advice(facts)]
 
 
-def _build_advice(facts: Result) -> Iterator[Advice]:
-    rates, missing = facts["gemm_flops_per_second"], missing_compiler()
+def _build_advice(facts: MachineReport) -> Iterator[Advice]:
+    missing = missing_compiler()
+    fp32, bf16 = (facts.gemm_flops_per_second[precision] for precision in ("fp32", "bf16"))
     if missing:
         yield Advice(
             1.0, f"install {missing} (Debian: apt install g++ python3-dev); native kernels and torch.compile need it."
         )
-    elif facts["kernels"] != "native":
-        problem = facts["kernels_problem"]
+    elif facts.kernels != "native":
+        problem = facts.kernels_problem
         yield Advice(1.0, f"the native kernels do not compile ({problem}), so training falls back to plain torch.")
-    if facts["cache_problem"]:
-        yield Advice(0.0, facts["cache_problem"])
-    if facts["isa_limits"]:
-        names = ", ".join(f"{name}={value}" for name, value in facts["isa_limits"].items())
+    if facts.cache_problem:
+        yield Advice(0.0, facts.cache_problem)
+    if facts.isa_limits:
+        names = ", ".join(f"{name}={value}" for name, value in facts.isa_limits.items())
         yield Advice(1.0, f"unset {names}; it keeps torch from using instructions that this CPU may have.")
-    if "oneDNN" not in facts["torch_blas"]:
+    if "oneDNN" not in facts.torch_blas:
         yield Advice(0.5, "this build of torch has no oneDNN, which makes matrix products fast; install one from PyPI.")
-    if facts["bf16_native"] and rates["bf16"] < MIN_BF16_SPEEDUP * rates["fp32"]:
+    if bf16 and fp32 and bf16 < MIN_BF16_SPEEDUP * fp32:
         yield Advice(0.0, "bf16 products are hardly faster than fp32 here; precision auto picks the faster one.")
 
 
-def _cores_advice(facts: Result) -> Iterator[Advice]:
-    usable, busy, quota = (facts[key] for key in ("cores_usable", "busy_cores", "cpu_quota"))
-    cores = min(facts["cpus"], facts["cores"])
+def _cores_advice(facts: MachineReport) -> Iterator[Advice]:
+    usable, busy, quota = facts.cores_usable, facts.busy_cores, facts.cpu_quota
+    cores = min(facts.cpus, facts.cores)
     if busy > MIN_BUSY_CORES:
         gain = busy / max(usable - busy, usable / 2)
         yield Advice(gain, f"other programs keep {busy:.1f} cores busy; stop them, or reserve cores for the run.")
     if quota and quota < cores:
         yield Advice(cores / quota - 1, f"the container may use {quota:.1f} of {cores} cores; raise its CPU limit.")
-    if facts["numa_nodes"] > 1:
-        nodes = facts["numa_nodes"]
+    if facts.numa_nodes > 1:
+        nodes = facts.numa_nodes
         yield Advice(0.3, f"start one process per NUMA node ({nodes}): sansgpu train CONFIG --processes auto.")
-    if facts["governor"] not in (None, "performance", "schedutil"):
+    if facts.governor not in (None, "performance", "schedutil"):
         command = "cpupower frequency-set -g performance"
-        yield Advice(0.2, f"the CPU frequency governor is {facts['governor']}; set it to performance ({command}).")
-    if len(facts["openmp"]) > 1:
-        yield Advice(0.1, f"several OpenMP runtimes compete for the cores: {', '.join(facts['openmp'])}.")
+        yield Advice(0.2, f"the CPU frequency governor is {facts.governor}; set it to performance ({command}).")
+    if len(facts.openmp) > 1:
+        yield Advice(0.1, f"several OpenMP runtimes compete for the cores: {', '.join(facts.openmp)}.")
 
 
-def _memory_advice(facts: Result) -> Iterator[Advice]:
-    if facts["transparent_huge_pages"] == "never":
+def _memory_advice(facts: MachineReport) -> Iterator[Advice]:
+    if facts.transparent_huge_pages == "never":
         command = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         yield Advice(0.03, f"transparent huge pages are off; turn them on for programs that request them: {command}.")
-    if facts["available_bytes"] < MIN_FREE_MEMORY:
-        yield Advice(0.0, f"only {facts['available_bytes'] / 1e9:.1f} GB of memory are available.")
-    if facts["cache_free_bytes"] < MIN_FREE_DISK:
-        free = facts["cache_free_bytes"] / 1e9
-        yield Advice(0.0, f"only {free:.1f} GB are free for {facts['cache']}; set SANSGPU_CACHE to a larger disk.")
+    if facts.available_bytes < MIN_FREE_MEMORY:
+        yield Advice(0.0, f"only {facts.available_bytes / 1e9:.1f} GB of memory are available.")
+    if facts.cache_free_bytes < MIN_FREE_DISK:
+        free = facts.cache_free_bytes / 1e9
+        yield Advice(0.0, f"only {free:.1f} GB are free for {facts.cache}; set SANSGPU_CACHE to a larger disk.")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.results import changed_settings, numbers, size_bytes
+from sansgpu.reporting.results import RunSummary, changed_settings, size_bytes, summarize
 from sansgpu.train.run_folders import RUNS
 
-Row = dict[str, Any]
 
-
-def list_runs(folder: Path) -> list[Row]:
-    """Returns one row of metrics for every run below `folder`, most recently changed first.
+def list_runs(folder: Path) -> list[RunSummary]:
+    """Returns the results of every run below `folder`, most recently changed first.
 
     An unreadable run has state `broken` and a `problem`. Raises ConfigError if the folder does not exist.
     """
@@ -27,7 +25,7 @@ def list_runs(folder: Path) -> list[Row]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; train a model first, or give the folder that contains your runs.")
     rows = [_row(found, folder) for found in run_folders(folder)]
-    return sorted(rows, key=lambda row: (row["changed"] or "", row["path"]), reverse=True)
+    return sorted(rows, key=lambda row: (row.changed or "", row.path), reverse=True)
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
@@ -65,23 +63,20 @@ def is_locked(paths: RunPaths) -> bool:
         return False
 
 
-def _row(found: Path, folder: Path) -> Row:
-    row: Row = {**dict.fromkeys(KEYS), "name": found.absolute().name, "path": str(found), "state": "broken"}
-    if found != folder:
-        row["name"] = str(found.relative_to(folder))
+def _row(found: Path, folder: Path) -> RunSummary:
+    name = found.absolute().name if found == folder else str(found.relative_to(folder))
+    row = RunSummary(name, str(found))
     try:
-        row["size_bytes"] = size_bytes(found)
+        row = replace(row, size_bytes=size_bytes(found))
         record = RunRecord.open(found)
-        row |= {**numbers(record, is_locked(record.paths)), "name": row["name"], "problem": record.problem}
         moment = changed_settings(record)
-        row["changed"] = moment.isoformat(timespec="seconds") if moment else None
+        return replace(
+            summarize(record, is_locked(record.paths)),
+            name=name,
+            path=row.path,
+            size_bytes=row.size_bytes,
+            changed=moment.isoformat(timespec="seconds") if moment else None,
+            problem=record.problem,
+        )
     except (ConfigError, OSError) as error:
-        row["problem"] = " ".join(str(error).split())
-    return row
-
-
-KEYS = (
-    "name", "path", "task", "state", "step", "total_steps", "loss", "validation_loss", "best_loss", "best_step",
-    "bits_per_byte", "tokens", "tokens_per_second", "mfu", "seconds", "peak_memory_bytes", "joules", "parameters",
-    "trained_parameters", "size_bytes", "changed", "problem",
-)  # fmt: skip
+        return replace(row, problem=" ".join(str(error).split()))

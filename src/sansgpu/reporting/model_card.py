@@ -28,10 +28,10 @@ from sansgpu.reporting.results import (
     evaluation_words,
     metric,
     metric_name,
-    numbers,
     own_metrics,
     parameter_words,
     ran_on,
+    summarize,
 )
 from sansgpu.reporting.tables import gigabytes
 from sansgpu.reporting.terminal import duration
@@ -184,7 +184,7 @@ def _facts(card: _Model) -> dict[str, str]:
     model, start = card.record.section("model"), card.record.start
     vocabulary = f"{start['vocab_size']:,} tokens" if start.get("vocab_size") else ""
     found = {
-        "parameters": parameter_words(numbers(card.record)) or "",
+        "parameters": parameter_words(summarize(card.record)) or "",
         "context": f"{start['window']:,} tokens in training" if start.get("window") else "",
         "vocabulary": vocabulary,
     }
@@ -242,7 +242,7 @@ def _procedure(model: _Model) -> dict[str, str]:
 
 
 def _machine(record: RunRecord) -> dict[str, str]:
-    known, found = record.environment, numbers(record)
+    known, found = record.environment, summarize(record)
     rows = {
         "ran on": ran_on(record),
         "instruction set": str(known.get("isa", "")),

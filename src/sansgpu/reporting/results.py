@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -11,8 +12,6 @@ from typing import Any
 from sansgpu.reporting.record import RunRecord
 from sansgpu.reporting.tables import count, gigabytes
 from sansgpu.reporting.terminal import duration
-
-Numbers = dict[str, Any]
 
 NOT_FINITE = "not finite"  # shown for a number that is null in an event
 STATES = {"done": "done", "out_of_time": "out of time", "interrupted": "interrupted"}
@@ -25,6 +24,34 @@ _METRICS = {
     "mlm_acc": "masked token accuracy (%)", "mnm_acc": "masked leaf accuracy (%)",
     "tail_acc": "whole tail accuracy (%)", "sbo_loss": "span boundary loss",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The results of a run. None: unknown."""
+
+    name: str
+    path: str
+    task: str | None = None
+    state: str = "broken"
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    validation_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    bits_per_byte: float | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    joules: float | None = None
+    parameters: int | None = None
+    trained_parameters: int | None = None
+    size_bytes: int | None = None
+    changed: str | None = None  # time of the last change in UTC
+    problem: str | None = None
 
 
 def metric_name(key: str) -> str:
@@ -52,36 +79,37 @@ def own_metrics(event: dict[str, Any]) -> list[str]:
     ]
 
 
-def numbers(record: RunRecord, held: bool = False) -> Numbers:
-    """Returns the results of a run, None if unknown. `held` is True if a process is training the run."""
+def summarize(record: RunRecord, held: bool = False) -> RunSummary:
+    """Returns the results of a run. `held` is True if a process is training the run."""
     steps, best = record.steps, record.best
     last_evaluation = record.evaluations[-1] if record.evaluations else {}
     samples = [event.get("system") or {} for event in steps]
     peak = [e.get("rss_bytes") or 0 for e in (*steps, *samples)]
-    return {
-        "name": record.name,
-        "task": record.config.get("task"),
-        "state": STATES.get(record.end_reason or "", "training" if held else "killed"),
-        "step": record.step,
-        "total_steps": record.total_steps,
-        "loss": steps[-1].get("loss") if steps else None,
-        "validation_loss": last_evaluation.get("loss"),
-        "best_loss": best["loss"] if best else None,
-        "best_step": best["step"] if best else None,
-        "bits_per_byte": best.get("bits_per_byte") if best else None,
-        "tokens": steps[-1].get("tokens") if steps else None,
-        "tokens_per_second": _median(steps, "tokens_per_second"),
-        "mfu": _median(steps, "mfu"),
-        "seconds": record.seconds,
-        "peak_memory_bytes": max(peak, default=0) or None,
-        "joules": record.joules,
-        "parameters": record.start.get("parameters"),
-        "trained_parameters": record.start.get("trained_parameters"),
-    }
+    return RunSummary(
+        name=record.name,
+        path=str(record.paths.root),
+        task=record.config.get("task"),
+        state=STATES.get(record.end_reason or "", "training" if held else "killed"),
+        step=record.step,
+        total_steps=record.total_steps,
+        loss=steps[-1].get("loss") if steps else None,
+        validation_loss=last_evaluation.get("loss"),
+        best_loss=best["loss"] if best else None,
+        best_step=best["step"] if best else None,
+        bits_per_byte=best.get("bits_per_byte") if best else None,
+        tokens=steps[-1].get("tokens") if steps else None,
+        tokens_per_second=_median(steps, "tokens_per_second"),
+        mfu=_median(steps, "mfu"),
+        seconds=record.seconds,
+        peak_memory_bytes=max(peak, default=0) or None,
+        joules=record.joules,
+        parameters=record.start.get("parameters"),
+        trained_parameters=record.start.get("trained_parameters"),
+    )
 
 
-def describe_results(found: Numbers) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) for every known result of `numbers`."""
+def describe_results(found: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) for every known result of a run."""
     for name, format_text in _FORMATS.items():
         if (text := format_text(found)) is not None:
             yield name, text
@@ -120,46 +148,46 @@ def _median(steps: list[dict[str, Any]], key: str) -> float | None:
     return median(values) if values else None
 
 
-def _known(key: str, form: str, scale: float = 1.0) -> Callable[[Numbers], str | None]:
-    return lambda found: None if found[key] is None else form.format(found[key] * scale)
+def _known(key: str, form: str, scale: float = 1.0) -> Callable[[RunSummary], str | None]:
+    return lambda found: None if (value := getattr(found, key)) is None else form.format(value * scale)
 
 
-def _steps(found: Numbers) -> str:
-    return f"{found['step']:,}" + (f" of {found['total_steps']:,}" if found["total_steps"] else "")
+def _steps(found: RunSummary) -> str:
+    return f"{found.step:,}" + (f" of {found.total_steps:,}" if found.total_steps else "")
 
 
-def _best(found: Numbers) -> str | None:
-    return None if found["best_loss"] is None else f"{found['best_loss']:.4f} at step {found['best_step']:,}"
+def _best(found: RunSummary) -> str | None:
+    return None if found.best_loss is None else f"{found.best_loss:.4f} at step {found.best_step:,}"
 
 
-def parameter_words(found: Numbers) -> str | None:
+def parameter_words(found: RunSummary) -> str | None:
     """Formats the number of parameters, and of trainable ones if there are fewer."""
-    whole, trained = found["parameters"], found["trained_parameters"]
+    whole, trained = found.parameters, found.trained_parameters
     if whole is None:
         return None
     return count(whole) + (f", {count(trained)} trainable" if trained and trained < whole else "")
 
 
-def energy_words(found: Numbers) -> str | None:
+def energy_words(found: RunSummary) -> str | None:
     """Formats the energy of the processors, or returns None if it is unknown."""
-    joules = found["joules"]
+    joules = found.joules
     return None if joules is None else f"{joules / 3.6e6:.3g} kWh" if joules > 3.6e5 else f"{joules / 3600:.3g} Wh"
 
 
-_FORMATS: dict[str, Callable[[Numbers], str | None]] = {
-    "state": lambda found: str(found["state"]),
-    "task": lambda found: str(found["task"]),
+_FORMATS: dict[str, Callable[[RunSummary], str | None]] = {
+    "state": lambda found: str(found.state),
+    "task": lambda found: str(found.task),
     "steps": _steps,
     "validation loss, best": _best,
     "validation loss, last": _known("validation_loss", "{:.4f}"),
     "training loss, last": _known("loss", "{:.4f}"),
     "bits per byte, best": _known("bits_per_byte", "{:.4f}"),
     "parameters": parameter_words,
-    "training tokens": lambda found: None if found["tokens"] is None else f"{found['tokens']:,}",
+    "training tokens": lambda found: None if found.tokens is None else f"{found.tokens:,}",
     "tokens/s, median": _known("tokens_per_second", "{:,.0f}"),
     "MFU, median": _known("mfu", "{:.1f} %", 100),
-    "time": lambda found: duration(found["seconds"]) if found["seconds"] else None,
-    "memory, peak": lambda found: gigabytes(found["peak_memory_bytes"]) if found["peak_memory_bytes"] else None,
+    "time": lambda found: duration(found.seconds) if found.seconds else None,
+    "memory, peak": lambda found: gigabytes(found.peak_memory_bytes) if found.peak_memory_bytes else None,
     "processor energy": energy_words,
 }
 

@@ -15,7 +15,7 @@ from sansgpu.reporting.events import Event
 from sansgpu.reporting.page import page
 from sansgpu.reporting.plots import Plot, evenly
 from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.results import describe_results, evaluation_words, numbers, ran_on, size_bytes
+from sansgpu.reporting.results import describe_results, evaluation_words, ran_on, size_bytes, summarize
 from sansgpu.reporting.run_plots import Drawing, NamedRun, time_parts
 from sansgpu.reporting.tables import gigabytes
 from sansgpu.reporting.terminal import duration
@@ -52,7 +52,7 @@ def run_plots(records: Sequence[RunRecord]) -> list[tuple[str, list[Plot]]]:
 def run_report(records: Sequence[RunRecord], held: Sequence[bool]) -> str:
     """Renders the page. `held` is True for each run that a process is training."""
     runs = with_unique_names(records)
-    found = [dict(describe_results(numbers(record, now))) for record, now in zip(records, held, strict=True)]
+    found = [dict(describe_results(summarize(record, now))) for record, now in zip(records, held, strict=True)]
     if len(runs) == 1:
         found[0] |= {"ran on": ran_on(records[0])} | (
             {"started": started} if (started := _start_time(records[0])) else {}

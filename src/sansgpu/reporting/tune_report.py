@@ -10,33 +10,32 @@ from sansgpu.config.atomic import write_text
 from sansgpu.reporting.bench_report import as_html
 from sansgpu.reporting.page import PlotlyFigure, page
 from sansgpu.reporting.terminal import duration
-from sansgpu.reporting.tune_terminal import NAMES, sentences, state, value
-
-Result = dict[str, Any]
+from sansgpu.reporting.tune_events import SearchResult
+from sansgpu.reporting.tune_terminal import NAMES, chosen_values, sentences, state, value
 
 HEIGHT = 380  # pixels of a plot
 COLOR_SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # visible on light and dark backgrounds
 
 
-def write_tune_report(result: Result, study: Any, folder: Path) -> None:
+def write_tune_report(result: SearchResult, study: Any, folder: Path) -> None:
     """Writes report.html of a search and its optuna.Study. Raises OSError."""
     page_of = page(
         "bench.html",
         _figures(result, study),
-        title=f"{result['name']}: hyperparameter search",
+        title=f"{result.name}: hyperparameter search",
         body=as_html(_text(result)),
     )
     write_text(folder / "report.html", page_of)
 
 
-def _text(result: Result) -> str:
+def _text(result: SearchResult) -> str:
     """Returns the text above the plots as Markdown."""
-    counted = [row["state"] for row in result["trials"]]
+    counted = [row.state for row in result.trials]
     states = ", ".join(f"{counted.count(state)} {state}" for state in dict.fromkeys(counted))
-    best = result["best"]["parameters"]
+    best = result.best.parameters
     lines = [
-        f"# {result['name']}: hyperparameter search\n",
-        f"{len(counted)} trials ({states}) in {duration(result['seconds'])} of training, as of "
+        f"# {result.name}: hyperparameter search\n",
+        f"{len(counted)} trials ({states}) in {duration(result.seconds)} of training, as of "
         f"{datetime.now():%Y-%m-%d %H:%M}.\n",
         *(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in sentences(result)),
         *(
@@ -45,22 +44,20 @@ def _text(result: Result) -> str:
             else []
         ),
     ]
-    keys = list(dict.fromkeys(key for row in result["trials"] for key in row["parameters"]))
-    head = ["trial", "state", NAMES[result["measure"]], *(key.rpartition(".")[2] for key in keys), "time", ""]
+    head = ["trial", "state", NAMES[result.measure], *(key.rpartition(".")[2] for key in result.keys), "time", ""]
     lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for row in result["trials"]:
-        chosen = [value(row["parameters"][key]) if key in row["parameters"] else "" for key in keys]
-        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
-        cells = [str(row["trial"]), state(row), loss, *chosen, duration(row["seconds"]), row["why"] or ""]
+    for row in result.trials:
+        loss = "" if row.loss is None else f"{row.loss:.4f}"
+        cells = [str(row.trial), state(row), loss, *chosen_values(row, result), duration(row.seconds), row.why or ""]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
-def _figures(result: Result, study: Any) -> list[PlotlyFigure]:
+def _figures(result: SearchResult, study: Any) -> list[PlotlyFigure]:
     """Draws Optuna's plots. Plots that compare trials need at least two finished ones."""
     from optuna import visualization
 
-    name = NAMES[result["measure"]]
+    name = NAMES[result.measure]
     colors = {"colorscale": COLOR_SCALE, "reversescale": False, "showscale": False}  # too wide for phones
     history = visualization.plot_optimization_history(study, target_name=name)
     intermediate = visualization.plot_intermediate_values(study)
@@ -69,10 +66,10 @@ def _figures(result: Result, study: Any) -> list[PlotlyFigure]:
         (f"Final {name} of every finished trial, and the best so far", history),
         (f"{name.capitalize()} of every trial during training", intermediate),
     ]
-    if sum(row["state"] == "done" and bool(row["parameters"]) for row in result["trials"]) > 1:
+    if sum(row.state == "done" and bool(row.parameters) for row in result.trials) > 1:
         by_value = visualization.plot_slice(study, target_name=name).update_traces(marker=colors)
         found.append((f"{name.capitalize()} by each parameter", by_value.update_layout(width=None)))
-    if result["importance"]:
+    if result.importance:
         caption = "Share of the differences between trials that each parameter explains"
         found.append((caption, visualization.plot_param_importances(study)))
     drawn = []

@@ -12,7 +12,7 @@ from posixpath import normpath
 import yaml
 
 from sansgpu import __version__
-from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values
+from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, setting
 from sansgpu.jobs.k8s.manifests import DATA, ClusterJob
 from sansgpu.jobs.k8s.pod_needs import PodNeeds, needs_of
 
@@ -119,8 +119,7 @@ def local_file(config: Config) -> list[str]:
 def _paths(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields (key, value) of the keys that are set. A value may also be a Hub name instead of a path."""
     for key in keys:
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
+        value = setting(config, key)
         if value and value not in BUILT_IN_NAMES:
             yield key, value
 

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,36 +14,34 @@ from sansgpu.config import (
     Config,
     ConfigError,
     Override,
-    SansGPUError,
     Space,
     acting_values,
     change_config,
     load_config,
     load_space,
     measure_of,
+    setting,
 )
 from sansgpu.config.atomic import write_failures_as, write_text
 from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.tune.result import result_of, write_files
-from sansgpu.jobs.tune.study import LOCK_SECONDS, ClaimedTrial, Study, require_same
-from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, chosen_config, trial_config
+from sansgpu.jobs.tune.search import Search, SearchBudget, Show
+from sansgpu.jobs.tune.study import LOCK_SECONDS, Study, require_same
+from sansgpu.jobs.tune.trial import Length, chosen_config, trial_config
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.planning.estimate import plan_prepared
-from sansgpu.planning.forecast import done_at, forecast_of, length_of
+from sansgpu.planning.forecast import forecast_of, length_of
 from sansgpu.planning.prepare import prepare
 from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
-from sansgpu.train.control import Interrupt
+from sansgpu.reporting.tune_events import SearchBegin, SearchEstimate, SearchResult
 from sansgpu.train.run_folders import RUNS, require_writable
 
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8  # per trial: with fewer than the first, pruning needs the second
-MAX_IDENTICAL_FAILURES = 3  # at the start of a search, before it stops
-POLL_SECONDS = 0.2  # between checks for a signal
 
 Values = dict[str, Any]
-Show = Callable[[Values], None]  # receives a `tune` event with `space` and estimate, then the trials' events
 
 
 @dataclass(frozen=True)
@@ -74,10 +67,12 @@ class Interrupted:
     folder: Path
 
 
-def tune(request: TuneRequest, progress: ReportProgress, show: Show, warn: Warn) -> Values | Interrupted:
+def tune(
+    request: TuneRequest, progress: ReportProgress, show: Show, warn: Warn
+) -> SearchResult | SearchEstimate | Interrupted:
     """Starts or resumes a search, and writes best.yaml, trials.csv and report.html.
 
-    With `dry_run`, returns the space and the estimate. Raises ConfigError before any work is done, and SansGPUError if
+    With `dry_run`, returns the estimate. Raises ConfigError before any work is done, and SansGPUError if
     no trial can be trained.
     """
     config, notes = load_config(request.config_file, request.overrides)
@@ -90,32 +85,30 @@ def tune(request: TuneRequest, progress: ReportProgress, show: Show, warn: Warn)
     recorded = _recorded_length(folder, config, space)  # raises before anything is written there
     if request.dry_run:
         length = recorded or _planned_length(config, progress, warn)
-        return {"space": _described(space), **_estimate(request, length.seconds, 0)}
+        return _budget(request, space).estimate(length.seconds, 0)
     require_writable(folder)
     with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
         length = _recorded_length(folder, config, space) or _planned_length(config, progress, warn)
         _record(folder, config, space, length)
         study = Study(folder, space, request.pruner, config.training.seed, length)
-        default = {key: _value(config, key) for key in space}
+        default = {key: setting(config, key) for key in space}
         study.begin(default)
-    done = study.finished()
-    about = {"event": "tune", "folder": str(folder), "finished": done, "evaluations": length.evaluations}
-    evaluated = config.training.eval_steps != max(1, round(length.steps / length.evaluations))
-    show(
-        {
-            **about,
-            "evaluations_changed": evaluated,
-            "space": _described(space),
-            **_estimate(request, study.trial_seconds() or length.seconds, done),
-        }
-    )
-    search = _Search(study, config, length, measure_of(space), request, show)
-    signal = search.run()
+    done, evaluations, budget = study.finished(), length.evaluations, _budget(request, space)
+    changed = config.training.eval_steps != max(1, round(length.steps / evaluations))
+    estimate = budget.estimate(study.trial_seconds() or length.seconds, done)
+    show(SearchBegin(str(folder), done, evaluations, changed, estimate))
+    measure = measure_of(space)
+    signal = Search(study, config, length, measure, budget, show).run()
     if signal is not None:
         return Interrupted(signal, folder)
-    result = result_of(study, config, default, name, search.measure)
+    result = result_of(study, config, default, name, measure)
     write_files(result, study, lambda values: chosen_config(original, values, length))
     return result
+
+
+def _budget(request: TuneRequest, space: Space) -> SearchBudget:
+    described = {key: str(parameter) for key, parameter in space.items()}
+    return SearchBudget(described, request.trials, request.hours, request.workers)
 
 
 def _for_worker(config: Config, request: TuneRequest) -> Config:
@@ -206,146 +199,3 @@ def _record(folder: Path, config: Config, space: Space, length: Length) -> None:
 def _identity(config: Config, space: Space) -> Values:
     """Returns the values that must match for a search to be resumed."""
     return {"configuration": acting_values(config), "space": {key: p.to_json() for key, p in space.items()}}
-
-
-def _described(space: Space) -> dict[str, str]:
-    return {key: str(parameter) for key, parameter in space.items()}
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section), name)
-
-
-def _estimate(request: TuneRequest, seconds_each: float | None, done: int, spent: float = 0.0) -> Values:
-    """Estimates the remaining seconds after `spent` seconds, assuming that no trial is pruned."""
-    left = None if request.trials is None else max(0, request.trials - done)
-    limits = [] if request.hours is None else [max(0.0, request.hours * 3600 - spent)]
-    if left is not None and seconds_each is not None:
-        limits.append(-(-left // request.workers) * seconds_each)
-    seconds = min(limits, default=None)
-    return {
-        "trials": request.trials,
-        "trial_seconds": seconds_each,
-        "seconds": seconds,
-        "finish": None if seconds is None else done_at(seconds),
-    }
-
-
-class _Search:
-    """Workers that train trials until the budget is spent, a signal arrives, or the first trials all fail alike."""
-
-    def __init__(
-        self, study: Study, config: Config, length: Length, measure: str, request: TuneRequest, show: Show
-    ) -> None:
-        self.study, self.measure = study, measure
-        self._config, self._length, self._request, self._show = config, length, request, show
-        self._began = time.monotonic()
-        self._lock = threading.Lock()  # guards events, _running and _stopped
-        self._running: list[TrialRun] = []
-        self._stopped = False
-
-    def run(self) -> int | None:
-        """Returns the signal that stopped the search, if any. Raises SansGPUError if all first trials fail alike."""
-        with Interrupt() as interrupt, ThreadPoolExecutor(self._request.workers) as pool:
-            pending: Sequence[Future[None]] = [pool.submit(self._work) for _ in range(self._request.workers)]
-            try:
-                while pending:
-                    done, rest = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-                    pending = list(rest)
-                    if interrupt.signal is not None or self._late():
-                        self._stop()
-            finally:
-                self._stop()  # also ends the other workers if one failed
-            return interrupt.signal
-
-    def _late(self) -> bool:
-        hours = self._request.hours
-        return hours is not None and self._spent() >= hours * 3600
-
-    def _spent(self) -> float:
-        return time.monotonic() - self._began
-
-    def _has_time(self) -> bool:
-        """Returns whether another trial would finish in time. Without a completed trial the answer is yes."""
-        hours, seconds = self._request.hours, self.study.trial_seconds()
-        return hours is None or seconds is None or self._spent() + seconds <= hours * 3600
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-            for run in self._running:
-                run.stop("stopped")
-
-    def _work(self) -> None:
-        while (
-            not self._stopped and self._has_time() and (claimed := self.study.claim(self._request.trials)) is not None
-        ):
-            outcome = self._train(claimed)
-            self.study.finish(claimed, outcome, self.measure)
-            best, done = self.study.best(), self.study.finished()
-            left = _estimate(self._request, self.study.trial_seconds(), done, self._spent())
-            self._emit(
-                {
-                    "event": "trial_end",
-                    "trial": claimed.number,
-                    "state": outcome.state,
-                    "loss": outcome.measured.get(self.measure),
-                    "parameters": claimed.values,
-                    "seconds": outcome.seconds,
-                    "why": outcome.why,
-                    "best": None if best is None else {"trial": best.number, "loss": best.value},
-                    "finished": done,
-                    "seconds_left": left["seconds"],
-                    "finish": left["finish"],
-                }
-            )
-            if outcome.state == "failed":
-                self._raise_if_all_fail()
-
-    def _train(self, claimed: ClaimedTrial) -> Outcome:
-        try:
-            config = trial_config(self._config, claimed.values, self._length)
-        except ConfigError as error:
-            return Outcome("failed", {}, 0.0, str(error).removeprefix("the configuration: "))
-        run = TrialRun(self.study.run_folder(claimed.number), config)
-        with self._lock:
-            if self._stopped:
-                return Outcome("stopped", {}, 0.0)
-            self._running.append(run)
-        about = {"event": "trial_begin", "trial": claimed.number, "parameters": claimed.values}
-        self._emit({**about, "resumed": claimed.resumed, "step": run.step()})
-        steps = 0
-
-        def on_event(event: Values) -> None:
-            nonlocal steps
-            steps = event.get("total_steps") or steps
-            if event["event"] == "eval":
-                self._report(claimed, run, event, steps)
-            elif event["event"] == "step":
-                self._emit({**event, "event": "trial_step", "trial": claimed.number})
-
-        try:
-            return run.train(claimed.resumed, on_event)
-        finally:
-            with self._lock:
-                self._running.remove(run)
-
-    def _report(self, claimed: ClaimedTrial, run: TrialRun, event: Values, steps: int) -> None:
-        loss = event[self.measure]
-        if loss is not None and self.study.report(claimed, event["step"] / max(1, steps), loss):
-            run.stop("pruned")
-
-    def _raise_if_all_fail(self) -> None:
-        """Raises SansGPUError if the first trials all failed with the same message, apart from numbers."""
-        first = self.study.trials()[:MAX_IDENTICAL_FAILURES]
-        whys = [trial.user_attrs.get("why") for trial in first]
-        alike = {re.sub(r"-?(\d[\d.,e+-]*|nan|inf)", "#", why) for why in whys if why}
-        if len(first) == MAX_IDENTICAL_FAILURES and all(whys) and len(alike) == 1:
-            raise SansGPUError(f"the first {MAX_IDENTICAL_FAILURES} trials have all failed: {whys[-1]}")
-
-    def _emit(self, event: Values) -> None:
-        with self._lock:
-            self._show(event)

@@ -13,7 +13,7 @@ import optuna
 from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
-from sansgpu.config import ConfigError, RunPaths, SearchParameter, Space, derive_seed, spaced_values
+from sansgpu.config import ConfigError, RunPaths, SearchParameter, Space, derive_seed, flatten, spaced_values
 from sansgpu.jobs.tune.trial import Length, Outcome
 from sansgpu.reporting.outputs import remove_folder
 from sansgpu.train.run_folders import lock_run
@@ -186,7 +186,7 @@ def pruners() -> dict[str, optuna.pruners.BasePruner]:
 def require_same(folder: Path, recorded: Values, requested: Values) -> None:
     """Raises ConfigError if the study in `folder` has another configuration or space than requested."""
     for what in ("configuration", "space"):
-        before, now = (_flat(values[what]) for values in (recorded, requested))
+        before, now = (flatten(values[what]) for values in (recorded, requested))
         # The thread count depends on --workers and may differ.
         keys = [key for key in dict.fromkeys((*before, *now)) if key != "training.threads"]
         if (key := next((key for key in keys if before.get(key) != now.get(key)), None)) is not None:
@@ -195,15 +195,6 @@ def require_same(folder: Path, recorded: Values, requested: Values) -> None:
                 f"{folder} contains a search with another {what}: {key} is {there} there and {here} here; use the same "
                 f"{what}, or choose another --output-dir."
             )
-
-
-def _flat(values: Values) -> Values:
-    """Flattens nested sections to dotted keys, e.g. `training.learning_rate`."""
-    flat: Values = {}
-    for name, value in values.items():
-        inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-        flat |= inner
-    return flat
 
 
 def _suggest(trial: optuna.Trial, parameter: SearchParameter) -> Any:
