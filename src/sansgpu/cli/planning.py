@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ def plan(
     from sansgpu.jobs.plan import plan_presets
     from sansgpu.planning.cluster import cluster_of
     from sansgpu.planning.propose import propose
-    from sansgpu.reporting.tables import print_plan, print_presets
+    from sansgpu.reporting.plan_table import print_plan, print_presets
     from sansgpu.reporting.terminal import PreparationBar, RunConsole
 
     if presets and (config or hours is not None):
@@ -55,6 +55,7 @@ def plan(
         raise ConfigError("--network, --latency and --price require --nodes.")
     cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
     bar = PreparationBar(RunConsole(stderr=True))
+    result: Any
     try:
         if presets:
             result = {"presets": plan_presets(override or [], warn)}
@@ -98,7 +99,7 @@ def bench(
     """
     from sansgpu.jobs.bench import BenchRequest
     from sansgpu.jobs.bench import bench as job
-    from sansgpu.reporting.tables import print_bench, print_forward
+    from sansgpu.reporting.bench_table import print_bench, print_forward
     from sansgpu.reporting.terminal import PreparationBar, RunConsole
 
     bar = PreparationBar(RunConsole(stderr=True))
