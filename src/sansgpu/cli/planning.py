@@ -110,7 +110,7 @@ def bench(
     )  # fmt: skip
 
     try:
-        result = job(request, bar, warn, bar.show_message)
+        result: Any = job(request, bar, warn, bar.show_message)
     finally:
         bar.close()
     if as_json:

@@ -1,9 +1,9 @@
-"""Tables of `sansgpu bench`."""
+"""The results of `sansgpu bench`, and their tables."""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from rich.console import Console
 from rich.table import Table
@@ -11,10 +11,104 @@ from rich.table import Table
 from sansgpu.reporting.tables import count, gigabytes, grid, pace, rate
 from sansgpu.reporting.terminal import clock, duration
 
-Result = dict[str, Any]
+
+class StepSeconds(TypedDict):
+    """The durations of the timed steps."""
+
+    median: float
+    min: float
+    max: float
 
 
-def print_bench(console: Console, result: Result) -> None:
+class Projection(TypedDict):
+    """The time to train for a number of steps, from zero and from a snapshot."""
+
+    steps: int
+    seconds: float
+    done: str
+    seconds_from_snapshot: NotRequired[float]
+    done_from_snapshot: NotRequired[str]
+
+
+class Variation(TypedDict):
+    """A changed configuration, with its measurement or the problem that prevented one."""
+
+    name: str
+    set: list[str]
+    gives_up: str
+    problem: NotRequired[str]
+    parameters: NotRequired[int]
+    step_seconds: NotRequired[float]
+    tokens_per_second: NotRequired[float]
+    peak_rss_bytes: NotRequired[int]
+    speedup: NotRequired[float]
+
+
+class GpuComparison(TypedDict):
+    """The same step on a GPU, measured or estimated from its FLOP/s."""
+
+    name: str
+    estimate: bool
+    step_seconds: float
+    tokens_per_second: float
+    times_faster: float
+
+
+class BenchResult(TypedDict):
+    """What `sansgpu bench --json` prints, besides facts of the run, its environment and the machine's load."""
+
+    name: str
+    task: str
+    padded: bool
+    window: int
+    micro_batch: int
+    gradient_accumulation_steps: int
+    tokens_per_step: int
+    step_seconds: StepSeconds
+    all_step_seconds: list[float]
+    tokens_per_second: float
+    steps_per_second: float
+    seconds_per_million_tokens: float
+    flops_per_second: float
+    flops_per_step: float
+    gemm_flops_per_second: float
+    mfu: float
+    peak_rss_bytes: int
+    build_seconds: dict[str, float]
+    startup_seconds: dict[str, float]
+    breakdown: dict[str, float]  # share of a step by part
+    limits: dict[str, float]  # the same at the hardware's limit, relative to the measured step
+    disturbances: list[str]
+    warnings: list[str]
+    from_step: int
+    projections: list[Projection]
+    what_if: list[Variation]
+    gpu: GpuComparison | None
+    optimized: list[str]
+    files: list[str]
+
+
+class ForwardPass(TypedDict):
+    """The measured forward passes of one batch size."""
+
+    batch_size: int
+    window: int
+    seconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    mfu: float
+    peak_rss_bytes: int
+    model_seconds: float
+
+
+class ForwardResult(TypedDict):
+    """What `sansgpu bench --forward-only --json` prints."""
+
+    parameters: int
+    forward: list[ForwardPass]
+
+
+def print_bench(console: Console, result: BenchResult) -> None:
     """Prints a summary of `bench`; its report has the details."""
     table = grid()
     step, build = result["step_seconds"], result["build_seconds"]
@@ -45,7 +139,7 @@ def print_bench(console: Console, result: Result) -> None:
     console.print(table)
 
 
-def print_forward(console: Console, result: Result) -> None:
+def print_forward(console: Console, result: ForwardResult) -> None:
     table = Table(title=f"{count(result['parameters'])} parameters, forward only", title_justify="left")
     for name in ("batch", "seconds", "tokens/s", "GFLOP/s", "MFU", "memory"):
         table.add_column(name, justify="right")
