@@ -61,7 +61,7 @@ def plan(
     from sansgpu.jobs.plan import plan_presets
     from sansgpu.planning.cluster import cluster_of
     from sansgpu.planning.propose import propose
-    from sansgpu.reporting.tables import print_plan, print_presets
+    from sansgpu.reporting.plan_table import print_plan, print_presets
 
     if presets and (config or hours is not None):
         raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
@@ -78,6 +78,7 @@ def plan(
         rows = plan_presets(override or [], warn)
         print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
         return
+    result: Any
     with preparation_bar() as bar:
         if hours is not None:
             file = output or Path("proposed.yaml")
@@ -110,7 +111,7 @@ def bench(
     """
     from sansgpu.jobs.bench import BenchRequest
     from sansgpu.jobs.bench import bench as job
-    from sansgpu.reporting.tables import print_bench, print_forward
+    from sansgpu.reporting.bench_table import print_bench, print_forward
 
     folder = output_dir or Path("bench") / (config.stem if config else "default")
     request = BenchRequest(
@@ -118,5 +119,5 @@ def bench(
         gpu_tflops * 1e12 if gpu_tflops else None,
     )  # fmt: skip
     with preparation_bar() as bar:
-        result = job(request, bar, warn, bar.show_message)
+        result: Any = job(request, bar, warn, bar.show_message)
     print_result(result, as_json, print_forward if forward_only else print_bench)

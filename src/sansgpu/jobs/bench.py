@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -18,21 +18,30 @@ from sansgpu.config import (
     Config,
     ConfigError,
     SansGPUError,
+    TrainingConfig,
     change_config,
     load_config,
     save_config,
 )
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.compilation import missing_compiler
-from sansgpu.machine.memory import effective_batch, micro_batch_choices
-from sansgpu.machine.probe import best_gemm_rate, has_native_bf16
+from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.probe import best_gemm_rate
 from sansgpu.planning.estimate import roofline_of, step_limits
 from sansgpu.planning.forecast import Forecast, done_at
-from sansgpu.planning.measure import MeasureRequest, Result, measure_in_subprocess
+from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.prepare import prepare
 from sansgpu.planning.prepared import Prepared
 from sansgpu.planning.set_up import Warn
+from sansgpu.planning.variations import HARMLESS_COSTS, variations
 from sansgpu.reporting.bench_report import write_report
+from sansgpu.reporting.bench_table import (
+    BenchResult,
+    ForwardPass,
+    ForwardResult,
+    GpuComparison,
+    Projection,
+    Variation,
+)
 from sansgpu.reporting.outputs import replace_folder, require_folder
 from sansgpu.tasks import task_of
 from sansgpu.train.run_folders import open_any, require_plain_name
@@ -41,8 +50,6 @@ PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 WHAT_IF_STEPS = 4  # timed per variation
 MIN_SPEEDUP = 1.03  # smaller speedups are noise
 MAX_STEP_RATIO = 1.15  # slowest step / median step; above it, something disturbed the measurement
-COMPILE_COST = "half a minute at the start"
-HARMLESS_COSTS = ("nothing", "memory", COMPILE_COST)  # costs that do not change what the model learns
 MIN_BUSY_CORES = 0.15  # cores used by other programs before they are reported
 GPU_MFU = 0.4  # assumed for a good trainer
 
@@ -61,7 +68,9 @@ class BenchRequest:
     gpu_flops_per_second: float | None = None
 
 
-def bench(request: BenchRequest, progress: ReportProgress, warn: Warn, say: Callable[[str], None]) -> Result:
+def bench(
+    request: BenchRequest, progress: ReportProgress, warn: Warn, say: Callable[[str], None]
+) -> BenchResult | ForwardResult:
     """Measures and writes the files. Raises ConfigError, or SansGPUError if a measurement failed."""
     require_plain_name(request.output_dir)
     config, notes = load_config(request.config_file, request.overrides)
@@ -119,7 +128,7 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
     return change_config(config, settings)
 
 
-def _summary(prepared: Prepared, measured: Result, baseline: Result, request: BenchRequest) -> Result:
+def _summary(prepared: Prepared, measured: Measured, baseline: Measured, request: BenchRequest) -> BenchResult:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
     needed = prepared.costs.work(tokens).needed
@@ -132,7 +141,9 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         "own_cores", "other_cores", "stolen_cores", "frequency_hz", "temperature_celsius", "throttled", "losses",
         "evaluation_seconds", "save_seconds", "write_seconds", "export_seconds", "import_seconds", "warnings",
     )  # fmt: skip
-    result: Result = {
+    resumed = (request.from_step + n for n in PROJECTED_STEPS[:4])
+    projected = sorted({*PROJECTED_STEPS, *(resumed if request.from_step else ())})
+    result = {
         "name": request.config_file.stem if request.config_file else "default",
         **{k: v for k, v in prepared.facts().items() if k not in ("total_steps", "max_hours", "until")},
         **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
@@ -161,14 +172,12 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         "disturbances": _disturbances(measured, seconds),
         "from_step": request.from_step,
         "startup_seconds": {"from zero": cold.startup_seconds, "from a snapshot": warm.startup_seconds},
+        "projections": [_projection(n, request.from_step, cold, warm, training) for n in projected],
     }
-    resumed = (request.from_step + n for n in PROJECTED_STEPS[:4])
-    steps = sorted({*PROJECTED_STEPS, *(resumed if request.from_step else ())})
-    result["projections"] = [_projection(n, request.from_step, cold, warm, training) for n in steps]
-    return result
+    return cast(BenchResult, result)
 
 
-def _forecasts(measured: Result, baseline: Result, step: float) -> tuple[Forecast, Forecast]:
+def _forecasts(measured: Measured, baseline: Measured, step: float) -> tuple[Forecast, Forecast]:
     """Returns forecasts of a new run and of a resumed run, which finds data and compiled graphs in the cache."""
     start = measured["import_seconds"] + measured["model_seconds"]
     end = measured["write_seconds"] + measured["export_seconds"]
@@ -179,16 +188,16 @@ def _forecasts(measured: Result, baseline: Result, step: float) -> tuple[Forecas
     return cold, replace(cold, startup_seconds=start + warm_first)
 
 
-def _projection(steps: int, first: int, cold: Forecast, warm: Forecast, training: Any) -> Result:
+def _projection(steps: int, first: int, cold: Forecast, warm: Forecast, training: TrainingConfig) -> Projection:
     whole = cold.seconds(training, steps)
-    row: Result = {"steps": steps, "seconds": whole, "done": done_at(whole)}
+    row: Projection = {"steps": steps, "seconds": whole, "done": done_at(whole)}
     if steps > first:
         rest = warm.seconds(training, steps, first)
-        row |= {"seconds_from_snapshot": rest, "done_from_snapshot": done_at(rest)}
+        row["seconds_from_snapshot"], row["done_from_snapshot"] = rest, done_at(rest)
     return row
 
 
-def _disturbances(measured: Result, seconds: list[float]) -> list[str]:
+def _disturbances(measured: Measured, seconds: list[float]) -> list[str]:
     found = []
     ratio = max(seconds) / median(seconds)
     uneven = f"the slowest step took {ratio:.2f} times the median"
@@ -203,9 +212,9 @@ def _disturbances(measured: Result, seconds: list[float]) -> list[str]:
     return found
 
 
-def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable[[str], None]) -> list[Result]:
+def _what_if(chosen: Config, prepared: Prepared, baseline: Measured, say: Callable[[str], None]) -> list[Variation]:
     rows = [_row("as it is", (), "", chosen, baseline, prepared)]
-    for name, settings, given_up in _variations(chosen):
+    for name, settings, given_up in variations(chosen):
         try:
             changed = change_config(chosen, settings)
         except ConfigError:
@@ -226,8 +235,8 @@ def _what_if(chosen: Config, prepared: Prepared, baseline: Result, say: Callable
 
 
 def _row(
-    name: str, settings: Sequence[str], given_up: str, config: Config, measured: Result, prepared: Prepared
-) -> Result:
+    name: str, settings: Sequence[str], given_up: str, config: Config, measured: Measured, prepared: Prepared
+) -> Variation:
     task = task_of(config)
     parameters = sum(task.costs(config).parameters().values())
     seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
@@ -246,47 +255,9 @@ def _row(
     }
 
 
-def _variations(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
-    """Returns (name, settings, cost) of each variation, all with the same tokens per step."""
-    model, training, window = chosen.model, chosen.training, chosen.window
-    size, accumulation, threads = training.batch_size, training.gradient_accumulation_steps, training.threads
-    assert size != "auto"
-    assert threads != "auto"
-    found: list[tuple[str, tuple[str, ...], str]] = []
-    for part, word in ((2, "half"), (4, "a quarter of")):
-        settings = (f"data.max_length={window // part}", f"training.batch_size={size * part}")
-        found.append((f"{word} the sequence length", settings, f"context: {window // part} tokens"))
-    found.append(("half the layers", (f"model.n_layers={max(1, model.n_layers // 2)}",), "parameters"))
-    narrow = [f"model.{key}={getattr(model, key) // 2}" for key in ("d_model", "d_ff", "n_heads")]
-    narrow += [f"model.n_kv_heads={model.kv_heads // 2}"] if model.n_kv_heads else []
-    found.append(("half the width", tuple(narrow), "parameters"))
-    other = "fp32" if training.precision == "bf16" else "bf16"
-    note = "nothing" if other == "fp32" else "digits of products"
-    if other == "fp32" or has_native_bf16():
-        found.append((f"{other} products", (f"training.precision={other}",), note))
-    rows = size * accumulation
-    largest = micro_batch_choices(
-        training.model_copy(update={"batch_size": "auto", "gradient_accumulation_steps": rows}), window
-    )[-1]
-    others = {"half the micro-batch": size // 2 if size % 2 == 0 else 0}
-    others |= {"twice the micro-batch": size * 2 if accumulation % 2 == 0 else 0}
-    others |= {f"a micro-batch of {largest}": largest if largest > 2 * size else 0}
-    for name, rows_each in others.items():
-        if rows_each:
-            settings = (f"training.batch_size={rows_each}", f"training.gradient_accumulation_steps={rows // rows_each}")
-            found.append((name, settings, "memory" if rows_each > size else "nothing"))
-    if threads > 1:
-        found.append(("half the threads", (f"training.threads={threads // 2}",), "nothing"))
-    if training.compile == "on":
-        found.append(("not compiled", ("training.compile='off'",), "nothing"))
-    elif missing_compiler() is None:
-        found.append(("compiled", ("training.compile='on'",), COMPILE_COST))
-    return found
-
-
 def _gpu(
-    chosen: Config, prepared: Prepared, result: Result, request: BenchRequest, say: Callable[[str], None]
-) -> Result | None:
+    chosen: Config, prepared: Prepared, result: BenchResult, request: BenchRequest, say: Callable[[str], None]
+) -> GpuComparison | None:
     tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
     if torch.cuda.is_available() and prepared.execution.device.type == "cpu":
         say("timing the GPU")
@@ -316,7 +287,7 @@ def _gpu(
     }
 
 
-def _optimized(chosen: Config, rows: Sequence[Result]) -> tuple[Config, list[str]]:
+def _optimized(chosen: Config, rows: Sequence[Variation]) -> tuple[Config, list[str]]:
     """Returns the configuration with the fastest variation that does not change what the model learns."""
     best = max(
         (row for row in rows[1:] if row.get("speedup", 0) > MIN_SPEEDUP and row["gives_up"] in HARMLESS_COSTS),
@@ -327,7 +298,7 @@ def _optimized(chosen: Config, rows: Sequence[Result]) -> tuple[Config, list[str
     return change_config(chosen, settings), settings
 
 
-def _write_files(result: Result, optimized: Config, request: BenchRequest) -> None:
+def _write_files(result: BenchResult, optimized: Config, request: BenchRequest) -> None:
     folder = request.output_dir
     try:
         with replace_folder(folder, "bench", "--output-dir") as new:
@@ -348,14 +319,16 @@ def _write_files(result: Result, optimized: Config, request: BenchRequest) -> No
     result["files"] = [str(folder / name) for name in ("report.md", "report.html", "optimized.yaml", "start.sh")]
 
 
-def _gemm_rate(prepared: Prepared, measured: Result, reached: float) -> float:
+def _gemm_rate(prepared: Prepared, measured: Measured, reached: float) -> float:
     how = prepared.execution
     return best_gemm_rate(measured["gemm_flops_per_second"], reached, how.precision, how.device.type)
 
 
-def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]) -> Result:
+def _forward_only(
+    prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]
+) -> ForwardResult:
     """Times forward passes at the run's micro-batch and at batch size 1."""
-    rows = []
+    rows: list[ForwardPass] = []
     task, window = task_of(chosen), chosen.window
     for size in sorted({1, prepared.execution.micro_batch}):
         say(f"timing forward passes of {size} x {window} tokens")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from sansgpu.planning.nodes import (
 )
 from sansgpu.planning.prepare import ignore_message, prepare
 from sansgpu.planning.prepared import Prepared
+from sansgpu.reporting.plan_table import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
 from sansgpu.tasks.pretrain import TextCorpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
@@ -40,8 +40,6 @@ DEFAULT_LOSS = 3.0  # nats per token, typical of a small language model, if no e
 SAMPLED_WINDOWS = 64  # validation windows used to measure bytes per token
 BITS_PER_SECOND = {"gbps": 9, "gbit": 9, "mbps": 6, "mbit": 6}  # powers of ten
 SECONDS = {"us": -6, "ms": -3}  # powers of ten
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def require_examples(cluster: Cluster, config: Config) -> None:
         )
 
 
-def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
+def plan_nodes(prepared: Prepared, cluster: Cluster) -> ClusterPlan:
     """Returns the `cluster` object of `plan --json`. Raises ConfigError if no step could be timed here."""
     if prepared.timing is None:
         raise ConfigError(
@@ -82,6 +80,7 @@ def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
     curve = [run.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
     seconds = {row["nodes"]: row["step_seconds"] for row in curve}
     here, step = run.row(cluster.nodes), run.step(cluster.nodes)
+    unknown = dict.fromkeys(here)
     return {
         **here,
         "network_bits_per_second": cluster.bits_per_second,
@@ -101,7 +100,7 @@ def plan_nodes(prepared: Prepared, cluster: Cluster) -> Result:
         "fastest_nodes": min(seconds, key=lambda nodes: seconds[nodes]),
         "grown_batch": run.grown(cluster.nodes),
         **_critical_batch(prepared),
-        "curve": curve + [dict.fromkeys(here) | {"nodes": nodes} for nodes in NODE_COUNTS if nodes > most],
+        "curve": [*map(dict, curve), *(unknown | {"nodes": nodes} for nodes in NODE_COUNTS if nodes > most)],
     }
 
 
@@ -114,7 +113,7 @@ class _ClusterRun:
     link: Link
     work: NodeWork
 
-    def row(self, nodes: int) -> Result:
+    def row(self, nodes: int) -> ClusterPoint:
         prepared, price = self.prepared, self.cluster.price
         step_seconds = self.step(nodes).seconds
         steps, seconds = length_of(prepared, forecast_of(prepared, nodes, step_seconds))
@@ -132,7 +131,7 @@ class _ClusterRun:
             "fits": fits(self.memory(nodes), prepared.available),
         }
 
-    def grown(self, nodes: int) -> Result:
+    def grown(self, nodes: int) -> GrownBatch:
         """Returns speed and efficiency with a batch `nodes` times as large, i.e. the same work per node."""
         step = step_of(self.work, replace(self._share(1), nodes=nodes), self.link)
         return {
@@ -194,7 +193,7 @@ def _gloo(prepared: Prepared) -> Link:
     return Link(**answer)
 
 
-def _critical_batch(prepared: Prepared) -> Result:
+def _critical_batch(prepared: Prepared) -> CriticalBatch:
     """Estimates the critical batch size of a language model from its expected final loss (nats per token)."""
     config, corpus, loss = prepared.config, prepared.corpus, DEFAULT_LOSS
     if config.kind != "pretrain":

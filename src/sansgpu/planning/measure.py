@@ -36,7 +36,7 @@ WARMUP_STEPS = 1  # after the first step, which compiles
 
 DATA_SECONDS = ("tokenizer_seconds", "data_seconds", "evaluation_seconds", "export_seconds")
 
-Result = dict[str, Any]
+Measured = dict[str, Any]  # the measured values that the request asks for
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MeasureRequest:
     profiled: bool = False
 
 
-def measure_in_subprocess(request: MeasureRequest) -> Result:
+def measure_in_subprocess(request: MeasureRequest) -> Measured:
     """Runs `measure` in a new process, for separate memory and caches. Raises SansGPUError if it fails."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
@@ -66,7 +66,7 @@ def measure_in_subprocess(request: MeasureRequest) -> Result:
             raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}.") from error
 
 
-def measure(request: MeasureRequest) -> Result:
+def measure(request: MeasureRequest) -> Measured:
     warnings: list[str] = []
     imported = process_age()
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
@@ -97,7 +97,7 @@ class _Bench:
         assert size != "auto"
         self._plan = StepPlan(size, how.device, how.precision)
 
-    def forward(self) -> Result:
+    def forward(self) -> Measured:
         """Times forward passes of one random micro-batch."""
         start = time.perf_counter()
         objective = self._kind.objective(self._config)
@@ -117,9 +117,9 @@ class _Bench:
                 seconds.append(time.perf_counter() - start)
         return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
 
-    def train(self) -> Result:
+    def train(self) -> Measured:
         """Times training steps and, with data, everything before and after them."""
-        result: Result = {}
+        result: Measured = {}
         start = time.perf_counter()
         if self._request.with_data:
             stages = _Stages()
@@ -176,7 +176,7 @@ class _Bench:
             tokens.append(outcome.tokens)
         return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
 
-    def _evaluation(self, task: Task, corpus: Corpus) -> Result:
+    def _evaluation(self, task: Task, corpus: Corpus) -> Measured:
         batches = math.ceil(corpus.validation_tokens / (self._plan.micro_batch * corpus.example_tokens))
         limit = self._config.training.eval_batches
         batches = batches if limit is None else min(batches, limit)
@@ -186,7 +186,7 @@ class _Bench:
         evaluate(task, self._plan, timed)
         return {"evaluation_seconds": (time.perf_counter() - start) * batches / timed}
 
-    def _saving(self, state: TrainState) -> Result:
+    def _saving(self, state: TrainState) -> Measured:
         """Writes two snapshots and times the second."""
         warnings: list[str] = []
         writer = SnapshotWriter(self._folder / "snapshots", 1, self._folder / "metrics.jsonl", warnings.append)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -22,6 +21,7 @@ from sansgpu.planning.prepare import ignore_message, prepare
 from sansgpu.planning.prepared import Prepared
 from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.outputs import require_file
+from sansgpu.reporting.plan_table import PlanCandidate, ProposedPlan
 from sansgpu.tasks import Corpus
 from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 
@@ -37,8 +37,6 @@ VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # 
 DEFAULT_TEXT_BYTES = 10e6  # if the size of the data is unknown
 OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
 EVALUATIONS, SNAPSHOTS = 10, 5  # per run
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def propose(
     progress: ReportProgress,
     warn: Warn,
     say: Callable[[str], None],
-) -> Result:
+) -> ProposedPlan:
     """Writes the proposed configuration to `output` and returns its plan and the candidates.
 
     `overrides` may only change `data` keys. Raises ConfigError if the data is missing or no candidate fits into memory.
@@ -82,7 +80,7 @@ def propose(
     config = _with_length(best, hours)
     prepared = prepare(config, None, progress, warn, "report", timed="always")
     _write(config, output, best, corpus)
-    rows = [
+    rows: list[PlanCandidate] = [
         {
             "parameters": c.parameters,
             "d_model": c.config.model.d_model,

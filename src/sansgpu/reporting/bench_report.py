@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from sansgpu.config.atomic import write_text
+from sansgpu.reporting.bench_table import BenchResult
 from sansgpu.reporting.page import page, templates
 from sansgpu.reporting.plots import Plot, Series
 from sansgpu.reporting.tables import count, gigabytes
 from sansgpu.reporting.terminal import clock, duration
 
-Result = dict[str, Any]
 
-
-def write_report(result: Result, folder: Path) -> None:
+def write_report(result: BenchResult, folder: Path) -> None:
     """Writes report.md and report.html. Raises OSError."""
-    result = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
+    facts = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
     words = {"count": count, "gigabytes": gigabytes, "duration": duration, "seconds": seconds, "clock": _clock}
-    text = templates().get_template("bench.md").render(r=result, **words)
+    text = templates().get_template("bench.md").render(r=facts, **words)
     write_text(folder / "report.md", text.strip() + "\n")
     plots, title = _plots(result), f"{result['name']}: benchmark"
     write_text(folder / "report.html", page("bench.html", plots, title=title, body=as_html(text)))
@@ -45,10 +43,11 @@ def as_html(text: str) -> Markup:
     return Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(text))
 
 
-def _plots(result: Result) -> list[Plot]:
+def _plots(result: BenchResult) -> list[Plot]:
     step = result["step_seconds"]["median"]
     parts, times = list(result["breakdown"]), result["all_step_seconds"]
-    seconds_of = {name: [result[key][p] * step for p in parts] for name, key in _STEP_SERIES.items()}
+    shares_of = {"measured": result["breakdown"], "limit": result["limits"]}
+    seconds_of = {name: [shares[p] * step for p in parts] for name, shares in shares_of.items()}
     steps = [p["steps"] for p in result["projections"]]
     hours = [p["seconds"] / 3600 for p in result["projections"]]
     measured = [Series("", list(range(1, len(times) + 1)), times, marked=True)]
@@ -70,6 +69,3 @@ def _plots(result: Result) -> list[Plot]:
         series = [Series("", [row["speedup"] for row in rows], [row["name"] for row in rows])]
         found.append(Plot("what_if", "What if", "speedup over the given configuration", "", series, "rows"))
     return found
-
-
-_STEP_SERIES = {"measured": "breakdown", "limit": "limits"}

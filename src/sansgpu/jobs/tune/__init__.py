@@ -137,14 +137,14 @@ def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Len
     """Returns a trial's length, with its duration from a timing. Raises ConfigError if it does not fit into memory."""
     prepared = prepare(config, None, progress, warn, timed="always")
     plan = plan_prepared(prepared)
-    steps = plan["total_steps"]
-    if steps is None:
+    steps, planned_tokens = plan["total_steps"], plan["total_tokens"]
+    if steps is None or planned_tokens is None:
         raise ConfigError(
             "the model is too large to time here, so max_hours cannot be converted to steps; set training.max_steps."
         )
     most, every = config.training.max_steps, config.training.eval_steps
     # One token less than planned, because the plan's number is rounded and the limit must not add a step.
-    tokens = None if most is None else max(1, plan["total_tokens"] * most // steps - 1)
+    tokens = None if most is None else max(1, planned_tokens * most // steps - 1)
     evaluations = round(steps / every) if every and steps / every >= MIN_EVALUATIONS else DEFAULT_EVALUATIONS
     length = Length(steps, tokens, min(evaluations, steps), None)
     if prepared.timing is None:

@@ -1,0 +1,155 @@
+"""The results of `sansgpu bench`, and their tables."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NotRequired, TypedDict
+
+from rich.console import Console
+from rich.table import Table
+
+from sansgpu.reporting.tables import count, gigabytes, grid, pace, rate
+from sansgpu.reporting.terminal import clock, duration
+
+
+class StepSeconds(TypedDict):
+    """The durations of the timed steps."""
+
+    median: float
+    min: float
+    max: float
+
+
+class Projection(TypedDict):
+    """The time to train for a number of steps, from zero and from a snapshot."""
+
+    steps: int
+    seconds: float
+    done: str
+    seconds_from_snapshot: NotRequired[float]
+    done_from_snapshot: NotRequired[str]
+
+
+class Variation(TypedDict):
+    """A changed configuration, with its measurement or the problem that prevented one."""
+
+    name: str
+    set: list[str]
+    gives_up: str
+    problem: NotRequired[str]
+    parameters: NotRequired[int]
+    step_seconds: NotRequired[float]
+    tokens_per_second: NotRequired[float]
+    peak_rss_bytes: NotRequired[int]
+    speedup: NotRequired[float]
+
+
+class GpuComparison(TypedDict):
+    """The same step on a GPU, measured or estimated from its FLOP/s."""
+
+    name: str
+    estimate: bool
+    step_seconds: float
+    tokens_per_second: float
+    times_faster: float
+
+
+class BenchResult(TypedDict):
+    """What `sansgpu bench --json` prints, besides facts of the run, its environment and the machine's load."""
+
+    name: str
+    task: str
+    padded: bool
+    window: int
+    micro_batch: int
+    gradient_accumulation_steps: int
+    tokens_per_step: int
+    step_seconds: StepSeconds
+    all_step_seconds: list[float]
+    tokens_per_second: float
+    steps_per_second: float
+    seconds_per_million_tokens: float
+    flops_per_second: float
+    flops_per_step: float
+    gemm_flops_per_second: float
+    mfu: float
+    peak_rss_bytes: int
+    build_seconds: dict[str, float]
+    startup_seconds: dict[str, float]
+    breakdown: dict[str, float]  # share of a step by part
+    limits: dict[str, float]  # the same at the hardware's limit, relative to the measured step
+    disturbances: list[str]
+    warnings: list[str]
+    from_step: int
+    projections: list[Projection]
+    what_if: list[Variation]
+    gpu: GpuComparison | None
+    optimized: list[str]
+    files: list[str]
+
+
+class ForwardPass(TypedDict):
+    """The measured forward passes of one batch size."""
+
+    batch_size: int
+    window: int
+    seconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    mfu: float
+    peak_rss_bytes: int
+    model_seconds: float
+
+
+class ForwardResult(TypedDict):
+    """What `sansgpu bench --forward-only --json` prints."""
+
+    parameters: int
+    forward: list[ForwardPass]
+
+
+def print_bench(console: Console, result: BenchResult) -> None:
+    """Prints a summary of `bench`; its report has the details."""
+    table = grid()
+    step, build = result["step_seconds"], result["build_seconds"]
+    table.add_row(
+        "step",
+        f"{step['median']:.3g} s ({step['min']:.3g} to {step['max']:.3g}) of {result['tokens_per_step']:,} tokens: "
+        f"{result['micro_batch']} x {result['gradient_accumulation_steps']} "
+        f"{'windows of' if result['task'] == 'pretrain' else 'examples of up to'} {result['window']}",
+    )
+    table.add_row(
+        "speed",
+        f"{pace(result['tokens_per_second'])}, {rate(result['flops_per_second'])}, MFU {result['mfu']:.0%} of "
+        f"{rate(result['gemm_flops_per_second'])}",
+    )
+    table.add_row("peak memory", gigabytes(result["peak_rss_bytes"]))
+    table.add_row("setup", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build.items()))
+    shares = result["breakdown"].items()
+    table.add_row("step time", ", ".join(f"{part} {share:.0%}" for part, share in shares))
+    for row in result["what_if"][1:]:
+        if "speedup" in row:
+            table.add_row("what if", f"{row['name']}: {row['speedup']:.2f}x, trade-off: {row['gives_up']}")
+    for projection in result["projections"]:
+        finish = clock(datetime.fromisoformat(projection["done"]))
+        table.add_row(f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish}")
+    for text in result["disturbances"]:
+        table.add_row("disturbance", text, style="yellow")
+    table.add_row("written", ", ".join(result["files"]))
+    console.print(table)
+
+
+def print_forward(console: Console, result: ForwardResult) -> None:
+    table = Table(title=f"{count(result['parameters'])} parameters, forward only", title_justify="left")
+    for name in ("batch", "seconds", "tokens/s", "GFLOP/s", "MFU", "memory"):
+        table.add_column(name, justify="right")
+    for row in result["forward"]:
+        table.add_row(
+            f"{row['batch_size']} x {row['window']}",
+            f"{row['seconds']:.3g}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['flops_per_second'] / 1e9:,.0f}",
+            f"{row['mfu']:.0%}",
+            gigabytes(row["peak_rss_bytes"]),
+        )
+    console.print(table)
