@@ -1,4 +1,4 @@
-"""What training a model costs in memory and time: what architectures share, and the measured constants behind it."""
+"""Memory and time costs of training a model: the part that architectures share, and measured constants."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class Costs(ABC):
-    """What training a model costs, computed without building it. Each architecture has a subclass."""
+    """Costs of training a model, computed without building it. Each architecture has a subclass."""
 
     model: ModelConfig
     training: TrainingConfig

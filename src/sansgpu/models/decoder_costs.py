@@ -1,4 +1,4 @@
-"""What training a decoder costs.
+"""Costs of training a decoder.
 
 N tokens of a micro-batch, D width, K key-value width, F feed-forward width, H heads, T window, V vocabulary.
 """

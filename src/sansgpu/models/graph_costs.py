@@ -1,4 +1,4 @@
-"""What training a graph encoder costs. Its tokens are the nodes of graphs: roots and leaves.
+"""Costs of training a graph encoder. Its tokens are the nodes of graphs: roots and leaves.
 
 N nodes of a micro-batch, T nodes of a graph, D width, F feed-forward width, H heads, V vocabulary.
 """

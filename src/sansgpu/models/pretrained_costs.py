@@ -1,4 +1,4 @@
-"""What training a transformers model costs.
+"""Costs of training a transformers model.
 
 N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longest example, V vocabulary.
 """

@@ -55,7 +55,7 @@ class GpuComparison(TypedDict):
 
 
 class BenchResult(TypedDict):
-    """What `sansgpu bench --json` prints, besides facts of the run, its environment and the machine's load."""
+    """The result of `sansgpu bench --json`, besides facts of the run, its environment and the machine's load."""
 
     name: str
     task: str
@@ -102,7 +102,7 @@ class ForwardPass(TypedDict):
 
 
 class ForwardResult(TypedDict):
-    """What `sansgpu bench --forward-only --json` prints."""
+    """The result of `sansgpu bench --forward-only --json`."""
 
     parameters: int
     forward: list[ForwardPass]

@@ -87,7 +87,7 @@ class ClusterPlan(ClusterPoint, CriticalBatch):
 
 
 class RunPlan(TypedDict):
-    """What `sansgpu plan --json` prints for one configuration. Unknown speeds and durations are None."""
+    """The result of `sansgpu plan --json` for one configuration. Unknown speeds and durations are None."""
 
     parameters: int
     parameters_by_part: dict[str, int]
