@@ -1,4 +1,4 @@
-"""The house stands: imports point downwards, and each room keeps to its own."""
+"""The house stands: imports point downwards, each room keeps to its own, and files and functions stay readable."""
 
 import ast
 import builtins
@@ -28,6 +28,7 @@ FLOORS = [
     {"machine", "reporting"},
     {"config"},
 ]
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 
@@ -157,6 +158,17 @@ def test_no_two_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 found[node.name.lstrip("_")].append(f"{module.name}.{node.name}")
     assert [names for names in found.values() if len(names) > 1] == []
+
+
+def test_files_and_functions_fit_on_a_few_screens() -> None:
+    sizes = {}
+    for module in modules():
+        sizes[module.name] = len(module.path.read_text(encoding="utf-8").splitlines()) / MAX_FILE_LINES
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                sizes[f"{module.name}.{node.name}"] = lines / MAX_FUNCTION_LINES
+    assert [name for name, size in sizes.items() if size > 1] == []
 
 
 def test_one_file_prints_and_one_makes_consoles() -> None:
