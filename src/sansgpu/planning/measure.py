@@ -104,9 +104,8 @@ class _Bench:
         built = time.perf_counter() - start
         objective.model.to(self._plan.device).eval()
         objective.compile(self._config.training.compile == "on")
-        Optimizer(
-            objective.model, self._config.training, self._plan.compute_dtype
-        )  # gives the weights their training dtype
+        # The optimizer casts the weights to their training dtype.
+        Optimizer(objective.model, self._config.training, self._plan.compute_dtype)
         batch = self._random_batch(self._plan.micro_batch).to(self._plan.device)
         seconds = []
         with torch.no_grad(), self._plan.autocast():

@@ -229,7 +229,7 @@ class Graph(GraphObjective, TaskBase):
 
     @staticmethod
     def costs(config: Config) -> GraphEncoderCosts:
-        """Returns the costs if every leaf slot is filled, or for FLOPs, most are empty."""
+        """Returns the costs. Memory assumes that every leaf slot is filled, and FLOPs that most are empty."""
         return GraphEncoderCosts(
             config.model,
             config.training,
