@@ -1,8 +1,7 @@
 """Gradient reduction over ranks, overlapped with backward (Li et al. 2020, arXiv 2006.15704).
 
-This is not torch's DistributedDataParallel because a resumed run must have the same bytes (its buckets change after the
-first step of a process, and with them the order of summation), because with `training.sharding: optimizer` a gradient
-is summed for its owner only, and because a lost rank must be named.
+It serves three contracts that torch's DistributedDataParallel does not keep by default: a lost rank is named, a resumed
+run has the same bytes (buckets never change), and a gradient that one rank owns is summed for that rank only.
 """
 
 from __future__ import annotations

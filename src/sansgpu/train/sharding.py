@@ -3,6 +3,9 @@
 `training.sharding` selects the mode. `none`: every rank has everything. `optimizer`: only the rank that updates a
 weight has its master weight and moments (ZeRO-1, arXiv 1910.02054). `full`: in addition, the matrices of the blocks and
 their gradients are split by rows and gathered only while in use (ZeRO-3, with torch's fully_shard).
+
+Placements exist beside torch's ZeroRedundancyOptimizer and DTensor because a snapshot holds whole, named tensors
+whatever the sharding, so that a run resumes with any other, and because every transfer must name a lost rank.
 """
 
 from __future__ import annotations
