@@ -1,17 +1,7 @@
 """The configuration schema, its files and its errors. Nothing in this package imports torch."""
 
-from sansgpu.config.by_task import (
-    BUILT_IN_NAMES,
-    FINE_TUNING,
-    GRAPH,
-    MASKED,
-    PRETRAIN,
-    PYTHON_STDLIB,
-    PYTHON_STDLIB_CHAT,
-    PYTHON_STDLIB_GRAPH,
-    SIMPLE_TEMPLATE,
-    VARIABLE_LENGTH,
-)
+from sansgpu.config.built_in_tasks import SETTINGS
+from sansgpu.config.by_task import import_class, task_class
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
@@ -30,22 +20,26 @@ from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.seeds import derive_seed
+from sansgpu.config.task_settings import (
+    BUILT_IN_NAMES,
+    PYTHON_STDLIB,
+    PYTHON_STDLIB_CHAT,
+    PYTHON_STDLIB_GRAPH,
+    SIMPLE_TEMPLATE,
+    TaskSettings,
+)
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [
     "ABANDONED_FOLDER",
     "BUILT_IN_NAMES",
-    "FINE_TUNING",
-    "GRAPH",
-    "MASKED",
     "MAX_LEAVES",
     "PRESETS",
-    "PRETRAIN",
     "PYTHON_STDLIB",
     "PYTHON_STDLIB_CHAT",
     "PYTHON_STDLIB_GRAPH",
+    "SETTINGS",
     "SIMPLE_TEMPLATE",
-    "VARIABLE_LENGTH",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -54,6 +48,7 @@ __all__ = [
     "SansGPUError",
     "SearchParameter",
     "Space",
+    "TaskSettings",
     "TrainingConfig",
     "UnreachableError",
     "acting_values",
@@ -62,6 +57,7 @@ __all__ = [
     "default_values",
     "derive_seed",
     "identity",
+    "import_class",
     "load_config",
     "load_space",
     "measure_of",
@@ -70,4 +66,5 @@ __all__ = [
     "require_identity",
     "save_config",
     "spaced_values",
+    "task_class",
 ]

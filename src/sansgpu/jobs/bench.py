@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sansgpu.config import (
-    VARIABLE_LENGTH,
     Config,
     ConfigError,
     SansGPUError,
@@ -136,7 +135,7 @@ def _summary(prepared: Prepared, measured: Result, baseline: Result, request: Be
         **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
         "tokens_per_step": tokens,
         "task": config.task,
-        "padded": config.kind not in VARIABLE_LENGTH and tokens < prepared.tokens_per_step,
+        "padded": not config.settings.varying_length and tokens < prepared.tokens_per_step,
         "step_seconds": {"median": middle, "min": min(seconds), "max": max(seconds)},
         "all_step_seconds": seconds,
         "tokens_per_second": tokens / middle,

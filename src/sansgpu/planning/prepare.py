@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from sansgpu.config import VARIABLE_LENGTH, Config, ConfigError, TrainingConfig, UnreachableError
+from sansgpu.config import Config, ConfigError, TrainingConfig, UnreachableError
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
@@ -176,7 +176,7 @@ def set_up(config: Config, before: Environment | None, warn: Warn, group: Group 
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, compiled, device, warn)
     if kernels == "native":
-        native.keep_blocks(varying=config.kind in VARIABLE_LENGTH)
+        native.keep_blocks(varying=config.settings.varying_length)
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: precision or resolve_precision(training, device))
     share = memory_for_run(device, len(group.local_rank))

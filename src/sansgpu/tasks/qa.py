@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import Config, DataConfig, SansGPUError
+from sansgpu.config import SETTINGS, Config, DataConfig, SansGPUError
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
 from sansgpu.data.sequences import PackedSequences
@@ -23,7 +23,13 @@ from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
 from sansgpu.reporting.files import write_text
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, FineTuningTask, require_rows, too_few
+from sansgpu.tasks.fine_tuning import (
+    FineTuning,
+    FineTuningCorpus,
+    FineTuningTask,
+    require_rows,
+    too_few,
+)
 from sansgpu.tasks.task import Gather, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
@@ -95,7 +101,7 @@ def _position_loss(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 class QA(FineTuningTask, QAObjective):
     """`task: qa`."""
 
-    task = "qa"
+    settings = SETTINGS["qa"]
     verbs = ("evaluate", "predict", "export")
     verbs_for_any_model = ("predict",)
     objective_class = QAObjective

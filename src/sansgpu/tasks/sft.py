@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config, DataConfig
+from sansgpu.config import SETTINGS, Config, DataConfig
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.chat import TokenizedConversations, show_masked, tokenize_conversations
 from sansgpu.data.files import SourceRow
@@ -25,7 +25,13 @@ from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts, weights_fingerprint
 from sansgpu.models.pretrained_costs import pretrained_work
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, FineTuningTask, require_rows, too_few
+from sansgpu.tasks.fine_tuning import (
+    FineTuning,
+    FineTuningCorpus,
+    FineTuningTask,
+    require_rows,
+    too_few,
+)
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
@@ -93,7 +99,7 @@ class SFTObjective(FineTuning):
 class SFT(FineTuningTask, SFTObjective):
     """`task: sft`."""
 
-    task = "sft"
+    settings = SETTINGS["sft"]
     verbs = ("evaluate", "generate", "chat", "export", "gguf")
     verbs_for_any_model = ("generate", "chat")
     objective_class = SFTObjective
