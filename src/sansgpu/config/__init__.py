@@ -1,18 +1,8 @@
 """The configuration schema, its files and its errors. Nothing in this package imports torch."""
 
 from sansgpu.config.built_in import PRESETS
-from sansgpu.config.by_task import (
-    BUILT_IN_NAMES,
-    FINE_TUNING,
-    GRAPH,
-    MASKED,
-    PRETRAIN,
-    PYTHON_STDLIB,
-    PYTHON_STDLIB_CHAT,
-    PYTHON_STDLIB_GRAPH,
-    SIMPLE_TEMPLATE,
-    VARIABLE_LENGTH,
-)
+from sansgpu.config.built_in_tasks import SETTINGS
+from sansgpu.config.by_task import import_class, task_class
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
@@ -34,22 +24,26 @@ from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.seeds import derive_seed
+from sansgpu.config.task_settings import (
+    BUILT_IN_NAMES,
+    PYTHON_STDLIB,
+    PYTHON_STDLIB_CHAT,
+    PYTHON_STDLIB_GRAPH,
+    SIMPLE_TEMPLATE,
+    TaskSettings,
+)
 from sansgpu.config.training import TrainingConfig
 
 __all__ = [
     "ABANDONED_FOLDER",
     "BUILT_IN_NAMES",
-    "FINE_TUNING",
-    "GRAPH",
-    "MASKED",
     "MAX_LEAVES",
     "PRESETS",
-    "PRETRAIN",
     "PYTHON_STDLIB",
     "PYTHON_STDLIB_CHAT",
     "PYTHON_STDLIB_GRAPH",
+    "SETTINGS",
     "SIMPLE_TEMPLATE",
-    "VARIABLE_LENGTH",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -59,6 +53,7 @@ __all__ = [
     "SansGPUError",
     "SearchParameter",
     "Space",
+    "TaskSettings",
     "TrainingConfig",
     "UnreachableError",
     "acting_values",
@@ -68,6 +63,7 @@ __all__ = [
     "derive_seed",
     "flatten",
     "identity",
+    "import_class",
     "load_config",
     "load_space",
     "measure_of",
@@ -78,4 +74,5 @@ __all__ = [
     "save_config",
     "setting",
     "spaced_values",
+    "task_class",
 ]

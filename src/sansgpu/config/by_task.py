@@ -1,87 +1,72 @@
-"""Defaults and available configuration keys of each kind of run."""
+"""The table of tasks, and the defaults and keys that their settings give to a configuration."""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from typing import Any
 
-Values = dict[str, Any]
+from sansgpu.config.built_in_tasks import SETTINGS
+from sansgpu.config.errors import ConfigError
+from sansgpu.config.task_settings import KEY_GROUPS, TaskSettings, Values
 
-# Each task is a kind of run. `masked` is task graph with `model.name_or_path`: it fine-tunes a Hugging Face encoder on
-# text without triples.
-KINDS = PRETRAIN, GRAPH, MASKED, SFT, QA = "pretrain", "graph", "masked", "sft", "qa"
-FINE_TUNING = (MASKED, SFT, QA)
-VARIABLE_LENGTH = (GRAPH, *FINE_TUNING)  # kinds whose examples differ in length
-LORA_LEARNING_RATE = 2e-4  # ten times that of full fine-tuning, because the low-rank matrices start at zero
+# The classes of all kinds of runs. A kind that is not a task acts where a task's settings name it in `with_pretrained`.
+TASK_CLASSES = {
+    "pretrain": "sansgpu.tasks.pretrain:Pretrain",
+    "graph": "sansgpu.tasks.graph:Graph",
+    "masked": "sansgpu.tasks.masked_lm:MaskedLM",
+    "sft": "sansgpu.tasks.sft:SFT",
+    "qa": "sansgpu.tasks.qa:QA",
+}
+DEFAULT_TASK = "pretrain"
 
-# Fine-tuning: small steps, no weight decay, AdamW as in pretraining, examples at full length.
-_FINE_TUNED: Values = {
-    "lr_scheduler": "linear",
-    "warmup_steps": 10,
-    "window_warmup_ratio": 0.0,
-    "optimizer": "adamw",
-    "weight_decay": 0.0,
-    "beta2": 0.999,
-}
-# Built-in datasets, made from the standard library: texts, triples, conversations.
-PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
-    "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
-)  # fmt: skip
-SIMPLE_TEMPLATE = "simple"  # the built-in chat template
-# Values that name something built in, in keys that otherwise take a path.
-BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, "bpe", "char")
-_GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}
-DEFAULTS: dict[str, dict[str, Values]] = {
-    PRETRAIN: {},
-    GRAPH: {
-        "model": {"activation": "gelu", "max_seq_len": 128, "dropout": 0.1, "attention_dropout": 0.1},
-        "training": {"window_warmup_ratio": 0.0, "lr_scheduler": "linear", "optimizer": "muon"},  # at every batch size
-        "data": _GRAPH_DATA,
-    },
-    MASKED: {"training": {**_FINE_TUNED, "learning_rate": 5e-5}, "data": {**_GRAPH_DATA, "max_length": 128}},
-    SFT: {"training": {**_FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
-    QA: {"training": {**_FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
-}
 
-_KEYS: dict[tuple[str, ...], str] = {  # keys that only some kinds have
-    (PRETRAIN,): """
-        model.n_kv_heads model.pre_norm model.tie_embeddings model.rope_theta
-        model.architecture model.norm model.bias model.positions model.qk_norm
-        training.window_warmup_ratio
-    """,
-    (PRETRAIN, GRAPH): """
-        model.vocab_size model.d_model model.n_heads model.n_layers model.d_ff model.max_seq_len
-        model.dropout model.attention_dropout model.activation
-        data.tokenizer data.vocab_size data.tokenizer_sample_mb
-    """,
-    (PRETRAIN, GRAPH, MASKED): "data.text_column",
-    (PRETRAIN, SFT): "training.label_smoothing training.z_loss training.sample_tokens training.sample_prompt",
-    (GRAPH,): """
-        model.leaves model.n_relations model.n_entities model.entity_rank
-        model.position model.slot_embedding model.decay model.decay_base model.fusion
-        model.relation_rank model.relation_dropout model.embedding_norm
-        training.mlm_weight training.mnm_weight training.mnm_ramp_steps training.mnm_reduction training.sbo_weight
-        training.entity_weight data.entity_query_ratio data.kge_triples data.long_tails
-        data.triples data.inverse_relations data.leaf_mask_ratio data.min_leaf_groups
-    """,
-    (GRAPH, MASKED): "data.mask_ratio data.max_span",
-    (GRAPH, MASKED, QA): "data.doc_stride",
-    (PRETRAIN, MASKED, SFT, QA): "data.pack_sequences",
-    FINE_TUNING: "model.name_or_path model.revision model.trust_remote_code",
-    VARIABLE_LENGTH: "data.on_bad_row",
-    (SFT, QA): """
-        model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.merge_adapter
-    """,
-    (SFT,): "data.long_rows data.chat_template",
-    (QA,): """
-        data.n_best_size data.max_answer_length data.null_answers data.null_score_diff_threshold
-    """,
-}
-_KINDS_OF_KEY = {key: kinds for kinds, keys in _KEYS.items() for key in keys.split()}
+def is_outside(task: str) -> bool:
+    """Returns whether a task is a class outside the package, `package.module:Class`."""
+    return ":" in task
+
+
+def import_class(name: str, option: str = "task") -> Any:
+    """Imports `package.module:Class`. Raises ConfigError if that is not possible."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{option} {name} cannot be loaded ({error}); add its folder to Python's path: "
+            "PYTHONPATH=. sansgpu train ..."
+        ) from None
+
+
+def task_class(kind: str) -> Any:
+    """Imports the class of a kind of run, which may be outside the package. Raises ConfigError."""
+    found = import_class(TASK_CLASSES.get(kind, kind))
+    if not isinstance(getattr(found, "settings", None), TaskSettings):
+        raise ConfigError(f"task {kind} is not the class of a task: it has no TaskSettings named `settings`.")
+    return found
+
+
+def settings_of(kind: str) -> TaskSettings:
+    """Returns the settings of a kind of run.
+
+    A class outside the package is not imported here, because a run may come from anybody: until the user names it, all
+    keys of its runs act and it has no defaults.
+    """
+    if kind in SETTINGS:
+        return SETTINGS[kind]
+    module, _, name = kind.partition(":")
+    found = getattr(getattr(sys.modules.get(module), name, None), "settings", None)
+    return found if isinstance(found, TaskSettings) else TaskSettings(kind, tuple(KEY_GROUPS))
+
+
+def task_names() -> list[str]:
+    """Returns the values of the key `task` that name a class of the package."""
+    return [name for name in TASK_CLASSES if settings_of(name).task == name]
 
 
 def kind_of(task: str, name_or_path: str | None) -> str:
-    """Returns the task, or `masked` for task graph with a pretrained model."""
-    return MASKED if task == GRAPH and name_or_path is not None else task
+    """Returns the task, or the kind that replaces it with a pretrained model."""
+    return (name_or_path is not None and settings_of(task).with_pretrained) or task
 
 
 def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -90,13 +75,12 @@ def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
     Sections may be mappings or schema objects. Any other section is returned unchanged, for validation to reject.
     """
     given, model = {**values}, as_values(values.get("model"))
-    for section, defaults in DEFAULTS.get(kind_of(task, model.get("name_or_path")), {}).items():
-        if not is_section(given.get(section)):
-            continue
-        own = as_values(given.get(section))
-        if section == "training" and task == SFT and model.get("adapter", "none") != "none":
-            defaults = {**defaults, "learning_rate": LORA_LEARNING_RATE}
-        given[section] = {**defaults, **own}
+    settings = settings_of(kind_of(task, model.get("name_or_path")))
+    adapted = settings.adapter_defaults if model.get("adapter", "none") != "none" else {}
+    for section in dict.fromkeys((*settings.defaults, *adapted)):
+        if is_section(given.get(section)):
+            defaults = {**settings.defaults.get(section, {}), **adapted.get(section, {})}
+            given[section] = {**defaults, **as_values(given.get(section))}
     return given
 
 
@@ -114,22 +98,13 @@ def as_values(section: Any) -> Values:
     return dict(section) if isinstance(section, dict) else {}
 
 
-def default_of(kind: str, section: str, key: str, otherwise: Any) -> Any:
-    """Returns the default of a key for `kind`, or the schema's default `otherwise`."""
-    return DEFAULTS[kind].get(section, {}).get(key, otherwise)
+def tasks_with(key: str) -> list[TaskSettings]:
+    """Returns the settings of the package's tasks in which `section.key` has an effect."""
+    return [settings for settings in map(settings_of, TASK_CLASSES) if settings.acts(key)]
 
 
-def label(kind: str) -> str:
-    """Returns the configuration that selects a kind of run, for messages."""
-    return f"{GRAPH} with model.name_or_path" if kind == MASKED else kind
-
-
-def labels(kinds: tuple[str, ...], here: str) -> str:
-    """Joins the labels of several kinds, for a message about a run of kind `here`."""
-    names = [label(kind) if GRAPH in (here, *kinds) else label(kind).split(" ")[0] for kind in kinds]
-    return " and ".join(name for name in names if name != label(MASKED) or GRAPH not in kinds)
-
-
-def kinds_with(key: str) -> tuple[str, ...]:
-    """Returns the kinds of runs that use `section.key`."""
-    return _KINDS_OF_KEY.get(key, KINDS)
+def labels(found: list[TaskSettings], here: TaskSettings) -> str:
+    """Joins the labels of several tasks, for a message about a run of task `here`."""
+    plain = {settings.task for settings in found if not settings.label}
+    chosen = [settings for settings in found if not (settings.label and settings.task in plain)]
+    return " and ".join(s.shown if s.task == here.task else s.task for s in chosen)

@@ -12,7 +12,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from sansgpu.config.built_in import built_in, preset_file
-from sansgpu.config.by_task import KINDS, PRETRAIN, kinds_with, with_defaults
+from sansgpu.config.by_task import (
+    DEFAULT_TASK,
+    TASK_CLASSES,
+    is_outside,
+    settings_of,
+    task_class,
+    task_names,
+    with_defaults,
+)
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.parse import Values, parse_value, read_values
@@ -26,8 +34,12 @@ MAX_UNKNOWN_KEYS, MAX_WRONG_VALUES = 5, 10  # named in one message
 MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 
 
-def load_config(path: Path | None = None, overrides: Sequence[Override] = ()) -> tuple[Config, list[str]]:
+def load_config(
+    path: Path | None = None, overrides: Sequence[Override] = (), own: bool = True
+) -> tuple[Config, list[str]]:
     """Loads a file, a preset or (None) the built-in default, and applies the overrides.
+
+    If the file is the user's `own`, a task that it names as `package.module:Class` is imported.
 
     Returns the configuration and notes for the user about ignored keys.
     Raises ConfigError naming the file and every problem in it.
@@ -36,6 +48,8 @@ def load_config(path: Path | None = None, overrides: Sequence[Override] = ()) ->
     values = read_values(path) if path else built_in([overridden_key(override) for override in overrides])
     for override in overrides:
         _set(values, *_key_and_value(override))
+    if own and is_outside(task := str(values.get("task"))):
+        task_class(task)
     return as_config(values, str(path) if path else "the configuration"), unused_settings(values)
 
 
@@ -84,7 +98,7 @@ def acting_values(config: Config) -> Values:
     values = config.model_dump(mode="json")
     for name, section in values.items():
         if isinstance(section, dict):
-            values[name] = {k: v for k, v in section.items() if config.kind in kinds_with(f"{name}.{k}")}
+            values[name] = {k: v for k, v in section.items() if config.settings.acts(f"{name}.{k}")}
     top = {"task": values.pop("task"), "device": values["training"].pop("device")}
     return {**top, **values}
 
@@ -110,8 +124,8 @@ def default_values(values: Values) -> Values:
     """
     model = values.get("model") or {}
     chosen = {key: model[key] for key in ("name_or_path", "adapter") if key in model}
-    own = with_defaults(str(values.get("task", PRETRAIN)), {"model": chosen})
-    found: Values = {"task": PRETRAIN}
+    own = with_defaults(str(values.get("task", DEFAULT_TASK)), {"model": chosen})
+    found: Values = {"task": DEFAULT_TASK}
     for section, field in Config.model_fields.items():
         keys = getattr(field.annotation, "model_fields", {})
         found |= {f"{section}.{k}": (own.get(section) or {}).get(k, inner.default) for k, inner in keys.items()}
@@ -202,9 +216,9 @@ def describe(model: type[BaseModel] = Config, prefix: str = "") -> list[tuple[st
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             rows += describe(field.annotation, f"{name}.")
             continue
-        choices = [str(a) for a in get_args(field.annotation) if isinstance(a, str)]
+        choices = [str(a) for a in get_args(field.annotation) if isinstance(a, str)] if name != "task" else task_names()
         meaning = (field.description or "") + (f" ({', '.join(choices)})" if choices else "")
-        if (kinds := kinds_with(prefix + name)) != KINDS:
+        if len(kinds := [kind for kind in TASK_CLASSES if settings_of(kind).acts(prefix + name)]) < len(TASK_CLASSES):
             meaning += f" · {', '.join(kinds)}"
         rows.append((prefix + name, json.dumps(field.default), meaning))
     return rows

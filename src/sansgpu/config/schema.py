@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from sansgpu.config.by_task import (
-    FINE_TUNING,
-    GRAPH,
-    MASKED,
-    PRETRAIN,
-    PYTHON_STDLIB,
-    PYTHON_STDLIB_GRAPH,
+    DEFAULT_TASK,
+    TASK_CLASSES,
     as_values,
-    default_of,
+    is_outside,
     is_section,
     kind_of,
-    kinds_with,
-    label,
     labels,
+    settings_of,
+    task_names,
+    tasks_with,
     with_defaults,
 )
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.section import Section
+from sansgpu.config.task_settings import PYTHON_STDLIB, TaskSettings
 from sansgpu.config.training import Device, TrainingConfig
 
-# Keys of task graph that have an effect only with fusion, an entity embedding or leaves.
-_FUSION_KEYS = ("model.relation_rank", "model.relation_dropout")
-_ENTITY_KEYS = ("model.entity_rank", "training.entity_weight", "data.entity_query_ratio", "data.kge_triples")
-_LEAF_KEYS = (
-    "model.n_relations", "model.slot_embedding", "model.fusion", *_FUSION_KEYS, "training.mnm_weight",
-    "training.mnm_ramp_steps", "training.mnm_reduction", "data.triples", "data.inverse_relations",
-    "data.leaf_mask_ratio", "data.min_leaf_groups", "data.long_tails", "model.n_entities", *_ENTITY_KEYS,
-)  # fmt: skip
+CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
 _SECTIONS = ("model", "training", "data")  # an empty one, e.g. `data:` alone, is null in YAML
 
@@ -127,14 +120,15 @@ class DataConfig(Section):
 class Config(Section):
     """The configuration of one run. A file may also set `TOP_LEVEL_KEYS` at the top level."""
 
-    task: Literal["pretrain", "graph", "sft", "qa"] = Field(
-        "pretrain",
+    task: str = Field(
+        DEFAULT_TASK,
         description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
-        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering",
+        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; "
+        "package.module:Class: your own task",
     )
     objective: str | None = Field(
         None,
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        pattern=CLASS_NAME,
         description="`package.module:Class` that implements the task, a subclass of the built-in class",
     )
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -160,79 +154,62 @@ class Config(Section):
             if clash:
                 raise ValueError(f"{clash[0]} has different values at the top level and in training; remove one")
             rest["training"] = {**training, **top}
-        return with_defaults(str(rest.get("task", PRETRAIN)), rest)
+        return with_defaults(str(rest.get("task", DEFAULT_TASK)), rest)
+
+    @field_validator("task")
+    @classmethod
+    def _is_task(cls, task: str) -> str:
+        if task in TASK_CLASSES and settings_of(task).task == task:
+            return task
+        if not re.match(CLASS_NAME, task):
+            known = f"{', '.join(map(repr, task_names()))} or your own class as 'package.module:Class'"
+            raise PydanticCustomError("unknown_task", "Input should be {known}", {"known": known})
+        return task
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
-        found = [
-            *self._unused_keys(),
-            *(self._graph_problems() if self.kind == GRAPH else ()),
-            *self._masking_problems(),
-        ]
-        if self.kind in FINE_TUNING:
-            found += self._fine_tuning_problems()
-        elif self.roots > self.model.max_seq_len:
-            found.append(
-                f"data.max_length {self.roots} is longer than model.max_seq_len {self.model.max_seq_len}; "
-                "lower it or raise model.max_seq_len"
-            )
+        found = [*self._unused_keys(), *self.settings.problems(self)]
         if found:
             raise ValueError("; ".join(found))
         return self
 
     def _unused_keys(self) -> Iterator[str]:
         """Yields a clause for every key that the kind of run does not use."""
+        here = self.settings
+        for name, key, field in self._fields():
+            if not here.acts(f"{name}.{key}") and self._differs(name, key, field.default):
+                known = labels(tasks_with(f"{name}.{key}"), here)
+                yield f"{name}.{key} is for task {known}, and has no effect in {here.shown}; leave it out"
+
+    def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[str]:
+        """Yields a clause for every one of `keys` that is set although it has no effect."""
+        for name, key, field in self._fields():
+            if f"{name}.{key}" in keys and self._differs(name, key, field.default):
+                yield f"{name}.{key} has no effect because {reason}; leave it out"
+
+    def _fields(self) -> Iterator[tuple[str, str, Any]]:
         for name in _SECTIONS:
-            section = getattr(self, name)
-            for key, field in type(section).model_fields.items():
-                kinds = kinds_with(f"{name}.{key}")
-                if self.kind not in kinds and getattr(section, key) != default_of(self.kind, name, key, field.default):
-                    known, here = labels(kinds, self.kind), label(self.kind)
-                    yield f"{name}.{key} is for task {known}, and has no effect in {here}; leave it out"
+            for key, field in type(getattr(self, name)).model_fields.items():
+                yield name, key, field
 
-    def _graph_problems(self) -> Iterator[str]:
-        model, data = self.model, self.data
-        if model.activation not in ("gelu", "relu"):
-            yield f"model.activation {model.activation} is only for decoders; set gelu or relu for a graph encoder"
-        if data.dataset_name == PYTHON_STDLIB:
-            yield "data.dataset_name python-stdlib has no triples; use python-stdlib-graph, or leave it out"
-        if data.inverse_relations and data.dataset_name == PYTHON_STDLIB_GRAPH:
-            yield "data.inverse_relations has no effect for python-stdlib-graph, whose tails have no text; leave it out"
-        without = {
-            "model.leaves is 0": (model.leaves == 0, _LEAF_KEYS),
-            "model.n_entities is 0": (model.n_entities == 0, _ENTITY_KEYS),
-            "model.fusion is none": (model.fusion == "none", _FUSION_KEYS),
-            "model.decay is none": (model.decay == "none", ("model.decay_base",)),
-        }
-        for why, (missing, keys) in without.items():
-            for section, _, key in (name.partition(".") for name in keys if missing):
-                field = type(getattr(self, section)).model_fields[key]
-                if getattr(getattr(self, section), key) != default_of(GRAPH, section, key, field.default):
-                    yield f"{section}.{key} has no effect because {why}; leave it out"
+    def _differs(self, section: str, key: str, otherwise: Any) -> bool:
+        """Returns whether a key's value is not its default in this task."""
+        return bool(getattr(getattr(self, section), key) != self.settings.default(section, key, otherwise))
 
-    def _masking_problems(self) -> Iterator[str]:
-        data, training = self.data, self.training
-        if self.kind not in (GRAPH, MASKED):
-            return
-        if self.roots <= 2:
-            yield f"data.max_length {self.roots} leaves no room for text between [CLS] and [SEP]; raise it"
-        with_leaves = self.kind == GRAPH and self.model.leaf_slots > 0
-        leaves = with_leaves and (data.leaf_mask_ratio or data.min_leaf_groups) and training.mnm_weight
-        has_queries = data.entity_query_ratio or data.kge_triples
-        queries = with_leaves and self.model.n_entities and has_queries and training.entity_weight
-        if not (data.mask_ratio and training.mlm_weight) and not leaves and not queries:
-            yield "the loss has no terms; raise data.mask_ratio or data.leaf_mask_ratio, and set its weight above 0"
-
-    def _fine_tuning_problems(self) -> Iterator[str]:
-        if self.model.name_or_path is None:
-            yield f"task {self.task} fine-tunes a pretrained model; set model.name_or_path"
-        if self.data.dataset_name == default_of(self.kind, "data", "dataset_name", PYTHON_STDLIB):
-            yield f"task {self.task} needs {'texts' if self.kind == MASKED else 'rows'}; set data.dataset_name"
+    @property
+    def settings(self) -> TaskSettings:
+        """What the task's class declares about the configuration."""
+        return settings_of(self.kind)
 
     @property
     def kind(self) -> str:
-        """The task, or `masked` for task graph with a pretrained text encoder."""
+        """The task, or the kind of run that replaces it with a pretrained model."""
         return kind_of(self.task, self.model.name_or_path)
+
+    @property
+    def outside_class(self) -> str | None:
+        """The class outside the package that implements the task, as `package.module:Class`."""
+        return self.objective or (self.task if is_outside(self.task) else None)
 
     @property
     def roots(self) -> int:
@@ -240,9 +217,14 @@ class Config(Section):
         return self.data.max_length or self.model.max_seq_len
 
     @property
+    def leaf_slots(self) -> int:
+        """Leaf slots per token, or 0 if the task's examples have none."""
+        return self.model.leaf_slots if self.settings.has_leaves else 0
+
+    @property
     def max_span(self) -> int:
         """Longest masked span in tokens."""
-        return self.data.max_span or (self.model.leaf_slots if self.kind == GRAPH and self.model.leaf_slots else 1)
+        return self.data.max_span or self.leaf_slots or 1
 
     @property
     def device(self) -> Device:
@@ -251,4 +233,4 @@ class Config(Section):
     @property
     def window(self) -> int:
         """Tokens of one training example, including the leaves of a graph."""
-        return self.roots * (1 + self.model.leaf_slots) if self.kind == GRAPH else self.roots
+        return self.roots * (1 + self.leaf_slots)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config.by_task import FINE_TUNING, GRAPH, PRETRAIN, kinds_with, label
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import change_config, describe, setting
 from sansgpu.config.parse import Values, read_values
@@ -124,12 +123,12 @@ def load_space(path: Path | None, config: Config) -> Space:
 def _default_space(config: Config) -> Values:
     training, model = config.training, config.model
     rate, warmup, epochs = training.learning_rate, training.warmup_steps, training.num_epochs
-    if config.kind in FINE_TUNING:
+    if config.settings.fine_tunes:
         values: Values = {"training.learning_rate": {"log": [rate / NARROW, rate * NARROW]}}
         if epochs and not any((training.max_steps, training.max_tokens, training.time_limited)):
             values["training.num_epochs"] = _around(epochs)
         values["training.warmup_steps"] = _around(warmup) if warmup else [0, 10, 50]
-        if kinds_with("model.adapter") and model.adapter != "none" and config.kind in kinds_with("model.adapter"):
+        if model.adapter != "none":
             values["model.lora_rank"] = _around(model.lora_rank)
         return values
     decay = training.weight_decay
@@ -140,7 +139,7 @@ def _default_space(config: Config) -> Values:
     }
     if warmup:
         values["training.warmup_steps"] = sorted({max(1, warmup // 4), warmup, 2 * warmup})
-    if config.kind == GRAPH:
+    if config.settings.default("model", "dropout", 0.0):
         values["model.dropout"] = sorted({0.0, 0.1, 0.2, model.dropout})
     return values
 
@@ -155,7 +154,7 @@ def _key(name: str, config: Config, where: str) -> str:
     """Resolves a full key, or the last part of a key if it is unambiguous."""
     keys = [key for key, _, _ in describe()]
     found = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] == name]
-    acting = [key for key in found if config.kind in kinds_with(key)]
+    acting = [key for key in found if config.settings.acts(key)]
     if len(acting) > 1:
         raise ConfigError(f"{where}: {name} may be {' or '.join(acting)}; write the full key.")
     if not found:
@@ -164,13 +163,13 @@ def _key(name: str, config: Config, where: str) -> str:
         hint = f"; did you mean {last.get(near[0], near[0])}?" if near else "; see docs/configuration.md for all keys."
         raise ConfigError(f"{where}: unknown key {name}{hint}")
     if not acting:
-        raise ConfigError(f"{where}: {found[0]} has no effect in task {label(config.kind)}; leave it out.")
-    if why := _unsearchable(acting[0], config.kind):
+        raise ConfigError(f"{where}: {found[0]} has no effect in task {config.settings.shown}; leave it out.")
+    if why := _unsearchable(acting[0], config):
         raise ConfigError(f"{where}: {acting[0]} cannot be searched, because {why}; leave it out.")
     return acting[0]
 
 
-def _unsearchable(key: str, kind: str) -> str | None:
+def _unsearchable(key: str, config: Config) -> str | None:
     """Returns why a key cannot be searched, or None."""
     if key in ("task", "training.device", "training.force_cpu"):
         return "all trials are the same kind of run on one device"
@@ -178,7 +177,9 @@ def _unsearchable(key: str, kind: str) -> str | None:
         return "all trials must have the same length"
     if key in _FIXED_BY_SEARCH:
         return _FIXED_BY_SEARCH[key]
-    if key in _MEASUREMENT_KEYS or (key.startswith("data.") and (kind != PRETRAIN or key not in _TUNABLE_DATA)):
+    if key in _MEASUREMENT_KEYS or (
+        key.startswith("data.") and (config.settings.varying_length or key not in _TUNABLE_DATA)
+    ):
         return "it changes what the loss is measured on, so losses would not be comparable"
     return None
 

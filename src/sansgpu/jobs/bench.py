@@ -14,7 +14,6 @@ from typing import cast
 import torch
 
 from sansgpu.config import (
-    VARIABLE_LENGTH,
     Config,
     ConfigError,
     SansGPUError,
@@ -149,7 +148,7 @@ def _summary(prepared: Prepared, measured: Measured, baseline: Measured, request
         **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
         "tokens_per_step": tokens,
         "task": config.task,
-        "padded": config.kind not in VARIABLE_LENGTH and tokens < prepared.tokens_per_step,
+        "padded": not config.settings.varying_length and tokens < prepared.tokens_per_step,
         "step_seconds": {"median": middle, "min": min(seconds), "max": max(seconds)},
         "all_step_seconds": seconds,
         "tokens_per_second": tokens / middle,

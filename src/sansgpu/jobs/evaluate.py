@@ -34,7 +34,7 @@ def evaluate_model(
     """
     if objective and data is not None:
         raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
-    loaded = open_model(target, "evaluate", snapshot, warn, remote_code)
+    loaded = open_model(target, "evaluate", snapshot, warn, remote_code, objective)
     kind, config, source = loaded.kind, loaded.config, loaded.source
     if window is not None and not kind.has_windows:
         raise ConfigError("--window works with decoders only; other models use the length that they were trained with.")

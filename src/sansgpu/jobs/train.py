@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import (
-    GRAPH,
     Config,
     ConfigError,
     Override,
@@ -148,7 +147,7 @@ def _find_target(
             "folder": str(folder),
             "snapshot": str(snapshot.folder) if snapshot else None,
             "before": asdict(recorded_environment(snapshot)) if snapshot else None,
-            "open": [] if recorded is None else _open_settings(config, recorded),
+            "open": [] if recorded is None else task_of(config).recorded_settings(config, recorded),
         }
 
     found = group.broadcast_object(find)
@@ -158,16 +157,6 @@ def _find_target(
         Environment(**found["before"]) if found["before"] else None,
         tuple(found["open"]),
     )
-
-
-def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
-    """Returns the recorded values of keys that depend on the data. A run older than such a key keeps it disabled."""
-    if config.kind != GRAPH:
-        return []
-    model = {"leaves": None, "n_entities": 0, **(recorded.get("model") or {})}
-    settings = [f"model.{key}={model[key]}" for key in ("leaves", "n_entities") if getattr(config.model, key) is None]
-    older = "long_tails" not in (recorded.get("data") or {})
-    return [setting for setting in settings if "None" not in setting] + ["data.long_tails=drop"] * older
 
 
 def _train_in(
@@ -204,10 +193,10 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
         folder = open_output(request.output_dir, file, request.resume, dry_run=True)  # only rank 0 writes there
         own = RunPaths(folder).config
         if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
-            require_own_configuration(run_paths(folder, load_config(own)[0]))
+            require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))
         recorded = recorded_file(folder, request.resume)
         if file is None and recorded is not None:
-            config, notes = load_config(recorded, request.overrides)
+            config, notes = load_config(recorded, request.overrides, own=False)
             require_allowed(config, recorded, request.overrides)
             return config, notes
     return load_config(file, request.overrides)

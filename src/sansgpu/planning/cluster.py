@@ -196,7 +196,7 @@ def _gloo(prepared: Prepared) -> Link:
 def _critical_batch(prepared: Prepared) -> CriticalBatch:
     """Estimates the critical batch size of a language model from its expected final loss (nats per token)."""
     config, corpus, loss = prepared.config, prepared.corpus, DEFAULT_LOSS
-    if config.kind != "pretrain":
+    if config.settings.varying_length:
         return {"critical_batch_tokens": None, "critical_batch_loss": None, "critical_batch_nodes": None}
     if isinstance(corpus, TextCorpus):
         steps, _ = length_of(prepared, forecast_of(prepared))

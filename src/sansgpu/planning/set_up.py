@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from sansgpu.config import VARIABLE_LENGTH, Config, ConfigError, TrainingConfig
+from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.kernels import native
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compilation import keep_compiled
@@ -54,7 +54,7 @@ def set_up(
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, compiled, device, warn)
     if kernels == "native":
-        native.keep_blocks(varying=config.kind in VARIABLE_LENGTH)
+        native.keep_blocks(varying=config.settings.varying_length)
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: precision or resolve_precision(training, device))
     available = min(group.all_gather_object(memory_for_run(device, len(group.local_rank))))

@@ -10,16 +10,13 @@ from typing import Any
 import yaml
 
 from sansgpu.config import (
-    FINE_TUNING,
-    GRAPH,
-    MASKED,
     PYTHON_STDLIB,
     PYTHON_STDLIB_CHAT,
     PYTHON_STDLIB_GRAPH,
     ModelConfig,
 )
 from sansgpu.config.architectures import ARCHITECTURES, architecture_name
-from sansgpu.config.by_task import kind_of
+from sansgpu.config.by_task import kind_of, settings_of
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.page import templates
 from sansgpu.reporting.record import RunRecord
@@ -64,16 +61,16 @@ class _Model:
 
     @property
     def plain_bert(self) -> bool:
-        return self.kind == GRAPH and ModelConfig.model_validate(self.record.section("model")).is_plain_bert
+        return self.kind == "graph" and ModelConfig.model_validate(self.record.section("model")).is_plain_bert
 
     @property
     def ours(self) -> bool:
         """Returns True if only sansgpu can load the model."""
-        return self.kind == GRAPH and not self.plain_bert
+        return self.kind == "graph" and not self.plain_bert
 
     @property
     def base(self) -> str | None:
-        return self.record.section("model").get("name_or_path") if self.kind in FINE_TUNING else None
+        return self.record.section("model").get("name_or_path") if settings_of(self.kind).fine_tunes else None
 
     @property
     def data(self) -> str:
@@ -188,7 +185,7 @@ def _facts(card: _Model) -> dict[str, str]:
         "context": f"{start['window']:,} tokens in training" if start.get("window") else "",
         "vocabulary": vocabulary,
     }
-    if card.kind not in FINE_TUNING:
+    if not settings_of(card.kind).fine_tunes:
         architecture = ARCHITECTURES[str(architecture_name(model))].title
         layout = "BERT" if card.plain_bert else "sansgpu's own" if card.ours else architecture
         tokenizer = str(card.record.section("data").get("tokenizer"))
@@ -205,7 +202,7 @@ def _usage(model: _Model) -> tuple[str, str]:
     """Returns code that loads the model, empty if only sansgpu can, and a sansgpu command."""
     if model.ours:
         return "", _COMMANDS[model.kind]
-    end = {"qa": "QuestionAnswering", MASKED: "MaskedLM", GRAPH: "MaskedLM"}.get(model.kind, "CausalLM")
+    end = {"qa": "QuestionAnswering", "masked": "MaskedLM", "graph": "MaskedLM"}.get(model.kind, "CausalLM")
     name = ("AutoPeftModelFor" if model.adapter else "AutoModelFor") + end
     apart = [f"from peft import {name}", "from transformers import AutoTokenizer"]
     lines = apart if model.adapter else [f"from transformers import {name}, AutoTokenizer"]
@@ -217,8 +214,8 @@ _COMMANDS = {
     "pretrain": 'sansgpu generate MODEL --prompt "Once"',
     "sft": 'sansgpu chat MODEL --prompt "Hello!"',
     "qa": 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."',
-    MASKED: "sansgpu eval MODEL --data TEXTS",
-    GRAPH: "sansgpu eval MODEL --data TEXTS",
+    "masked": "sansgpu eval MODEL --data TEXTS",
+    "graph": "sansgpu eval MODEL --data TEXTS",
 }
 
 

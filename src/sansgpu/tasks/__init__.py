@@ -1,10 +1,10 @@
-"""Training tasks. Each has one file with its model, batches, loss and metrics, and one line in the table below."""
+"""Training tasks. Each has one file with everything about its kind of run, and one line in `config.by_task`."""
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from typing import cast
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import Config, ConfigError, import_class, task_class
+from sansgpu.config.by_task import TASK_CLASSES
 from sansgpu.tasks.task import (
     Collecting,
     Corpus,
@@ -18,53 +18,36 @@ from sansgpu.tasks.task import (
     add_sums,
 )
 
-_TABLE = {
-    "pretrain": "pretrain:Pretrain",
-    "graph": "graph:Graph",
-    "masked": "masked_lm:MaskedLM",
-    "sft": "sft:SFT",
-    "qa": "qa:QA",
-}
-
 
 class _Tasks(Mapping[str, TaskKind]):
-    """Task classes by `Config.kind`, imported on first use because some need transformers, which takes seconds."""
+    """The package's task classes by `Config.kind`, imported on first use."""
 
-    def __getitem__(self, name: str) -> TaskKind:
-        module, _, kind = _TABLE[name].partition(":")
-        found: TaskKind = getattr(import_module(f"sansgpu.tasks.{module}"), kind)
+    def __getitem__(self, kind: str) -> TaskKind:
+        found: TaskKind = task_class(kind)
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_TABLE)
+        return iter(TASK_CLASSES)
 
     def __len__(self) -> int:
-        return len(_TABLE)
+        return len(TASK_CLASSES)
 
 
 TASKS = _Tasks()
 
 
 def task_of(config: Config) -> TaskKind:
-    """Returns the task class of a configuration: the built-in one, or the class named by `objective`.
+    """Returns the task's class, or the class named by `objective`.
 
-    Raises ConfigError if that class cannot be imported or is not derived from the built-in one.
+    Raises ConfigError if that class cannot be imported or is not derived from the task's.
     """
-    known = TASKS[config.kind]
-    if config.objective is None:
-        return known
-    module, _, name = config.objective.partition(":")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    known = task_class(config.kind)
+    if config.objective is None or config.objective == config.task:
+        return cast(TaskKind, known)
+    found = import_class(config.objective, "objective")
+    if not (isinstance(found, type) and issubclass(found, known)):
         raise ConfigError(
-            f"objective {config.objective} cannot be loaded ({error}); add its folder to Python's path: "
-            "PYTHONPATH=. sansgpu train ..."
-        ) from None
-    base = cast(type, known)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(
-            f"objective {config.objective} is not derived from {base.__module__}.{base.__name__}, which task "
+            f"objective {config.objective} is not derived from {known.__module__}.{known.__name__}, which task "
             f"{config.task} needs."
         )
     return cast(TaskKind, found)

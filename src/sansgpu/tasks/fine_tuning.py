@@ -189,7 +189,7 @@ class FineTuningTask(TaskBase):
     @classmethod
     def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
         """Loads a run's weights, of which a snapshot holds those that were trained, or a model of transformers."""
-        settings = {"task": cls.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
+        settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
         config = source.config or Config.model_validate(settings)
         model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
         config = config.model_copy(update={"model": model})

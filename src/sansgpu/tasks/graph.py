@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from sansgpu.config import Config, ConfigError, change_config, derive_seed, problems
+from sansgpu.config import SETTINGS, Config, ConfigError, change_config, derive_seed, problems
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
 from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL, GraphBatch
@@ -175,7 +175,7 @@ class GraphObjective:
 class Graph(GraphObjective, TaskBase):
     """`task: graph`."""
 
-    task = "graph"
+    settings = SETTINGS["graph"]
     verbs = ("evaluate", "rank", "extract", "export")
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
@@ -257,6 +257,15 @@ class Graph(GraphObjective, TaskBase):
         export_graph_model(self.model, self.corpus.codec, folder, how_learned(self.config))
 
     @classmethod
+    def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
+        """A run older than a key keeps it disabled."""
+        model = {"leaves": None, "n_entities": 0, **(recorded.get("model") or {})}
+        open_keys = [key for key in ("leaves", "n_entities") if getattr(config.model, key) is None]
+        older = "long_tails" not in (recorded.get("data") or {})
+        known = [f"model.{key}={model[key]}" for key in open_keys if model[key] is not None]
+        return known + ["data.long_tails=drop"] * older
+
+    @classmethod
     def recognizes(cls, target: str) -> bool:
         return is_graph_folder(Path(target).expanduser())
 
@@ -302,7 +311,9 @@ class Graph(GraphObjective, TaskBase):
 def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Config:
     data = {"dataset_name": UNKNOWN, **learned.get("data", {})}
     try:
-        return Config.model_validate({"task": "graph", "model": model.config.model_dump(), **learned, "data": data})
+        return Config.model_validate(
+            {"task": Graph.settings.task, "model": model.config.model_dump(), **learned, "data": data}
+        )
     except ValidationError as error:
         raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error))}.") from None
 

@@ -44,7 +44,7 @@ def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: G
     sources = open_graphs(data, notes.append, data.inverse_relations)
     documents = read_graphs(sources.train, config, progress)
     if codec is None:
-        read = f"{sources.train.fingerprint}-{'with triples' if leaves_of(config) else 'texts'}"
+        read = f"{sources.train.fingerprint}-{'with triples' if config.leaf_slots else 'texts'}"
         tokenizer = build_mask_tokenizer(data, read, lambda: _texts(documents), cache, progress)
         codec = GraphCodec(tokenizer, tuple(relations_of(documents)))
     if sources.validation is not None:
@@ -74,7 +74,7 @@ def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: G
                 "data.mask_ratio, and no triples are masked; raise data.mask_ratio or data.leaf_mask_ratio."
             )
     fingerprint = _fingerprint(config, sources, codec, parts)
-    return GraphCorpus(*parts, notes, fingerprint, codec, target_counts[0], leaves_of(config), names_of(codec))
+    return GraphCorpus(*parts, notes, fingerprint, codec, target_counts[0], config.leaf_slots, names_of(codec))
 
 
 def names_of(codec: GraphCodec) -> list[list[int]]:
@@ -84,7 +84,7 @@ def names_of(codec: GraphCodec) -> list[list[int]]:
 
 def count_targets(graphs: LeafyDataset, config: Config) -> float:
     """Computes the expected number of masked tokens and entity queries per epoch."""
-    ratio, least = config.data.leaf_mask_ratio if leaves_of(config) else 0.0, config.data.min_leaf_groups
+    ratio, least = config.data.leaf_mask_ratio if config.leaf_slots else 0.0, config.data.min_leaf_groups
     targets = 0.0
     for window, placed in graphs.examples:
         targets += int(config.data.mask_ratio * (len(graphs.windows[window][0]) - 2))
@@ -106,12 +106,7 @@ def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts
 
 def leafy_rules(config: Config) -> LeafyRules:
     """Returns the window settings of a configuration."""
-    return LeafyRules(config.roots, leaves_of(config), config.data.doc_stride, config.data.triples)
-
-
-def leaves_of(config: Config) -> int:
-    """Returns the leaf slots per root: 0 for a masked language model without triples."""
-    return config.model.leaf_slots if config.kind == "graph" else 0
+    return LeafyRules(config.roots, config.leaf_slots, config.data.doc_stride, config.data.triples)
 
 
 def read_graphs(source: GraphSource, config: Config, progress: ReportProgress) -> list[GraphDocument]:
@@ -120,7 +115,7 @@ def read_graphs(source: GraphSource, config: Config, progress: ReportProgress) -
     for document in source.documents():
         done += len(document.text)
         progress("reading", done, done)
-        documents.append(document if leaves_of(config) else document._replace(triples=()))
+        documents.append(document if config.leaf_slots else document._replace(triples=()))
     return documents
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from sansgpu.config import GRAPH, MAX_LEAVES, Config, ConfigError, change_config
+from sansgpu.config import MAX_LEAVES, Config, ConfigError, change_config
 from sansgpu.data.graph import Entity, GraphDocument, entities_of
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 
@@ -20,7 +20,7 @@ def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, co
 
     Raises ConfigError if a configured value fits fewer tails and data.long_tails is "refuse".
     """
-    if config.kind != GRAPH or config.model.leaves == 0:
+    if not config.leaf_slots:
         return config
     tokens = _tail_tokens(documents, tokenizer)
     triples = sum(tokens.values())
@@ -70,7 +70,7 @@ def table_entities(documents: Sequence[GraphDocument], config: Config, note: Not
     belongs to the document of an entity. Other data gets no table.
     """
     configured = config.model.n_entities
-    if config.kind != GRAPH or config.model.leaves == 0 or configured == 0:
+    if not config.leaf_slots or configured == 0:
         return ()
     if configured is None and any(document.triples and document.about is None for document in documents):
         return ()

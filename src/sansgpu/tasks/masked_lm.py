@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import SETTINGS, Config, ConfigError
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import GraphBatch
 from sansgpu.data.leafy import LeafyExample
@@ -69,7 +69,7 @@ class MaskedObjective(FineTuning):
 class MaskedLM(MaskedObjective, FineTuningTask):
     """`task: graph` with `model.name_or_path`."""
 
-    task = "graph"
+    settings = SETTINGS["masked"]
     objective_class = MaskedObjective
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:

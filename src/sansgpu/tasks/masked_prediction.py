@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.config import GRAPH, Config, derive_seed
+from sansgpu.config import Config, derive_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import LEAVES, TAIL, GraphBatch
 from sansgpu.data.leafy import LeafyDataset
@@ -53,7 +53,7 @@ def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
         data.min_leaf_groups,
         tokenizer.mask_id,
         tokenizer.ordinary_ids(),
-        data.entity_query_ratio if config.kind == GRAPH and config.model.n_entities else 0.0,
+        data.entity_query_ratio if config.model.n_entities else 0.0,
     )
 
 

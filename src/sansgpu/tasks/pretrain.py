@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from sansgpu.config import Config, ConfigError, DataConfig, derive_seed
+from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, derive_seed
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, make_windows, piece_length
@@ -92,7 +92,7 @@ class PretrainObjective:
 class Pretrain(TaskBase, PretrainObjective):
     """`task: pretrain`."""
 
-    task = "pretrain"
+    settings = SETTINGS["pretrain"]
     verbs = ("evaluate", "generate", "export", "gguf")
     verbs_for_any_model = ("evaluate",)
     verbs_without_kernels = ("generate", "export", "gguf")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import Config, DataConfig, SansGPUError
+from sansgpu.config import SETTINGS, Config, DataConfig, SansGPUError
 from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
@@ -94,7 +94,7 @@ def _position_loss(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 class QA(FineTuningTask, QAObjective):
     """`task: qa`."""
 
-    task = "qa"
+    settings = SETTINGS["qa"]
     verbs = ("evaluate", "predict", "export")
     verbs_for_any_model = ("predict",)
     objective_class = QAObjective

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config, DataConfig
+from sansgpu.config import SETTINGS, Config, DataConfig
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.chat import TokenizedConversations, show_masked, tokenize_conversations
 from sansgpu.data.rows import SourceRow
@@ -92,7 +92,7 @@ class SFTObjective(FineTuning):
 class SFT(FineTuningTask, SFTObjective):
     """`task: sft`."""
 
-    task = "sft"
+    settings = SETTINGS["sft"]
     verbs = ("evaluate", "generate", "chat", "export", "gguf")
     verbs_for_any_model = ("generate", "chat")
     objective_class = SFTObjective

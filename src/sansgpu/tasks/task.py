@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from sansgpu.config import Config
+from sansgpu.config import Config, TaskSettings
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.costing import Costs
@@ -139,12 +139,16 @@ class Task(Evaluator, Objective, Protocol):
 class TaskBase:
     """Defaults of a task: it is evaluated by its `evaluator`, generates no text and has no training metrics."""
 
-    task: ClassVar[str]
+    settings: ClassVar[TaskSettings]
     verbs: ClassVar[tuple[Verb, ...]] = ("evaluate", "export")
     verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
     verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
     has_windows: ClassVar[bool] = False
     evaluator: Evaluator
+
+    @classmethod
+    def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
+        return []
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
@@ -176,7 +180,7 @@ class TaskBase:
 class TaskKind(Protocol):
     """The class of a task: everything that is known without its data."""
 
-    task: str  # value of the configuration's key `task`
+    settings: TaskSettings  # the keys of the configuration, their defaults and problems
     verbs: tuple[Verb, ...]  # what commands can do with its models
     verbs_for_any_model: tuple[Verb, ...]  # those for which it takes every Hugging Face model
     verbs_without_kernels: tuple[Verb, ...]  # those that are not worth compiling our kernels for
@@ -198,6 +202,9 @@ class TaskKind(Protocol):
 
     def random_batch(self, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
         """Builds a random micro-batch of `size` examples; `tokens` is the length of each if lengths may vary."""
+
+    def recorded_settings(self, config: Config, recorded: dict[str, Any]) -> list[str]:
+        """Returns `key=value` of the `recorded` settings that a resumed run keeps, as they depend on the data."""
 
     def recognizes(self, target: str) -> bool:
         """Returns whether a folder, file or Hub name that is not a run holds a model in the task's own layout."""

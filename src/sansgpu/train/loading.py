@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import Config, ConfigError, task_class
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.tasks import TASKS, TaskKind, task_of
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel, Verb
-from sansgpu.train.run_folders import open_run
+from sansgpu.train.run_folders import open_run, with_objective
 from sansgpu.train.snapshots import Snapshot, find_snapshot
 
 _REFUSALS: dict[Verb, str] = {
@@ -24,14 +24,23 @@ _REFUSALS: dict[Verb, str] = {
 
 
 def open_model(
-    target: str, verb: Verb, snapshot_name: str, warn: Callable[[str], None], remote_code: bool = False
+    target: str,
+    verb: Verb,
+    snapshot_name: str,
+    warn: Callable[[str], None],
+    remote_code: bool = False,
+    objective: str | None = None,
 ) -> TrainedModel:
     """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can.
 
-    `remote_code` allows the model's own Python code to run.
+    `remote_code` allows the model's own Python code to run, and `objective` the class outside the package that is a
+    run's task.
     """
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
+        if (named := open_run(folder)[0].outside_class) is not None:
+            with_objective(open_run(folder)[0], folder, objective)  # raises if `objective` does not name it
+            task_class(named)
         kind = task_of(open_run(folder)[0])
         if verb not in kind.verbs:
             raise _refusal(target, open_run(folder)[0], verb)
@@ -45,9 +54,9 @@ def open_model(
     device, precision = torch.device("cpu"), "fp32"
     if verb not in kind.verbs_without_kernels:
         device, precision = _set_up(source, warn)
-    objective, tokenizer, config = kind.load(source)
-    objective.model.eval().to(device)
-    return TrainedModel(kind, source, objective, tokenizer, config, device, precision)
+    loaded, tokenizer, config = kind.load(source)
+    loaded.model.eval().to(device)
+    return TrainedModel(kind, source, loaded, tokenizer, config, device, precision)
 
 
 def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[Config, Snapshot]:
@@ -75,7 +84,7 @@ def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
 
 
 def _tasks_with(verb: Verb) -> str:
-    return " or ".join(dict.fromkeys(kind.task for kind in TASKS.values() if verb in kind.verbs))
+    return " or ".join(dict.fromkeys(kind.settings.task for kind in TASKS.values() if verb in kind.verbs))
 
 
 def _set_up(source: ModelSource, warn: Callable[[str], None]) -> tuple[torch.device, str]:

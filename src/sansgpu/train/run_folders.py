@@ -128,7 +128,7 @@ def with_objective(config: Config, folder: Path, requested: str | None) -> Confi
 
     Raises ConfigError if `requested` is not the run's `objective`.
     """
-    recorded = recorded_config(folder).objective
+    recorded = recorded_config(folder).outside_class
     if recorded and requested is None:
         raise ConfigError(
             f"{folder} was trained with objective {recorded}, which is Python code: add --objective {recorded} to "
@@ -144,9 +144,10 @@ def with_objective(config: Config, folder: Path, requested: str | None) -> Confi
 def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -> None:
     """Raises ConfigError if a run's own configuration `file` needs Python code that the command line does not name."""
     requested = {overridden_key(override) for override in overrides}
-    if config.objective and "objective" not in requested:
+    named = config.outside_class
+    if named and not requested & {"objective", "task"}:
         raise ConfigError(
-            f"{file} names objective {config.objective}, which is Python code: add --objective {config.objective} to "
+            f"{file} names objective {named}, which is Python code: add --objective {named} to "
             "import it, or give the configuration that you started the run with."
         )
     if config.model.trust_remote_code and "model.trust_remote_code" not in requested:
@@ -160,7 +161,7 @@ def recorded_config(folder: Path) -> Config:
     """Returns a run's recorded configuration, which may name foreign Python code. Raises ConfigError if unreadable."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not a run: it has no config.yaml.")
-    return load_config(folder / "config.yaml")[0]
+    return load_config(folder / "config.yaml", own=False)[0]
 
 
 def recorded_file(folder: Path, resume: str) -> Path | None:

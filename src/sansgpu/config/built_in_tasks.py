@@ -1,0 +1,126 @@
+"""The settings of the package's tasks. They stand here because a configuration is validated without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sansgpu.config.task_settings import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, TaskSettings, Values
+
+LORA_LEARNING_RATE = 2e-4  # ten times that of full fine-tuning, because the low-rank matrices start at zero
+# Fine-tuning: small steps, no weight decay, AdamW as in pretraining, examples at full length.
+_FINE_TUNED: Values = {
+    "lr_scheduler": "linear",
+    "warmup_steps": 10,
+    "window_warmup_ratio": 0.0,
+    "optimizer": "adamw",
+    "weight_decay": 0.0,
+    "beta2": 0.999,
+}
+_GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}
+# Keys that have an effect only with fusion, an entity embedding or leaves.
+_FUSION_KEYS = ("model.relation_rank", "model.relation_dropout")
+_ENTITY_KEYS = ("model.entity_rank", "training.entity_weight", "data.entity_query_ratio", "data.kge_triples")
+_LEAF_KEYS = (
+    "model.n_relations", "model.slot_embedding", "model.fusion", *_FUSION_KEYS, "training.mnm_weight",
+    "training.mnm_ramp_steps", "training.mnm_reduction", "data.triples", "data.inverse_relations",
+    "data.leaf_mask_ratio", "data.min_leaf_groups", "data.long_tails", "model.n_entities", *_ENTITY_KEYS,
+)  # fmt: skip
+
+
+def _graph_problems(config: Any) -> Iterator[str]:
+    """Yields a clause for each problem of task graph without a pretrained model."""
+    model, data = config.model, config.data
+    if model.activation not in ("gelu", "relu"):
+        yield f"model.activation {model.activation} is only for decoders; set gelu or relu for a graph encoder"
+    if data.dataset_name == PYTHON_STDLIB:
+        yield "data.dataset_name python-stdlib has no triples; use python-stdlib-graph, or leave it out"
+    if data.inverse_relations and data.dataset_name == PYTHON_STDLIB_GRAPH:
+        yield "data.inverse_relations has no effect for python-stdlib-graph, whose tails have no text; leave it out"
+    without = {
+        "model.leaves is 0": (model.leaves == 0, _LEAF_KEYS),
+        "model.n_entities is 0": (model.n_entities == 0, _ENTITY_KEYS),
+        "model.fusion is none": (model.fusion == "none", _FUSION_KEYS),
+        "model.decay is none": (model.decay == "none", ("model.decay_base",)),
+    }
+    for reason, (missing, keys) in without.items():
+        if missing:
+            yield from config.without_effect(keys, reason)
+    yield from _masking_problems(config)
+    yield from _window_problems(config)
+
+
+def _masking_problems(config: Any) -> Iterator[str]:
+    """Yields a clause if nothing would be masked."""
+    data, training = config.data, config.training
+    if config.roots <= 2:
+        yield f"data.max_length {config.roots} leaves no room for text between [CLS] and [SEP]; raise it"
+    leaves = config.leaf_slots and (data.leaf_mask_ratio or data.min_leaf_groups) and training.mnm_weight
+    has_queries = data.entity_query_ratio or data.kge_triples
+    queries = config.leaf_slots and config.model.n_entities and has_queries and training.entity_weight
+    if not (data.mask_ratio and training.mlm_weight) and not leaves and not queries:
+        yield "the loss has no terms; raise data.mask_ratio or data.leaf_mask_ratio, and set its weight above 0"
+
+
+def _window_problems(config: Any) -> Iterator[str]:
+    """Yields a clause if examples are longer than the model's context."""
+    if config.roots > config.model.max_seq_len:
+        yield (
+            f"data.max_length {config.roots} is longer than model.max_seq_len {config.model.max_seq_len}; "
+            "lower it or raise model.max_seq_len"
+        )
+
+
+def fine_tuning_problems(config: Any, data: str = "rows") -> Iterator[str]:
+    """Yields a clause if the pretrained model or the `data` are missing."""
+    if config.model.name_or_path is None:
+        yield f"task {config.task} fine-tunes a pretrained model; set model.name_or_path"
+    if config.data.dataset_name == config.settings.default("data", "dataset_name", PYTHON_STDLIB):
+        yield f"task {config.task} needs {data}; set data.dataset_name"
+
+
+def _masked_lm_problems(config: Any) -> Iterator[str]:
+    yield from _masking_problems(config)
+    yield from fine_tuning_problems(config, "texts")
+
+
+SETTINGS = {
+    "pretrain": TaskSettings(
+        "pretrain",
+        ("decoder", "from scratch", "texts", "text generation", "packing"),
+        problems=_window_problems,
+        varying_length=False,
+    ),
+    "graph": TaskSettings(
+        "graph",
+        ("from scratch", "texts", "graph", "masking", "windows", "rows"),
+        defaults={
+            "model": {"activation": "gelu", "max_seq_len": 128, "dropout": 0.1, "attention_dropout": 0.1},
+            "training": {"window_warmup_ratio": 0.0, "lr_scheduler": "linear", "optimizer": "muon"},
+            "data": _GRAPH_DATA,
+        },
+        problems=_graph_problems,
+        with_pretrained="masked",
+        has_leaves=True,
+    ),
+    "masked": TaskSettings(
+        "graph",
+        ("texts", "masking", "windows", "packing", "pretrained", "rows"),
+        defaults={"training": {**_FINE_TUNED, "learning_rate": 5e-5}, "data": {**_GRAPH_DATA, "max_length": 128}},
+        problems=_masked_lm_problems,
+        label="graph with model.name_or_path",
+    ),
+    "sft": TaskSettings(
+        "sft",
+        ("text generation", "packing", "pretrained", "rows", "adapter", "conversations"),
+        defaults={"training": {**_FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
+        adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+        problems=fine_tuning_problems,
+    ),
+    "qa": TaskSettings(
+        "qa",
+        ("windows", "packing", "pretrained", "rows", "adapter", "answers"),
+        defaults={"training": {**_FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
+        problems=fine_tuning_problems,
+    ),
+}
