@@ -8,6 +8,7 @@ import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.kernels import native
+from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compilation import keep_compiled
 from sansgpu.machine.compiled import compiled_cache
@@ -22,7 +23,6 @@ from sansgpu.machine.probe import (
     resolve_precision,
 )
 from sansgpu.machine.vector_math import choose_vector_math
-from sansgpu.planning.kernels import load_kernels
 
 Warn = Callable[[str], None]
 
