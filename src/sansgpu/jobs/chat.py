@@ -19,9 +19,10 @@ class ChatSession:
         snapshot: str,
         warn: Callable[[str], None],
         remote_code: bool = False,
+        objective: str | None = None,
     ) -> None:
         """Raises ConfigError if there is no model, or if it has no chat template."""
-        self._model = open_model(target, "chat", snapshot, warn, remote_code)
+        self._model = open_model(target, "chat", snapshot, warn, remote_code, objective)
         if self._model.tokenizer.chat_template is None:
             raise ConfigError(f"{target} has no chat template; use `sansgpu generate`, or give data.chat_template.")
         self._system_messages = [{"role": "system", "content": system}] if system else []

@@ -196,9 +196,8 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
             require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))
         recorded = recorded_file(folder, request.resume)
         if file is None and recorded is not None:
-            config, notes = load_config(recorded, request.overrides, own=False)
-            require_allowed(config, recorded, request.overrides)
-            return config, notes
+            require_allowed(load_config(recorded, request.overrides, own=False)[0], recorded, request.overrides)
+            return load_config(recorded, request.overrides)  # now with the defaults of a class outside the package
     return load_config(file, request.overrides)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,19 +31,11 @@ from sansgpu.models.pretrained import (
     stored_dtype,
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
-from sansgpu.tasks.task import TaskBase
+from sansgpu.tasks.base import TaskWithEvaluator
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel
-from sansgpu.tasks.variable_length_corpus import P, VariableLengthCorpus
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class FineTuningCorpus(VariableLengthCorpus[P]):
-    """Examples tokenized by a tokenizer of transformers."""
-
-    tokenizer: Any
 
 
 class FineTuning(ABC):
@@ -159,7 +151,7 @@ class FineTuning(ABC):
         return list(torch.randint(0, cls.costs(config).shape.vocabulary, (size, length), generator=draws).numpy())
 
 
-class FineTuningTask(TaskBase):
+class FineTuningTask(TaskWithEvaluator):
     """Base of a task's class next to its objective: examples of one corpus, and models of transformers."""
 
     objective_class: ClassVar[type[FineTuning]]

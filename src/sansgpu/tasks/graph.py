@@ -26,6 +26,7 @@ from sansgpu.models.entities import NameBags
 from sansgpu.models.graph_costs import GraphEncoderCosts
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import export_graph_model, is_graph_folder, load_graph_folder
+from sansgpu.tasks.base import TaskWithEvaluator
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus, names_of
 from sansgpu.tasks.masked_evaluation import EVALUATION_EXAMPLES, masked_evaluation
 from sansgpu.tasks.masked_prediction import (
@@ -42,9 +43,9 @@ from sansgpu.tasks.masked_prediction import (
     masked_metrics,
     validation_masking,
 )
-from sansgpu.tasks.task import Sums, TaskBase
+from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, SavedState, TrainedModel
-from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
+from sansgpu.tasks.vocabulary import with_vocabulary_of
 
 UNKNOWN = "-"  # dataset name of an exported model
 EXPECTED_RELATIONS = 32  # estimate without data; their number hardly affects memory or speed
@@ -172,7 +173,7 @@ class GraphObjective:
         self.model.before_block = callback
 
 
-class Graph(GraphObjective, TaskBase):
+class Graph(GraphObjective, TaskWithEvaluator):
     """`task: graph`."""
 
     settings = SETTINGS["graph"]
@@ -200,19 +201,16 @@ class Graph(GraphObjective, TaskBase):
         config = with_vocabulary_of(config, corpus.codec.tokenizer.vocab_size)
         return _with_data_settings(config, corpus), corpus
 
-    @staticmethod
-    def with_vocabulary(config: Config) -> Config:
+    @classmethod
+    def with_vocabulary(cls, config: Config) -> Config:
         if config.model.leaf_slots and config.model.n_relations is None:
             model = config.model.model_copy(update={"n_relations": EXPECTED_RELATIONS})
             config = config.model_copy(update={"model": model})
-        return with_expected_vocabulary(config)
+        return super().with_vocabulary(config)
 
-    @staticmethod
-    def objective(config: Config, layers: int | None = None) -> GraphObjective:
-        if layers is None:
-            return GraphObjective(config)
-        model = config.model.model_copy(update={"n_layers": layers})
-        return GraphObjective(config.model_copy(update={"model": model}))
+    @classmethod
+    def without_data(cls, config: Config) -> GraphObjective:
+        return GraphObjective(config)
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> GraphBatch:
@@ -227,8 +225,8 @@ class Graph(GraphObjective, TaskBase):
         masked_examples = [mask_example(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
         return GraphBatch.of(examples, masked_examples, _random_facts(config, size, draws))
 
-    @staticmethod
-    def costs(config: Config) -> GraphEncoderCosts:
+    @classmethod
+    def costs(cls, config: Config) -> GraphEncoderCosts:
         """Returns the costs. Memory assumes that every leaf slot is filled, and FLOPs that most are empty."""
         return GraphEncoderCosts(
             config.model,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import SETTINGS, Config, DataConfig, SansGPUError
+from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, SansGPUError
 from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
@@ -22,9 +22,10 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_single, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, FineTuningTask, require_rows, too_few
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
 from sansgpu.tasks.task import Gather, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 
@@ -59,7 +60,7 @@ class TokenizedQuestions:
 
 
 @dataclass(frozen=True)
-class QuestionCorpus(FineTuningCorpus[TokenizedQuestions]):
+class QuestionCorpus(TokenizedCorpus[TokenizedQuestions]):
     """Questions and their windows for training and validation."""
 
     def preview(self) -> str | None:
@@ -91,7 +92,7 @@ def _position_loss(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[None], place[None], reduction="sum")
 
 
-class QA(FineTuningTask, QAObjective):
+class QA(QAObjective, FineTuningTask):
     """`task: qa`."""
 
     settings = SETTINGS["qa"]
@@ -165,10 +166,13 @@ class QA(FineTuningTask, QAObjective):
         return QAEvaluator(loaded.objective, part, loaded.config.data)
 
     @classmethod
-    def predictor(
+    def predict(
         cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], null_answers: bool | None = None
-    ) -> QAEvaluator:
-        """`null_answers` allows empty answers; None follows the run's configuration."""
+    ) -> list[dict[str, Any]]:
+        """Answers the `question` of each row from its `context`. `null_answers` None follows the run's configuration."""
+        for number, row in enumerate(rows, 1):
+            if any(not str(row.get(key, "")).strip() for key in ("question", "context")):
+                raise ConfigError(f"row {number} needs a question and a context; add what is missing.")
         questions = [
             Question(str(number), row["question"], row["context"], (), impossible=True)
             for number, row in enumerate(rows)
@@ -176,7 +180,11 @@ class QA(FineTuningTask, QAObjective):
         data = loaded.config.data
         if null_answers is not None:
             data = data.model_copy(update={"null_answers": null_answers})
-        return QAEvaluator(loaded.objective, tokenize_questions(questions, loaded.config, loaded.tokenizer), data)
+        asked = tokenize_questions(questions, loaded.config, loaded.tokenizer)
+        evaluator = QAEvaluator(loaded.objective, asked, data)
+        for batch in evaluator.validation_batches(cls.evaluation_batch(loaded.config)):
+            evaluator.evaluate(batch.to(loaded.device))
+        return evaluator.predictions()
 
 
 class QAEvaluator:

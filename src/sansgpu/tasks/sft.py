@@ -24,10 +24,11 @@ from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, FineTuningTask, require_rows, too_few
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ConversationExamples:
 
 
 @dataclass(frozen=True)
-class ChatCorpus(FineTuningCorpus[ConversationExamples]):
+class ChatCorpus(TokenizedCorpus[ConversationExamples]):
     """Tokenized conversations with loss masks, for training and validation."""
 
     def preview(self) -> str | None:
@@ -89,7 +90,7 @@ class SFTObjective(FineTuning):
         return self.unpadded.summed_loss(batch.tokens, batch.lengths, batch.targets, shape)
 
 
-class SFT(FineTuningTask, SFTObjective):
+class SFT(SFTObjective, FineTuningTask):
     """`task: sft`."""
 
     settings = SETTINGS["sft"]

@@ -34,19 +34,24 @@ def open_model(
     """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can.
 
     `remote_code` allows the model's own Python code to run, and `objective` the class outside the package that is a
-    run's task.
+    run's task. The class that a run of a task of the package names only prepares data, to evaluate on it.
     """
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
-        if (named := open_run(folder)[0].outside_class) is not None:
-            with_objective(open_run(folder)[0], folder, objective)  # raises if `objective` does not name it
-            task_class(named)
+        config = open_run(folder)[0]
+        if config.outside_class is not None:
+            with_objective(config, folder, objective)  # raises if `objective` does not name it
+            task_class(config.outside_class)
+        elif objective is not None and verb != "evaluate":
+            raise ConfigError(f"{target} is a run of task {config.task}; leave out --objective.")
         kind = task_of(open_run(folder)[0])
         if verb not in kind.verbs:
             raise _refusal(target, open_run(folder)[0], verb)
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
         source = ModelSource(target, remote_code, config, snapshot, open_run(folder)[1].tokenizer)
     else:
+        if objective is not None:
+            raise ConfigError(f"{target} is not a run; leave out --objective.")
         kind = _kind_of_model(target, verb)
         if snapshot_name != "latest":
             raise ConfigError(f"{target} is not a run, so it has no snapshots; leave out --snapshot.")
