@@ -124,9 +124,9 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _delete(place: Path) -> None:
-    if place.is_dir():
-        shutil.rmtree(place, ignore_errors=True)
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
-            place.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)

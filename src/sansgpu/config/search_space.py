@@ -42,7 +42,7 @@ class SearchParameter:
     choices: tuple[Choice, ...] = ()
     low: Number = 0
     high: Number = 0
-    whole: bool = False
+    is_integer: bool = False
     log: bool = False
     step: Number | None = None
 
@@ -56,24 +56,24 @@ class SearchParameter:
         steps = (value - self.low) / self.step if self.step else 0.0
         return math.isclose(steps, round(steps), abs_tol=1e-9)
 
-    def at(self, place: float) -> Choice:
+    def at(self, position: float) -> Choice:
         """Maps a position between 0 and 1 to a choice or to a value in the range."""
         if self.choices:
-            return self.choices[min(int(place * len(self.choices)), len(self.choices) - 1)]
+            return self.choices[min(int(position * len(self.choices)), len(self.choices) - 1)]
         if self.log:
-            value: float = self.low * (self.high / self.low) ** place
+            value: float = self.low * (self.high / self.low) ** position
         else:
-            value = self.low + place * (self.high - self.low)
+            value = self.low + position * (self.high - self.low)
         if self.step:
             value = self.low + self.step * round((value - self.low) / self.step)
-        return min(max(round(value) if self.whole else value, self.low), self.high)
+        return min(max(round(value) if self.is_integer else value, self.low), self.high)
 
     def to_json(self) -> Values:
         """Returns the parameter in the format of a space file."""
         if self.choices:
             return {"choices": list(self.choices)}
         more = {"log": True} if self.log else {"step": self.step} if self.step else {}
-        return {"int" if self.whole else "float": [self.low, self.high], **more}
+        return {"int" if self.is_integer else "float": [self.low, self.high], **more}
 
     def __str__(self) -> str:
         if self.choices:

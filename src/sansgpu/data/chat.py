@@ -27,7 +27,7 @@ Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_END = "</think>"
-# Some templates insert today's date, but a run resumed tomorrow must see the same tokens. This is the default date of
+# Some templates insert today's date, but a run resumed tomorrow must get the same tokens. This is the default date of
 # Llama 3's templates.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
 MAX_PREFIX_CHARACTERS = 1 << 22  # limit on the prefixes that one call renders, in total
@@ -214,7 +214,7 @@ class _RenderedConversation:
         self._start_mark, self._end_mark = next(unused), next(unused)
 
     def spans(self, stops: np.ndarray) -> list[Span]:
-        """Returns the spans with a loss; `stops` are the ends of the tokens. Raises BadRowError if they are unclear."""
+        """Returns the spans with a loss; `stops` are the ends of tokens. Raises BadRowError if they are ambiguous."""
         if GENERATION.search(self._template):
             return self._generation_spans()
         return [self._span(number, stops) for number in self._learned_turns()]

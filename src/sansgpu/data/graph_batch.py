@@ -130,7 +130,7 @@ class GraphBatch(ExampleBatch):
 
 def _nodes(example: LeafyExample) -> np.ndarray:
     roots = np.stack((np.arange(len(example.tokens)), np.zeros(len(example.tokens), np.int64)), axis=1)
-    leaves = [np.stack((np.full(len(p.tail), p.place), 1 + np.arange(len(p.tail))), axis=1) for p in example.placed]
+    leaves = [np.stack((np.full(len(p.tail), p.root), 1 + np.arange(len(p.tail))), axis=1) for p in example.placed]
     return np.concatenate([roots, *leaves])
 
 
@@ -138,7 +138,7 @@ def _triples(example: LeafyExample) -> np.ndarray:
     sizes = np.array([len(p.tail) for p in example.placed], np.int64)
     tails = len(example.tokens) + np.cumsum(sizes) - sizes
     rows = [
-        (p.relation, p.place, p.head_length, tail, len(p.tail), p.entities[0], p.entities[1] if p.asked else 0)
+        (p.relation, p.root, p.head_length, tail, len(p.tail), p.entities[0], p.entities[1] if p.is_query else 0)
         for p, tail in zip(example.placed, tails, strict=True)
     ]
     return np.array(rows, np.int64).reshape(-1, 7)

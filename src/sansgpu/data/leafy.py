@@ -43,15 +43,15 @@ class LeafyRules:
 
 
 class PlacedTriple(NamedTuple):
-    """A triple attached to a window. The tail's tokens fill leaf slots 0, 1, ... of the root at `place`."""
+    """A triple attached to a window. The tail's tokens fill leaf slots 0, 1, ... of the root with index `root`."""
 
-    place: int
+    root: int
     head_length: int  # in tokens
     relation: int  # 1, 2, ...
     tail: np.ndarray  # token ids
     triple: Triple
     entities: tuple[int, int] = (0, 0)  # rows 1, 2, ... of head and tail in the entity table; 0: not in the table
-    asked: bool = False  # an entity query: one masked leaf replaces the tail
+    is_query: bool = False  # an entity query: one masked leaf replaces the tail
 
 
 class LeafyExample(NamedTuple):
@@ -74,7 +74,7 @@ class LeafyDataset:
     windows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # tokens, word starts
     examples: list[tuple[int, list[PlacedTriple]]] = field(default_factory=list)  # index of the window, its triples
     dropped: Counter[str] = field(default_factory=Counter)  # skipped triples by reason
-    asked: int = 0  # triples in the documents
+    document_triples: int = 0  # triples in the documents
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -101,7 +101,9 @@ class LeafyDataset:
         if not self.dropped:
             return None
         reasons = ", ".join(f"{count:,} because {reason}" for reason, count in sorted(self.dropped.items()))
-        used = f"{len(self.triples):,} of {self.asked:,} triples are attached to {len(self.windows):,} windows"
+        used = (
+            f"{len(self.triples):,} of {self.document_triples:,} triples are attached to {len(self.windows):,} windows"
+        )
         return f"{used}; skipped {reasons}"
 
 
@@ -152,7 +154,7 @@ def _usable(
 ) -> list[Triple]:
     usable = []
     for triple in document.triples:
-        graphs.asked += 1
+        graphs.document_triples += 1
         if triple.relation not in numbers:
             graphs.dropped[NO_RELATION] += 1
         elif triple.fact in known:
@@ -215,12 +217,12 @@ def _put(
 ) -> bool:
     """Adds a triple to the first example in which its root and its head have none. Returns False if it is skipped."""
     for example in examples:
-        if placed.place not in example and all(name != head for name, _ in example.values()):
-            example[placed.place] = (head, placed)
+        if placed.root not in example and all(name != head for name, _ in example.values()):
+            example[placed.root] = (head, placed)
             return True
     if examples and first_only:
         return False
-    examples.append({placed.place: (head, placed)})
+    examples.append({placed.root: (head, placed)})
     return True
 
 

@@ -45,7 +45,7 @@ def add_entity_queries(example: LeafyExample, rules: MaskRules, seed: int, epoch
     asked = draws.random(len(example.placed)) < rules.query_ratio
     mask = np.array([rules.mask_id], np.int64)
     placed = [
-        p._replace(tail=mask, asked=True) if ask and p.entities[1] else p
+        p._replace(tail=mask, is_query=True) if ask and p.entities[1] else p
         for p, ask in zip(example.placed, asked.tolist(), strict=True)
     ]
     return example._replace(placed=placed)
@@ -64,7 +64,7 @@ def mask_example(example: LeafyExample, rules: MaskRules, seed: int, epoch: int,
         chosen[start:stop] = True
         bounds[start:stop] = start - 1, stop
     ends = len(example.tokens) + np.cumsum([len(leaf) for leaf in leaves], dtype=np.int64)
-    for group in (group for group in groups if not example.placed[group].asked):
+    for group in (group for group in groups if not example.placed[group].is_query):
         chosen[ends[group] - len(leaves[group]) : ends[group]] = True
     targets = np.where(chosen, original, IGNORE)
     return MaskedExample(_replaced(original, chosen, rules, draws), targets, bounds)

@@ -40,7 +40,7 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
     """Splits a store into training and validation documents. Documents with equal content are in the same split.
 
     Documents are held out in the order of their content hash until they have `share` of the tokens, so the split does
-    not depend on the order of files. The last one is cut: only its end is held out, as much as the share needs.
+    not depend on the order of files. The last one is cut: it gives only its end, to hold out exactly that share.
     """
     whole = all_documents(store)
     lengths = whole.stops - whole.starts
@@ -58,7 +58,7 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
         validation_starts[order[last]] = cut
     else:
         train_stops[duplicates] = whole.starts[duplicates]
-    # A cut document has no end-of-text token, so it goes first: after another one it would look like its continuation.
+    # The end of a cut document has no end-of-text token, so it goes first: it would seem to continue the one before it.
     held_order = np.argsort(~duplicates[held], kind="stable")
     trained = ~held | (duplicates & (train_stops > whole.starts))
     return (

@@ -153,7 +153,9 @@ class _Module:
                     yield "calls", _name(called)
                 case ast.Return(value=ast.Name() | ast.Attribute() | ast.Call() | ast.Constant() as value):
                     yield "returns", _name(value)
-                case ast.Raise(exc=ast.expr() as raised):  # precedes the call that creates it, which adds nothing
+                case ast.Raise(
+                    exc=ast.expr() as raised
+                ):  # the call that creates the exception comes next and is skipped
                     yield "raises", _name(raised)
                 case ast.ExceptHandler(type=ast.Tuple(elts=kinds)):
                     yield from (("catches", _name(kind)) for kind in kinds)

@@ -50,7 +50,7 @@ WHAT_IF_STEPS = 4  # timed per variation
 MIN_SPEEDUP = 1.03  # smaller speedups are noise
 MAX_STEP_RATIO = 1.15  # slowest step / median step; above it, something disturbed the measurement
 MIN_BUSY_CORES = 0.15  # cores used by other programs before they are reported
-GPU_MFU = 0.4  # assumed for a good trainer
+GPU_MFU = 0.4  # assumed model FLOPs utilization of an efficient training program
 
 
 @dataclass(frozen=True)

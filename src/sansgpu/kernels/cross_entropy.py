@@ -42,12 +42,12 @@ def reference_cross_entropy(
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """Computes the summed loss from all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
-    kept = targets != ignore_index
-    logits = hidden[kept] @ weight.T
+    has_target = targets != ignore_index
+    logits = hidden[has_target] @ weight.T
     if options.softcap:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     log_probabilities = torch.log_softmax(logits, dim=1)
-    of_target = log_probabilities.gather(1, targets[kept, None]).sum()
+    of_target = log_probabilities.gather(1, targets[has_target, None]).sum()
     smooth = log_probabilities.mean(dim=1).sum()
     z_loss = torch.logsumexp(logits, dim=1).square().sum()
     return -(1 - options.label_smoothing) * of_target - options.label_smoothing * smooth + options.z_loss * z_loss
@@ -84,9 +84,9 @@ def linear_cross_entropy_and_hits(
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        kept = targets != ignore_index
-        if not bool(kept.all()):
-            hidden, targets = hidden[kept], targets[kept]
+        has_target = targets != ignore_index
+        if not bool(has_target.all()):
+            hidden, targets = hidden[has_target], targets[has_target]
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
             hidden, weight = hidden.detach(), weight.detach()
         sums = _LinearCrossEntropy.apply(hidden, weight, targets, options, count_hits)

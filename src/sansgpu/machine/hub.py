@@ -14,7 +14,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 def quiet_hub() -> None:
-    """Silences the client's retry messages; the final failure is reported in an error of ours."""
+    """Silences the client's retry messages, because our own error reports the final failure."""
     from huggingface_hub.utils import logging  # takes a second to import
 
     logging.set_verbosity_error()
@@ -22,7 +22,7 @@ def quiet_hub() -> None:
 
 @contextmanager
 def reading_hub() -> Iterator[None]:
-    """Within the context, the Hub is read, or only its cache if the Hub is unreachable, without retries."""
+    """Switches to offline mode, which reads only the Hub's cache, while the Hub is unreachable; avoids slow retries."""
     import datasets.config
     from huggingface_hub import constants
 

@@ -74,10 +74,10 @@ class Monitor:
 
 def mean_of(samples: Sequence[System]) -> System:
     """Aggregates samples per key, ignoring None: means, except for sums, extrema and last values of some keys."""
-    return {key: _together(key, [s[key] for s in samples if s[key] is not None]) for key in samples[-1]}
+    return {key: _aggregate(key, [s[key] for s in samples if s[key] is not None]) for key in samples[-1]}
 
 
-def _together(key: str, values: list[Any]) -> Any:
+def _aggregate(key: str, values: list[Any]) -> Any:
     if not values:
         return None
     if key == "throttled":

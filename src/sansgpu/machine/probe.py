@@ -199,7 +199,7 @@ def layer_seconds(precision: str) -> float:
 
     Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout.
     """
-    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, enough=0.0)
+    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, min_seconds=0.0)
 
 
 def describe_machine(environment: Environment) -> dict[str, object]:

@@ -36,19 +36,21 @@ class Rendered:
 
 
 def render_prefixes(
-    template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage], wanted: Sequence[tuple[int, bool]]
+    template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage], prefixes: Sequence[tuple[int, bool]]
 ) -> list[Rendered]:
-    """Renders the first N turns for each (N, whether to add the generation prompt) in `wanted`.
+    """Renders the first N turns for each (N, whether to add the generation prompt) in `prefixes`.
 
     `names` maps the template's variables to special tokens. Raises UnusableTemplateError if the template is not valid
-    Jinja, does not end, or needs too much memory.
+    Jinja, does not terminate, or needs too much memory.
     """
-    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "wanted": list(wanted)})
+    return _render_in_child(
+        {"template": template, "names": dict(names), "turns": list(turns), "prefixes": list(prefixes)}
+    )
 
 
 def render_spans(template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage]) -> Rendered:
     """Renders all turns with the spans in `{% generation %}` blocks. Raises UnusableTemplateError."""
-    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "wanted": None})[0]
+    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "prefixes": None})[0]
 
 
 def _render_in_child(request: dict[str, Any]) -> list[Rendered]:
@@ -73,10 +75,10 @@ def _serve(request: bytes) -> bytes:
 
     asked = json.loads(request)
     try:
-        if asked["wanted"] is None:
+        if asked["prefixes"] is None:
             answers = [_render(asked, asked["turns"], spans=True)]
         else:
-            answers = [_render(asked, asked["turns"][:count], prompt=prompt) for count, prompt in asked["wanted"]]
+            answers = [_render(asked, asked["turns"][:count], prompt=prompt) for count, prompt in asked["prefixes"]]
     except TemplateSyntaxError as error:
         return json.dumps(f"line {error.lineno} of the chat template is not valid Jinja ({error.message})").encode()
     return json.dumps(answers).encode()

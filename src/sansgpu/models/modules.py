@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Table(nn.Embedding):
-    """nn.Embedding without initialization on the meta device, which would import torch's compiler for a second."""
+    """nn.Embedding that skips initialization on the meta device: it would import torch's compiler, which takes 1 s."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:

@@ -139,10 +139,10 @@ class PretrainedCosts(Costs):
             muon=0.0,
         )
 
-    def traffic(self, how: Execution) -> StepTraffic:
-        memory, trained = self.memory(how), self.trained()
-        update = 2.0 * (memory.optimizer + FULL * trained) + COMPUTE[how.precision] * 2 * trained
-        return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
+    def traffic(self, execution: Execution) -> StepTraffic:
+        memory, trained = self.memory(execution), self.trained()
+        update = 2.0 * (memory.optimizer + FULL * trained) + COMPUTE[execution.precision] * 2 * trained
+        return StepTraffic(update, 2.0 * execution.accumulation * memory.activations)
 
     def trained(self) -> int:
         return self.shape.trained
@@ -150,19 +150,19 @@ class PretrainedCosts(Costs):
     def trained_matrices(self) -> int:
         return self.shape.trained_matrices
 
-    def saved_bytes(self, how: Execution) -> int:
-        shape, (width, inner) = self.shape, _SAVED_BYTES[how.precision]
+    def saved_bytes(self, execution: Execution) -> int:
+        shape, (width, inner) = self.shape, _SAVED_BYTES[execution.precision]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
-        return how.tokens(self.window) * per_token
+        return execution.tokens(self.window) * per_token
 
-    def head_bytes(self, how: Execution) -> int:
+    def head_bytes(self, execution: Execution) -> int:
         trained = self.model.adapter == "none" and self.shape.outputs == self.shape.vocabulary
-        return cross_entropy_bytes(how, how.tokens(self.window), self.products().head, trained)
+        return cross_entropy_bytes(execution, execution.tokens(self.window), self.products().head, trained)
 
-    def weight_bytes(self, how: Execution) -> int:
+    def weight_bytes(self, execution: Execution) -> int:
         frozen = sum(self.parameters().values()) - self.trained()
-        return super().weight_bytes(how) + COMPUTE[how.precision] * frozen
+        return super().weight_bytes(execution) + COMPUTE[execution.precision] * frozen
 
-    def overhead_bytes(self, how: Execution, needed: int) -> int:
+    def overhead_bytes(self, execution: Execution, needed: int) -> int:
         return _PROCESS_BYTES

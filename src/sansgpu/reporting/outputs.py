@@ -25,7 +25,7 @@ from sansgpu.reporting.marks import (
     FolderMark,
     fingerprint,
     fingerprint_of,
-    is_behind_link,
+    has_link_in_path,
     is_unchanged,
     read_mark,
     write_mark,
@@ -36,7 +36,7 @@ Files = dict[str, list[str]]  # valid fingerprints of sansgpu's files, by relati
 
 REPLACED_KINDS = "model", "tokenizer"  # kinds of folders whose files are replaced together: old ones are deleted
 LOCK = ".lock"  # commands that are rejected leave an empty one
-README = "README.md"  # an edited model card is kept
+README = "README.md"  # an edited model card is not replaced
 # Text near the start of files that sansgpu wrote. Pages of version 0.1.0 have only the second.
 PAGE = (
     b'<meta name="generator" content="sansgpu">',
@@ -90,7 +90,7 @@ def replace_folder(folder: Path, kind: str, option: str = "--output") -> Iterato
     """Yields a hidden temporary folder, whose files then replace those of `folder`.
 
     Files of a model or a tokenizer that an earlier command wrote and this one does not are deleted. Files that sansgpu
-    did not write are kept. `folder` always exists in between, and is replaced atomically if it is new or contains only
+    did not write stay. An existing `folder` is never missing meanwhile, and is replaced atomically if it contains only
     files of sansgpu. File modes follow the umask. Raises ConfigError if `folder` may not be written, and OSError.
     """
     require_folder(folder, kind, option)
@@ -158,7 +158,7 @@ def _own_files(folder: Path, kind: str) -> Files:
 
 def _is_taken(folder: Path, name: str, known: list[str]) -> bool:
     """Returns True if the path exists and is not an unchanged file of sansgpu."""
-    return is_behind_link(folder, name) or (os.path.lexists(folder / name) and not is_unchanged(folder, name, known))
+    return has_link_in_path(folder, name) or (os.path.lexists(folder / name) and not is_unchanged(folder, name, known))
 
 
 def _others(folder: Path, ours: Files) -> Iterator[str]:

@@ -39,7 +39,7 @@ def state(row: TrialRow) -> str:
 
 
 def parameters(chosen: Parameters) -> str:
-    """Formats the parameters of a trial by the last part of their keys. No parameters are the given configuration."""
+    """Formats a trial's parameters, e.g. "learning_rate 0.003"; "baseline" if the trial changes none."""
     return ", ".join(f"{key.rpartition('.')[2]} {value(v)}" for key, v in chosen.items()) or "baseline"
 
 

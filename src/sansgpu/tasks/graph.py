@@ -56,7 +56,7 @@ class GraphObjective:
     def __init__(
         self, config: Config, model: GraphEncoder | None = None, names: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Uses `names`, the tokens of each entity's name; without data, they are made up."""
+        """`names` are the tokens of each entity's name; without data, random ones are used."""
         self.config, self._sums = config, MetricSums()
         self.model = model or GraphEncoder(
             config.model, derive_seed(config.training.seed, "model"), longest_span(config)
@@ -254,11 +254,11 @@ class Graph(GraphObjective, TaskBase):
 
     def export(self, folder: Path) -> None:
         """Writes BERT's layout if it can represent the model, else sansgpu's own."""
-        export_graph_model(self.model, self.corpus.codec, folder, how_learned(self.config))
+        export_graph_model(self.model, self.corpus.codec, folder, exported_settings(self.config))
 
     @classmethod
     def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
-        """A run older than a key keeps it disabled."""
+        """Returns overrides for keys that a run did not record because it is older than they are: they are disabled."""
         model = {"leaves": None, "n_entities": 0, **(recorded.get("model") or {})}
         open_keys = [key for key in ("leaves", "n_entities") if getattr(config.model, key) is None]
         older = "long_tails" not in (recorded.get("data") or {})
@@ -299,13 +299,13 @@ class Graph(GraphObjective, TaskBase):
         progress: ReportProgress,
         warn: Callable[[str], None],
     ) -> dict[str, Any]:
-        from sansgpu.tasks.link_prediction import rank_tails  # needs this module
+        from sansgpu.tasks.link_prediction import rank_tails  # imports this module
 
         return rank_tails(loaded, data, limit, progress, warn)
 
     @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
-        export_graph_model(loaded.objective.model, loaded.tokenizer, folder, how_learned(loaded.config))
+        export_graph_model(loaded.objective.model, loaded.tokenizer, folder, exported_settings(loaded.config))
 
 
 def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Config:
@@ -326,7 +326,7 @@ def _load_whole(model: GraphEncoder, snapshot: SavedState) -> None:
         raise ConfigError(f"{snapshot.folder} does not contain the whole model: {reason}") from None
 
 
-def how_learned(config: Config) -> dict[str, dict[str, Any]]:
+def exported_settings(config: Config) -> dict[str, dict[str, Any]]:
     """Returns the settings that an exported model needs for extraction and evaluation."""
     data = ["max_length", "doc_stride", "triples", "inverse_relations", "mask_ratio", "max_span"]
     data += ["leaf_mask_ratio", "min_leaf_groups", "entity_query_ratio", "kge_triples"]

@@ -38,7 +38,7 @@ class GraphCorpus(VariableLengthCorpus[LeafyDataset]):
 
 
 def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: GraphCodec | None = None) -> GraphCorpus:
-    """Reads, splits and tokenizes the data, with `codec` or else as configured. Raises ConfigError."""
+    """Reads, splits and tokenizes the data, with a codec built from it if `codec` is None. Raises ConfigError."""
     notes: list[str] = []
     data, given_codec = config.data, codec
     sources = open_graphs(data, notes.append, data.inverse_relations)
@@ -120,7 +120,7 @@ def read_graphs(source: GraphSource, config: Config, progress: ReportProgress) -
 
 
 def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
-    """Yields the training text of a tokenizer: texts, and tails with the leading space they have on leaves."""
+    """Yields the texts to train a tokenizer on: documents, and tails with the space that precedes them on leaves."""
     for document in documents:
         yield document.text
         if document.triples:
@@ -128,7 +128,7 @@ def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
 
 
 def split_by_group(documents: Sequence[GraphDocument], share: float) -> tuple[list[GraphDocument], list[GraphDocument]]:
-    """Splits documents into training and validation by the hash of their group's name; groups stay whole."""
+    """Splits documents into training and validation by the hash of their group's name, never cutting a group."""
     sizes: dict[str, int] = {}
     for document in documents:
         sizes[document.group] = sizes.get(document.group, 0) + len(document.text)

@@ -10,7 +10,7 @@ from sansgpu.data.graph import Entity, GraphDocument, entities_of
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 
 FITTING = 0.99  # share of tails whose tokens all get a slot
-MAX_ENTITIES = 100_000  # in a table that was not requested: each query is compared with all of them
+MAX_ENTITIES = 100_000  # in the default table, because each query is compared with all entities
 
 Note = Callable[[str], None]
 
@@ -50,12 +50,12 @@ def _tail_tokens(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer) -
     return found
 
 
-def _share_within(tokens: Counter[int], most: int) -> float:
-    return sum(count for length, count in tokens.items() if length <= most) / sum(tokens.values())
+def _share_within(tokens: Counter[int], max_length: int) -> float:
+    return sum(count for length, count in tokens.items() if length <= max_length) / sum(tokens.values())
 
 
 def _cost_note(tokens: Counter[int], leaves: int, documents: Sequence[GraphDocument], tokenizer: MaskTokenizer) -> str:
-    """Describes how many tails fit, and how many nodes the tails add, on which memory and time depend."""
+    """Describes how many tails fit and how many nodes they add, because nodes take memory and time."""
     mean = sum(length * count for length, count in tokens.items()) / sum(tokens.values())
     return (
         f"model.leaves is {leaves}, enough for {_share_within(tokens, leaves):.1%} of the tails. Empty slots cost "

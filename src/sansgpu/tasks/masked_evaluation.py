@@ -14,7 +14,7 @@ EVALUATION_EXAMPLES = 16  # per micro-batch
 
 
 def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: EvaluationRequest) -> MaskedEvaluation:
-    """Masks held-out examples. A run's baselines come from its training data. Raises ConfigError."""
+    """Evaluates on masked held-out examples. The baselines of a run come from its training data. Raises ConfigError."""
     config, source = loaded.config, loaded.source
     if request.objective:
         raise ConfigError(f"--objective has no effect on a run of task {config.task}; leave it out.")

@@ -171,17 +171,17 @@ class MaskedEvaluation:
 
     def __init__(
         self,
-        filler: MaskedModel,
+        masked_model: MaskedModel,
         masking: Masking,
         majority: Majority,
         weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
     ) -> None:
         """Uses `weights` for masked tokens, masked leaves and entity queries in `loss`."""
-        self._filler, self._masking, self._majority, self._weights = filler, masking, majority, weights
+        self._model, self._masking, self._majority, self._weights = masked_model, masking, majority, weights
 
     @property
     def model(self) -> nn.Module:
-        return self._filler.model
+        return self._model.model
 
     def validation_batches(self, size: int) -> Iterator[GraphBatch]:
         """Yields all examples in order, `size` at a time, with the same masks every time."""
@@ -193,10 +193,10 @@ class MaskedEvaluation:
         """Sums losses, hits and counts of masked tokens and leaves, and counts tails with all tokens correct."""
         chosen = batch.targets != IGNORE
         targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
-        sums = self._filler.query_sums(batch)
+        sums = self._model.query_sums(batch)
         if not len(targets):
             return sums
-        logits = self._filler.masked_logits(batch).float()
+        logits = self._model.masked_logits(batch).float()
         losses, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=1) == targets
         for name, rows, majority in zip(
             KINDS, (~leaves, leaves), (self._majority.root, self._majority.leaf), strict=True

@@ -100,7 +100,7 @@ class Saver:
             record,
             progress.best_step,
             in_background=in_background and not is_sharded,
-            whole=state.gather_tensor if is_sharded else unchanged,
+            gather=state.gather_tensor if is_sharded else unchanged,
         )
 
     def flush_if_written(self) -> None:

@@ -16,7 +16,7 @@ from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, s
 from sansgpu.jobs.k8s.manifests import DATA, ClusterJob
 from sansgpu.jobs.k8s.pod_needs import PodNeeds, needs_of
 
-# CPUs left to torchrun, data loading, snapshot writing and communication, on pods of up to SMALL_POD_CPUS or more.
+# Up to SMALL_POD_CPUS and above: CPUs reserved for torchrun, data loading, snapshots and communication.
 SMALL_POD_CPUS, SPARE_CPUS_SMALL, SPARE_CPUS_LARGE = 16, 1, 2
 SHARED_MEMORY_DIVISOR = 8  # /dev/shm may use an eighth of a pod's memory
 MIN_MEMORY = 1 << 30
@@ -205,7 +205,7 @@ def _threads(config: Config, request: ClusterRequest) -> int:
         return max(1, (cpus - (SPARE_CPUS_SMALL if cpus <= SMALL_POD_CPUS else SPARE_CPUS_LARGE)) // processes)
     if threads * processes > cpus:
         total = f"{threads} threads in each of {processes} processes" if processes > 1 else f"{threads} threads"
-        raise ConfigError(f"training.threads asks for {total}, but --cpus is {cpus}; set it to auto or raise --cpus.")
+        raise ConfigError(f"training.threads is {total}, but --cpus is {cpus}; set it to auto or raise --cpus.")
     return threads
 
 
