@@ -15,7 +15,7 @@ from benchmarks.small_graph import CONFIG, facts, write_graph
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, load_config
 from sansgpu.data.graph import Entity
-from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL
+from sansgpu.data.graph_batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START
 from sansgpu.data.masking import add_entity_queries
 from sansgpu.tasks.candidates import EntityCandidates, EntityTableIndex
 from sansgpu.tasks.graph import Graph
@@ -282,8 +282,8 @@ def test_losses_over_entities_are_those_of_a_plain_softmax(home: Path) -> None:
     known = triples[:, HEAD_ENTITY] > 0
     assert known.any()
     tails = complex_tails(task, vectors[(triples[:, HEAD_ENTITY] - 1).clamp(min=0)], triples[:, RELATION])
-    predicted = task.model.predicted(task.states(batch)[triples[:, TAIL]]).double() + tails * known[:, None]
-    of_queries = mean_loss(predicted @ vectors.T, triples[:, ASKED])
+    predicted = task.model.predicted(task.states(batch)[triples[:, TAIL_START]]).double() + tails * known[:, None]
+    of_queries = mean_loss(predicted @ vectors.T, triples[:, QUERY_TAIL])
     head, relation, tail = batch.facts.flatten(0, 1).T
     of_facts = mean_loss(complex_tails(task, vectors[head - 1], relation) @ vectors.T, tail)
     loss = float(task.loss(batch)) / batch.target_count()

@@ -65,15 +65,15 @@ def extract(
     if output is not None:
         require_file(output)
     with preparation_bar() as bar:
-        asked, width = (head or (), relation or ()), max(beams, top)
-        found = job(run, text, data, *asked, closed, min_score, width, top, snapshot, bar, warn)
+        queries, width = (head or (), relation or ()), max(beams, top)
+        triples = job(run, text, data, *queries, closed, min_score, width, top, snapshot, bar, warn)
         with _writer(output) as write:
-            for triple in found:
+            for triple in triples:
                 write(json.dumps(triple, ensure_ascii=False) + "\n")
     if as_json:
-        print_json(found.summary())
+        print_json(triples.summary())
     else:
-        print_extraction(RunConsole(stderr=True), found.summary())
+        print_extraction(RunConsole(stderr=True), triples.summary())
 
 
 @contextmanager

@@ -145,14 +145,14 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         if isinstance(node, yaml.MappingNode):  # otherwise SafeLoader raises an error that names the node
-            given: set[str] = set()
+            keys: set[str] = set()
             for key_node in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key, str):
                     raise yaml.YAMLError(f"keys should be strings, but {shown(key)}{_line(key_node)} is not; quote it")
-                if key in given:
+                if key in keys:
                     raise yaml.YAMLError(f"the key {truncate(repr(key))} is given twice, again{_line(key_node)}")
-                given.add(key)
+                keys.add(key)
         return super().construct_mapping(node, deep=deep)
 
 

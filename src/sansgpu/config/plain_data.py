@@ -119,23 +119,23 @@ def require_plain(value: object, finite: bool = True) -> None:
     left: list[tuple[tuple[object, ...], object]] = [((), value)]
     count = 0
     while left:
-        place, value = left.pop()
+        path, value = left.pop()
         count += 1
         if count > MAX_VALUES:
             raise InvalidDataError(f"there are more than {MAX_VALUES:,} values")
-        if len(place) > MAX_DEPTH:
-            raise InvalidDataError(f"{named(place[:3])} is nested more than {MAX_DEPTH} levels deep")
+        if len(path) > MAX_DEPTH:
+            raise InvalidDataError(f"{named(path[:3])} is nested more than {MAX_DEPTH} levels deep")
         if isinstance(value, dict):
             for key, inner in value.items():
                 if not isinstance(key, str) or _text_flaw(key):
                     raise InvalidDataError(
-                        f"the key {shown(key)}{_inside(place)} is {_text_flaw(key) or 'not a string'}"
+                        f"the key {shown(key)}{_inside(path)} is {_text_flaw(key) or 'not a string'}"
                     )
-                left.append(((*place, key), inner))
+                left.append(((*path, key), inner))
         elif isinstance(value, list):
-            left += (((*place, number), inner) for number, inner in enumerate(value))
+            left += (((*path, number), inner) for number, inner in enumerate(value))
         elif why := _scalar_flaw(value, finite):
-            raise InvalidDataError(f"{named(place) or 'the value'} is {why}")
+            raise InvalidDataError(f"{named(path) or 'the value'} is {why}")
 
 
 def _scalar_flaw(value: object, finite: bool) -> str | None:

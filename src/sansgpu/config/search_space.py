@@ -30,7 +30,7 @@ _FIXED_BY_SEARCH = {
 } | {f"training.{key}": "it does not change what is learned" for key in ("sample_tokens", "sample_prompt", "threads")}
 _MEASUREMENT_KEYS = ("training.mlm_weight", "training.mnm_weight", "training.eval_batches")  # change what is measured
 _TUNABLE_DATA = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "data.max_length")
-# These change the length of a token, so that losses per token are not comparable.
+# Keys that change how much text a token covers, so losses per token are not comparable between trials.
 _VOCABULARY_KEYS = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "model.vocab_size")
 
 
@@ -78,8 +78,8 @@ class SearchParameter:
     def __str__(self) -> str:
         if self.choices:
             return ", ".join("null" if choice is None else str(choice) for choice in self.choices)
-        how = ", log scale" if self.log else f", in steps of {self.step:g}" if self.step else ""
-        return f"{self.low:.4g} to {self.high:.4g}{how}"
+        scale = ", log scale" if self.log else f", in steps of {self.step:g}" if self.step else ""
+        return f"{self.low:.4g} to {self.high:.4g}{scale}"
 
 
 Space = dict[str, SearchParameter]
@@ -225,16 +225,16 @@ def _range(key: str, form: str, values: Values, checked: Callable[[object], Any]
         raise ConfigError(f"{where}: {key} starts at {low:g}, but a log scale needs a lower bound above 0; raise it.")
     if "step" in values and (step is None or not 0 < step <= high - low):
         raise ConfigError(f"{where}: {key} has the step {values['step']}; choose one above 0 and within its range.")
-    whole = form == "int"
-    if whole and any(number is not None and number != int(number) for number in (low, high, step)):
+    is_integer = form == "int"
+    if is_integer and any(number is not None and number != int(number) for number in (low, high, step)):
         raise ConfigError(f"{where}: {key} has type int but the range {values[form]}; use integers, or write float.")
-    if whole:
+    if is_integer:
         low, high, step = int(low), int(high), None if step is None else int(step)
     else:
         checked(low + INTERIOR_POINT * (high - low) if step is None else low + step)
     checked(low)
     checked(high)
-    return SearchParameter(key, (), low, high, whole, log, step)
+    return SearchParameter(key, (), low, high, is_integer, log, step)
 
 
 def _number(value: object) -> Number | None:
@@ -254,7 +254,7 @@ def _in_schema(key: str, value: object, config: Config, where: str) -> Any:
         changed = change_config(config, [(key, value)])
     except ConfigError as error:
         reason = str(error).removeprefix("the configuration: ").rstrip(".")
-        whole = isinstance(value, float) and "integer" in reason
-        hint = "; search integers with {int: [low, high]}" if whole else "; remove such values from the space"
+        needs_integer = isinstance(value, float) and "integer" in reason
+        hint = "; search integers with {int: [low, high]}" if needs_integer else "; remove such values from the space"
         raise ConfigError(f"{where}: {reason}{hint}.") from None
     return setting(changed, key)

@@ -188,8 +188,8 @@ def _add(
         if found is None:
             graphs.dropped[NO_HEAD] += 1
             continue
-        window, place, length = found
-        placed = PlacedTriple(place, length, *numbers.of(triple, np.array(tail, np.int64)))
+        window, root, length = found
+        placed = PlacedTriple(root, length, *numbers.of(triple, np.array(tail, np.int64)))
         if not _put(by_window[window], triple.head, placed, rules.triples == "first"):
             graphs.dropped[TAKEN] += 1
     words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
@@ -202,7 +202,7 @@ def _add(
         number = len(graphs.windows)
         graphs.windows.append((tokens, word_starts))
         for example in examples or [{}]:
-            graphs.examples.append((number, [example[place][1] for place in sorted(example)]))
+            graphs.examples.append((number, [example[root][1] for root in sorted(example)]))
 
 
 def window_spans(tokens: int, rules: LeafyRules) -> Iterator[tuple[int, int]]:
@@ -249,10 +249,10 @@ class TokenText:
         if triple.head_span is not None:
             yield from self._tokens(*triple.head_span)
             return
-        place = -1
-        while (place := self._text.find(triple.head, place + 1)) >= 0:
-            for first, last in self._tokens(place, place + len(triple.head)):
-                if self._is_whole(first, last, place, place + len(triple.head)):
+        start = -1
+        while (start := self._text.find(triple.head, start + 1)) >= 0:
+            for first, last in self._tokens(start, start + len(triple.head)):
+                if self._matches_exactly(first, last, start, start + len(triple.head)):
                     yield first, last
 
     def _tokens(self, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -261,7 +261,7 @@ class TokenText:
         if first < last:
             yield first, last
 
-    def _is_whole(self, first: int, last: int, start: int, end: int) -> bool:
+    def _matches_exactly(self, first: int, last: int, start: int, end: int) -> bool:
         """Returns whether the tokens cover exactly the mention, apart from one leading space or sign."""
         before = self._text[self._starts[first] : start]
         return len(before) <= 1 and not before.isalnum() and self._ends[last - 1] == end

@@ -182,14 +182,14 @@ class _Excerpt:
     def __init__(self, lines: list[str], numbers: Iterable[int], indent: int) -> None:
         self._lines = lines
         self._starts: dict[int, int] = {}  # by line number from 1: offset of column 0 in the text
-        kept, length = [], 0
+        dedented, length = [], 0
         for number in numbers:
             line = lines[number - 1]
             cut = min(indent, len(line) - len(line.lstrip()))  # a multi-line string may have less indent
             self._starts[number] = length - cut
-            kept.append(line[cut:])
+            dedented.append(line[cut:])
             length += len(line) - cut + 1
-        self.text = "\n".join(kept)
+        self.text = "\n".join(dedented)
 
     def span(self, number: int, column: int, name: str) -> tuple[int, int] | None:
         """Returns the span of `name` at this line and column in the excerpt; None if it is not there."""

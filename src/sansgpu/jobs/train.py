@@ -94,8 +94,8 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     require_backend(training.distributed_backend)
     group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
     with reporting_failure(group), ExitStack() as locks:
-        kept, own_sinks = EventBuffer(), sinks if group.is_main else []
-        early = Sinks([*own_sinks, kept])
+        buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
+        early = Sinks([*own_sinks, buffer])
         for note in [*notes, *([world.note] if world.note else [])]:
             early.warn(note)
         _require_same(config, group)
@@ -104,7 +104,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         target = _find_target(request, config, group, Sinks(own_sinks).warn, locks)  # not in metrics.jsonl
         config = change_config(config, target.open_settings)
         require_boards(list(training.report_to))
-        outcome = _train_in(target, config, request, group, sinks, early.warn, kept, progress)
+        outcome = _train_in(target, config, request, group, sinks, early.warn, buffer, progress)
         group.shutdown()
         return outcome
 

@@ -54,8 +54,8 @@ class Group:
     @property
     def local_rank(self) -> list[int]:
         """The ranks on this machine."""
-        mine = self.peers[self.rank].machine
-        return [rank for rank, peer in enumerate(self.peers) if peer.machine == mine]
+        machine = self.peers[self.rank].machine
+        return [rank for rank, peer in enumerate(self.peers) if peer.machine == machine]
 
     # JSON values through the store. These wait without a timeout for every rank that sends heartbeats.
 

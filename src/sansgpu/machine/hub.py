@@ -42,12 +42,12 @@ def reachable(address: str) -> bool:
     proxy = urllib.request.getproxies().get(target.scheme)
     if proxy and not urllib.request.proxy_bypass(target.hostname or ""):
         target = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
-    place = target.hostname or "", target.port or PORTS.get(target.scheme, 80)
+    host_and_port = target.hostname or "", target.port or PORTS.get(target.scheme, 80)
     opened = threading.Event()
 
     def connect() -> None:
         try:
-            socket.create_connection(place, timeout=CONNECT_SECONDS).close()
+            socket.create_connection(host_and_port, timeout=CONNECT_SECONDS).close()
         except OSError:
             return
         opened.set()

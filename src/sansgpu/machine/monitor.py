@@ -151,8 +151,8 @@ def _busy(now: Any, then: Any) -> float:
     """Returns the percentage of the interval in which a core was not idle."""
     idle = sum(getattr(now, name, 0.0) - getattr(then, name, 0.0) for name in ("idle", "iowait"))
     shared = ("guest", "guest_nice")  # already included in user and nice
-    whole = sum(getattr(now, f) - getattr(then, f) for f in now._fields if f not in shared)
-    return min(100.0, max(0.0, 100 * (1 - idle / whole))) if whole > 0 else 0.0
+    interval = sum(getattr(now, f) - getattr(then, f) for f in now._fields if f not in shared)
+    return min(100.0, max(0.0, 100 * (1 - idle / interval))) if interval > 0 else 0.0
 
 
 def _try(read: Callable[[], Any]) -> Any:

@@ -73,26 +73,30 @@ def _serve(request: bytes) -> bytes:
     """Returns a JSON list of (text, spans, refusal), or a JSON string with the reason why the template is unusable."""
     from jinja2.exceptions import TemplateSyntaxError
 
-    asked = json.loads(request)
+    inputs = json.loads(request)
     try:
-        if asked["prefixes"] is None:
-            answers = [_render(asked, asked["turns"], spans=True)]
+        if inputs["prefixes"] is None:
+            answers = [_render(inputs, inputs["turns"], spans=True)]
         else:
-            answers = [_render(asked, asked["turns"][:count], prompt=prompt) for count, prompt in asked["prefixes"]]
+            answers = [_render(inputs, inputs["turns"][:count], prompt=prompt) for count, prompt in inputs["prefixes"]]
     except TemplateSyntaxError as error:
         return json.dumps(f"line {error.lineno} of the chat template is not valid Jinja ({error.message})").encode()
     return json.dumps(answers).encode()
 
 
 def _render(
-    asked: dict[str, Any], turns: list[dict[str, Any]], prompt: bool = False, spans: bool = False
+    request: dict[str, Any], turns: list[dict[str, Any]], prompt: bool = False, spans: bool = False
 ) -> tuple[Any, ...]:
     from jinja2.exceptions import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    options: dict[str, Any] = {"add_generation_prompt": prompt, "return_assistant_tokens_mask": spans, **asked["names"]}
+    options: dict[str, Any] = {
+        "add_generation_prompt": prompt,
+        "return_assistant_tokens_mask": spans,
+        **request["names"],
+    }
     try:
-        rendered: Any = render_jinja_template([turns], chat_template=asked["template"], **options)
+        rendered: Any = render_jinja_template([turns], chat_template=request["template"], **options)
     except (TemplateSyntaxError, MemoryError):
         raise
     except Exception as error:  # templates may raise anything

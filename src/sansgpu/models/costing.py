@@ -20,7 +20,8 @@ MOMENTS = {("adamw", "fp32"): (8.0, 8.0), ("adamw", "8bit"): (_8BIT, _8BIT), ("m
 # Measured on Linux: the process with torch and its libraries, the memory that the compiler does not free, and the share
 # that the allocator adds by rounding up.
 _PROCESS_BYTES, _COMPILER_BYTES, _ALLOCATOR_OVERHEAD = 434 << 20, 96 << 20, 0.05
-# Activations are freed while gradients are allocated; their peak is below the sum by this share of the smaller one.
+# Backward frees activations while it allocates gradients, so their common peak is below the sum of their sizes, by this
+# share of the smaller one.
 _OVERLAP_SAVING = 0.25
 
 Shapes = dict[tuple[int, int], int]  # (inputs, outputs) of the matrices of a block -> number of such matrices

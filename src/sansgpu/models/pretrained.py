@@ -232,7 +232,7 @@ def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in adapted.modules():
-        if isinstance(layer, BaseTunerLayer):  # layer by layer, as the whole model in fp32 may not fit into memory
+        if isinstance(layer, BaseTunerLayer):  # layer by layer, because the full model in fp32 may not fit into memory
             base: Any = layer.get_base_layer()
             base.float()
             layer.merge(safe_merge=True)

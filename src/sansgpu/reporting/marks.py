@@ -1,6 +1,6 @@
 """The mark of an output folder: `.sansgpu.json`, which lists the files that sansgpu wrote there.
 
-Each file has a fingerprint, which shows whether it was changed by somebody else.
+Each file has a fingerprint, which shows whether it was changed since.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ PAGE = (
     b"style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'",
 )
 GGUF = (b", trained with sansgpu.",)
-_HEAD_BYTES = 1 << 16  # searched for these
+_HEAD_BYTES = 1 << 16  # at the start of a file, searched for these texts
 
 
 def require_folder(folder: Path, kind: str, option: str = "--output-dir") -> None:
@@ -251,7 +251,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _keep_late_files(old: Path, folder: Path, ours: Files) -> None:
-    """Moves files that somebody added to the old folder in the meantime to the new one."""
+    """Moves files that were added to the old folder during the replacement to the new one."""
     for name in list(_others(old, ours)):
         if not os.path.lexists(folder / name):
             make_folder((folder / name).parent)

@@ -35,7 +35,7 @@ class ExtractionRules:
     relations: tuple[str, ...]  # of the model, in training order: the first has id 1
     only: tuple[str, ...] = ()  # relations to extract; empty: all except inverse ones
     heads: tuple[str, ...] = ()  # empty: each document's entities, else the heads of its triples, else its words
-    closed: bool = False  # choose tails from the document's entities, or from `tails` if it has none
+    closed: bool = False  # choose tails from the document's entities, or from `tails` if the document has no entities
     tails: tuple[str, ...] = ()
     beams: int = 10
     per_query: int = 1  # number of tails per head, relation and window

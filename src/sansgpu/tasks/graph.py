@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sansgpu.config import SETTINGS, Config, ConfigError, change_config, derive_seed, problems
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
-from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL, GraphBatch
+from sansgpu.data.graph_batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, GraphBatch
 from sansgpu.data.leafy import LeafyExample, PlacedTriple
 from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.data.masking import MaskRules, mask_example
@@ -56,7 +56,7 @@ class GraphObjective:
     def __init__(
         self, config: Config, model: GraphEncoder | None = None, names: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """`names` are the tokens of each entity's name; without data, random ones are used."""
+        """`names` are the tokens of each entity's name; None, without data, gives each entity one arbitrary token."""
         self.config, self._sums = config, MetricSums()
         self.model = model or GraphEncoder(
             config.model, derive_seed(config.training.seed, "model"), longest_span(config)
@@ -107,11 +107,13 @@ class GraphObjective:
     ) -> torch.Tensor:
         """Computes the summed cross-entropy of entity queries over all entities."""
         triples = batch.placed_triples()
-        rows = triples[triples[:, ASKED] > 0]
+        rows = triples[triples[:, QUERY_TAIL] > 0]
         if not len(rows):
             return states.sum() * 0.0
-        predicted = self.predicted_entities(states[rows[:, TAIL]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors)
-        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, ASKED] - 1)
+        predicted = self.predicted_entities(
+            states[rows[:, TAIL_START]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors
+        )
+        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, QUERY_TAIL] - 1)
         sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
         return loss
 
@@ -149,8 +151,8 @@ class GraphObjective:
             return states.sum() * 0.0
         bounds = batch.bounds[chosen]
         offsets = batch.nodes[chosen, 0].long() - bounds[:, 0] - 1
-        before, behind = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
-        rows = self.model.boundary(embed(before[None], states)[0], embed(behind[None], states)[0], offsets)
+        before, after = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
+        rows = self.model.boundary(embed(before[None], states)[0], embed(after[None], states)[0], offsets)
         loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen])
         self._sums.add(SBO, loss=float(loss.detach()), count=float(len(rows)))
         return self.config.training.sbo_weight * loss
@@ -279,7 +281,7 @@ class Graph(GraphObjective, TaskBase):
             assert source.tokenizer is not None
             config, codec = source.config, GraphCodec.load(source.tokenizer)
             model = GraphEncoder(config.model, seed=None, longest_span=longest_span(config))
-            _load_whole(model, source.snapshot)
+            _load_weights(model, source.snapshot)
         return GraphObjective(config, model.float(), names_of(codec)), codec, config
 
     @classmethod
@@ -318,7 +320,7 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
         raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error))}.") from None
 
 
-def _load_whole(model: GraphEncoder, snapshot: SavedState) -> None:
+def _load_weights(model: GraphEncoder, snapshot: SavedState) -> None:
     try:
         model.load_state_dict(snapshot.weights(), assign=True)
     except RuntimeError as error:
@@ -353,11 +355,11 @@ def _with_data_settings(config: Config, corpus: GraphCorpus) -> Config:
     model, codec = config.model, corpus.codec
     if model.leaves == 0:
         return config
-    found = {"n_relations": max(1, len(codec.relations)), "n_entities": len(codec.entities)}
-    for key, count in found.items():
-        if (given := getattr(model, key)) is not None and given < count:
-            raise ConfigError(f"model.{key} is {given}, but the data has {count}; raise it or leave it out.")
-    settled = {key: count for key, count in found.items() if getattr(model, key) is None} | {"leaves": corpus.leaves}
+    counts = {"n_relations": max(1, len(codec.relations)), "n_entities": len(codec.entities)}
+    for key, count in counts.items():
+        if (configured := getattr(model, key)) is not None and configured < count:
+            raise ConfigError(f"model.{key} is {configured}, but the data has {count}; raise it or leave it out.")
+    settled = {key: count for key, count in counts.items() if getattr(model, key) is None} | {"leaves": corpus.leaves}
     return change_config(config, [f"model.{key}={count}" for key, count in settled.items()])
 
 
@@ -377,13 +379,13 @@ def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> L
     roots = min(config.roots, nodes - 1 if entities else nodes)
     tokens = draws.integers(model.vocab_size, size=roots)
     placed, left = [], nodes - roots
-    for place in range(roots):
+    for root in range(roots):
         leaves = min(model.leaf_slots, left)
         if leaves:
             tail = draws.integers(model.vocab_size, size=leaves)
             relation = 1 + int(draws.integers(model.n_relations or 1))
-            numbers = (1, 1 + int(draws.integers(entities))) if entities and not place else (0, 0)
-            is_query = entities > 0 and not place
-            placed.append(PlacedTriple(place, 1, relation, tail, Triple("", "", ""), numbers, is_query))
+            numbers = (1, 1 + int(draws.integers(entities))) if entities and not root else (0, 0)
+            is_query = entities > 0 and not root
+            placed.append(PlacedTriple(root, 1, relation, tail, Triple("", "", ""), numbers, is_query))
             left -= leaves
     return LeafyExample(tokens, np.ones(roots, bool), placed)

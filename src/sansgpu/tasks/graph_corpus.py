@@ -98,8 +98,8 @@ def count_targets(graphs: LeafyDataset, config: Config) -> float:
 
 def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts: tuple[LeafyDataset, ...]) -> str:
     """Identifies the examples of both splits."""
-    held = sources.validation.fingerprint if sources.validation else ""
-    inputs = (held, codec.tokenizer.backend.to_str(), codec.relations, config.data.validation_split)
+    validation = sources.validation.fingerprint if sources.validation else ""
+    inputs = (validation, codec.tokenizer.backend.to_str(), codec.relations, config.data.validation_split)
     counts = f"{len(parts[0])}-{int(parts[0].lengths.sum())}-{config.window}"
     return f"{sources.train.fingerprint[:16]}-{counts}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]}"
 
@@ -135,6 +135,6 @@ def split_by_group(documents: Sequence[GraphDocument], share: float) -> tuple[li
     names = list(sizes)
     if len(names) < 2:
         return list(documents), []
-    _, held = split_examples([name.encode() for name in names], np.array(list(sizes.values())), share)
-    chosen = frozenset(names[number] for number in held)
+    _, held_out = split_examples([name.encode() for name in names], np.array(list(sizes.values())), share)
+    chosen = frozenset(names[number] for number in held_out)
     return [d for d in documents if d.group not in chosen], [d for d in documents if d.group in chosen]

@@ -16,7 +16,7 @@ Note = Callable[[str], None]
 
 
 def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, config: Config, note: Note) -> Config:
-    """Sets model.leaves to fit 99% of the tails, unless it is configured.
+    """Sets model.leaves to fit a share FITTING of the tails, unless it is configured.
 
     Raises ConfigError if a configured value fits fewer tails and data.long_tails is "refuse".
     """
@@ -27,8 +27,8 @@ def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, co
     if not triples:
         return change_config(config, [f"model.leaves={config.model.leaf_slots}"])
     needed = next(n for n in sorted(tokens) if _share_within(tokens, n) >= FITTING)
-    given = config.model.leaves
-    leaves = min(max(1, needed), MAX_LEAVES) if given is None else given
+    configured = config.model.leaves
+    leaves = min(max(1, needed), MAX_LEAVES) if configured is None else configured
     lost = sum(count for length, count in tokens.items() if length > leaves)
     if lost > (1 - FITTING) * triples and config.data.long_tails == "refuse":
         remedy = f"raise it to {needed}, or leave it out" if needed <= MAX_LEAVES else "shorten the tails"
@@ -36,7 +36,7 @@ def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, co
             f"model.leaves {leaves} has too few slots for the tails of {lost:,} of {triples:,} training triples "
             f"({lost / triples:.0%}), which would be dropped; {remedy}, or set data.long_tails to drop."
         )
-    if given is None:
+    if configured is None:
         note(_cost_note(tokens, leaves, documents, tokenizer))
     return change_config(config, [f"model.leaves={leaves}"])
 

@@ -41,11 +41,11 @@ def _read(data: str, loaded: TrainedModel, codec: GraphCodec, request: Evaluatio
     settings = config.data.model_copy(update={"dataset_config": None})
     source = open_graph_part(data, settings, notes.append, config.data.inverse_relations)
     documents = read_graphs(source, config, request.progress)
-    found = build_leafy(documents, codec.tokenizer, codec.relations, leafy_rules(config), entities=codec.entities)
-    if note := found.note():
+    graphs = build_leafy(documents, codec.tokenizer, codec.relations, leafy_rules(config), entities=codec.entities)
+    if note := graphs.note():
         notes.append(f"{data}: {note}.")
     for note in notes:
         request.warn(note)
-    if not len(found):
+    if not len(graphs):
         raise ConfigError(f"{data} has no examples to evaluate on.")
-    return found
+    return graphs

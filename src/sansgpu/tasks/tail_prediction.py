@@ -172,9 +172,9 @@ class BeamSearch:
             values, tokens = self._top_tokens([questions[row] for row in rows.tolist()], ids, slot)
             sums, parents = (totals[:, None] + values).ravel(), np.repeat(np.arange(len(rows)), self._width)
             order = np.lexsort((-sums, rows[parents]))  # by question, best first
-            asked = rows[parents[order]]
-            place = np.arange(len(order)) - np.searchsorted(asked, asked)
-            selected = order[(place < self._width) & (sums[order] / length > bounds[asked])]
+            question = rows[parents[order]]
+            rank = np.arange(len(order)) - np.searchsorted(question, question)
+            selected = order[(rank < self._width) & (sums[order] / length > bounds[question])]
             ids, rows, totals = ids[parents[selected]], rows[parents[selected]], sums[selected]
             ids[:, slot] = tokens.ravel()[selected]
         return rows.tolist(), ids.tolist(), (totals / length).tolist()

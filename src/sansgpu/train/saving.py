@@ -27,7 +27,7 @@ class _Stage(Enum):
 
 
 class Saver:
-    """Keeps the `newest` snapshot, None before the first one, and moves it through its stages.
+    """Writes snapshots one at a time. `newest` is the last one, None before the first, and passes through the stages.
 
     `save` starts WRITING, from any stage; `flush` waits for the disk and makes it REPORTED. Because events are held
     back in between, their order does not depend on how long writing takes.

@@ -18,7 +18,7 @@ ADAM_EPS = 1e-8
 MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantized, as it would save nothing
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # the typical update size of AdamW, so that both share one learning rate (arXiv 2502.16982)
-MUON_CHUNK_ELEMENTS = 1 << 22  # orthogonalized at once; needs about five times their memory
+MUON_CHUNK_ELEMENTS = 1 << 22  # elements orthogonalized at once, which takes about five times their memory
 
 
 def _zeros(count: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:

@@ -33,10 +33,10 @@ class SnapshotWriter:
         keep_last: int,
         record: Path,
         warn: Callable[[str], None],
-        room: Callable[[], int] = lambda: available_memory(torch.device("cpu")),
+        available: Callable[[], int] = lambda: available_memory(torch.device("cpu")),
     ) -> None:
         self._folder, self._keep_last, self._record = folder, keep_last, record
-        self._warn, self._room = warn, room
+        self._warn, self._available = warn, available
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: Future[None] | None = None
         self._copies: tuple[_Copy, _Copy] | None = None
@@ -45,15 +45,15 @@ class SnapshotWriter:
     def reserve_copies(self, weights: Tensors, moments: Tensors) -> None:
         """Allocates memory for a copy and faults in its pages, which takes many times longer than the copying."""
         self.prepared = True
-        needed, room = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values()), self._room()
-        if room >= needed + MIN_FREE_BYTES:
+        needed, available = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values()), self._available()
+        if available >= needed + MIN_FREE_BYTES:
             with contextlib.suppress(OSError, MemoryError):
                 self._copies = _Copy(weights), _Copy(moments)
                 self._writing = self._thread.submit(self._touch)
                 return
         self._warn(
             f"a copy of weights and moments needs {(needed + MIN_FREE_BYTES) / 1e9:.1f} GB of memory, but "
-            f"{room / 1e9:.1f} GB are available: training waits while each snapshot is written."
+            f"{available / 1e9:.1f} GB are available: training waits while each snapshot is written."
         )
 
     def submit(

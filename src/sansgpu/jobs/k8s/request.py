@@ -164,18 +164,18 @@ def _check_image(image: str, warn: Callable[[str], None]) -> None:
         warn(f"{image} has no tag, so pods may run different versions; use --image {image}:{__version__}.")
 
 
-def _node_selector(given: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for pair in given:
+def _node_selector(pairs: Sequence[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for pair in pairs:
         key, _, value = pair.partition("=")
         if (
             not re.fullmatch(rf"({_DOMAIN}/)?{_WORD}=({_WORD})?", pair)
             or len(key.rpartition("/")[0]) > MAX_DOMAIN_LENGTH
         ):
             raise ConfigError(f"--node-selector {pair!r} is not a valid node label; write KEY=VALUE.")
-        if found.setdefault(key, value) != value:
-            raise ConfigError(f"--node-selector sets {key} to both {found[key]} and {value}; leave one out.")
-    return found
+        if labels.setdefault(key, value) != value:
+            raise ConfigError(f"--node-selector sets {key} to both {labels[key]} and {value}; leave one out.")
+    return labels
 
 
 def _bytes_of(memory: str) -> int:
