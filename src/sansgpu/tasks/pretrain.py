@@ -170,7 +170,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        """Returns True for a folder or GGUF file in the layout of our decoders, or a missing path, to name it."""
+        """Returns True for folders and GGUF files with one of our decoders, and for paths that `load` will reject."""
         path = Path(target).expanduser()
         if is_gguf(target):
             return decoder_config(path) is not None
@@ -236,7 +236,9 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
     def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], Weights, TokenizerParts]:
         decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
         weights = to_hugging_face(decoder.config, decoder.state_dict())
-        parts = TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)  # documents start with it, too
+        parts = TokenizerParts(
+            tokenizer.backend.to_str(), end, end, end, begins=True
+        )  # the end-of-text token also starts a document
         return hugging_face_config(decoder.config, end), weights, parts
 
 
