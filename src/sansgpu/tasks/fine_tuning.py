@@ -31,14 +31,14 @@ from sansgpu.models.pretrained import (
     stored_dtype,
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
-from sansgpu.tasks.base import TaskWithEvaluator
+from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
 
 
-class FineTuning(ABC):
+class FineTuning(ObjectiveBase, ABC):
     """A pretrained model and its loss. With `random`, the weights are random and `layers` may replace its depth."""
 
     head: Head

@@ -31,7 +31,7 @@ from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
 from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
-from sansgpu.tasks.base import TaskWithEvaluator
+from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.language_modeling import LanguageModeling
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
@@ -67,7 +67,7 @@ class TextCorpus:
         return None  # every token has a loss
 
 
-class PretrainObjective:
+class PretrainObjective(ObjectiveBase):
     """A decoder and its loss."""
 
     def __init__(self, config: Config, model: Any = None) -> None:
