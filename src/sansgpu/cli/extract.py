@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +9,15 @@ import typer
 
 from sansgpu.cli.options import (
     OUTPUT,
+    ObjectiveOption,
     SnapshotOption,
     flag,
     option,
     path_option,
     preparation_bar,
     print_json,
-    show_json,
     warn,
+    write_json_lines,
 )
 
 _QUERY = "Query"
@@ -44,6 +42,7 @@ def extract(
     top: Annotated[int, option("Maximum number of tails per head and relation.", _QUERY, min=1)] = 1,
     output: Annotated[Path | None, path_option("New JSON lines file. Default: stdout.", "FILE")] = None,
     snapshot: SnapshotOption = "latest",
+    objective: ObjectiveOption = None,
     as_json: Annotated[
         bool, flag("With --output: print counts and scores as one JSON object.", OUTPUT, "--json")
     ] = False,
@@ -65,25 +64,10 @@ def extract(
     if output is not None:
         require_file(output)
     with preparation_bar() as bar:
-        asked, width = (head or (), relation or ()), max(beams, top)
-        found = job(run, text, data, *asked, closed, min_score, width, top, snapshot, bar, warn)
-        with _writer(output) as write:
-            for triple in found:
-                write(json.dumps(triple, ensure_ascii=False) + "\n")
+        queries, width = (head or (), relation or ()), max(beams, top)
+        triples = job(run, text, data, *queries, closed, min_score, width, top, snapshot, bar, warn, objective)
+        write_json_lines(triples, output)
     if as_json:
-        print_json(found.summary())
+        print_json(triples.summary())
     else:
-        print_extraction(RunConsole(stderr=True), found.summary())
-
-
-@contextmanager
-def _writer(output: Path | None) -> Iterator[Callable[[str], object]]:
-    """Yields a function that writes to `output`, or to stdout. Raises SansGPUError if the file cannot be written."""
-    if output is None:
-        yield show_json
-        return
-    from sansgpu.config import SansGPUError
-    from sansgpu.config.atomic import write_failures_as
-
-    with write_failures_as(SansGPUError, output), output.open("w", encoding="utf-8") as file:
-        yield file.write
+        print_extraction(RunConsole(stderr=True), triples.summary())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,6 +62,7 @@ SnapshotOption = Annotated[str, option("Snapshot to use: latest, best, a step, o
 RemoteCodeOption = Annotated[
     bool, flag("Allow Python code that ships with the model to run.", None, "--trust-remote-code")
 ]
+ObjectiveOption = Annotated[str | None, option("Python class that the run was trained with.", metavar="MODULE:CLASS")]
 JsonOption = Annotated[bool, flag("Print the result as one JSON object.", OUTPUT, "--json")]
 
 
@@ -79,6 +80,20 @@ def print_json(value: dict[str, Any]) -> None:
     from sansgpu.reporting.events import finite
 
     show_json(json.dumps(finite(value), allow_nan=False) + "\n")
+
+
+def write_json_lines(values: Iterable[dict[str, Any]], output: Path | None) -> None:
+    """Writes one JSON object per line to `output`, or to stdout. Raises SansGPUError if the file cannot be written."""
+    from sansgpu.config import SansGPUError
+    from sansgpu.config.atomic import write_failures_as
+
+    lines = (json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+    if output is None:
+        for line in lines:
+            show_json(line)
+        return
+    with write_failures_as(SansGPUError, output), output.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def print_result(result: Any, as_json: bool, print_table: Callable[[RunConsole, Any], None]) -> None:

@@ -14,6 +14,7 @@ from sansgpu.cli.options import (
     SAMPLING,
     JsonOption,
     ModelArgument,
+    ObjectiveOption,
     RemoteCodeOption,
     RunArgument,
     SnapshotOption,
@@ -25,6 +26,7 @@ from sansgpu.cli.options import (
     print_result,
     show,
     warn,
+    write_json_lines,
 )
 
 _GRAPH = "Task graph"
@@ -47,10 +49,7 @@ def evaluate(
     ] = False,
     limit: Annotated[int | None, option("With --link-prediction: maximum triples per side.", _GRAPH, min=1)] = None,
     trust_remote_code: RemoteCodeOption = False,
-    objective: Annotated[
-        str | None,
-        option("Python class that the run was trained with.", metavar="MODULE:CLASS"),
-    ] = None,
+    objective: ObjectiveOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a model on text or labeled data.
@@ -69,13 +68,11 @@ def evaluate(
         raise typer.BadParameter("--limit requires --link-prediction")
     if window is not None and link_prediction:
         raise typer.BadParameter("--window has no effect with --link-prediction; leave it out")
-    if objective and link_prediction:
-        raise typer.BadParameter("--objective has no effect with --link-prediction; leave it out")
     if link_prediction:
         from sansgpu.jobs.evaluate import link_prediction as rank
 
         with preparation_bar() as bar:
-            ranked = rank(run, data, snapshot, limit, bar, warn)
+            ranked = rank(run, data, snapshot, limit, bar, warn, objective)
         print_result(ranked, as_json, print_link_prediction)
         return
     from sansgpu.jobs.evaluate import evaluate_model
@@ -95,6 +92,7 @@ def generate(
     seed: SeedOption = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
+    objective: ObjectiveOption = None,
 ) -> None:
     """Continue a prompt with generated text.
 
@@ -104,7 +102,7 @@ def generate(
     from sansgpu.models.generate import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    pieces = generate_text(run, prompt, max_new_tokens, sampling, snapshot, warn, trust_remote_code)
+    pieces = generate_text(run, prompt, max_new_tokens, sampling, snapshot, warn, trust_remote_code, objective)
     show(prompt, end="")
     for piece in pieces:
         show(piece, end="")
@@ -124,6 +122,7 @@ def chat(
     seed: SeedOption = 0,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
+    objective: ObjectiveOption = None,
 ) -> None:
     """Chat with a model.
 
@@ -136,7 +135,7 @@ def chat(
     from sansgpu.jobs.chat import ChatSession
     from sansgpu.models.generate import Sampling
 
-    conversation = ChatSession(run, system, snapshot, warn, trust_remote_code)
+    conversation = ChatSession(run, system, snapshot, warn, trust_remote_code, objective)
     interactive = prompt is None and sys.stdin.isatty()
     lines = iter([prompt]) if prompt is not None else _lines("> " if interactive else "")
     for number, line in enumerate(lines):
@@ -161,28 +160,46 @@ def _lines(prompt: str) -> Iterator[str]:
 
 def predict(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task qa, or a Hugging Face model for it.")],
-    question: Annotated[str, option("Question to answer.")],
-    context: Annotated[str, option("Text that contains the answer.")],
+    question: Annotated[str | None, option("Question to answer.")] = None,
+    context: Annotated[str | None, option("Text that contains the answer.")] = None,
+    data: Annotated[str | None, option("Rows to predict (file, folder or Hub name).")] = None,
     null_answers: Annotated[
         bool | None,
         flag("Allow an empty answer. Default: as in training.", None, "--null-answers/--no-null-answers"),
     ] = None,
+    output: Annotated[Path | None, path_option("With --data: new JSON lines file. Default: stdout.", "FILE")] = None,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
+    objective: ObjectiveOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question from a text.
+    """Answer a question from a text, or predict every row of a dataset.
+
+    With --data: prints one JSON line per row.
 
     Example: sansgpu predict runs/squad --question "Who wrote it?" --context "It was written by Ada."
     """
     from sansgpu.jobs.predict import predict as job
+    from sansgpu.jobs.predict import rows_of
+    from sansgpu.reporting.outputs import require_file
 
-    rows = [{"question": question, "context": context}]
-    result = job(run, rows, snapshot, warn, trust_remote_code, null_answers=null_answers)[0]
-    if as_json:
-        print_json(result)
+    if (data is None) == (question is None) or (question is None) != (context is None):
+        raise typer.BadParameter("give either --question with --context, or --data")
+    if output is not None and data is None:
+        raise typer.BadParameter("--output requires --data")
+    if output is not None:
+        require_file(output)
+    if data is None and not (str(question).strip() and str(context).strip()):
+        raise typer.BadParameter("--question and --context must not be empty")
+    options = {} if null_answers is None else {"null_answers": null_answers}
+    rows = [{"question": question, "context": context}] if data is None else rows_of(data)
+    results = job(run, rows, snapshot, warn, trust_remote_code, objective, **options)
+    if data is not None:
+        write_json_lines(results, output)
+    elif as_json:
+        print_json(results[0])
     else:
-        show(result["answer"] or "(no answer)")
+        show(results[0]["answer"] or "(no answer)")
 
 
 def export(
@@ -204,6 +221,7 @@ def export(
         flag("With hf: merge the adapter into the model, or write it alone.", OUTPUT, "--merge/--no-merge"),
     ] = None,
     trust_remote_code: RemoteCodeOption = False,
+    objective: ObjectiveOption = None,
 ) -> None:
     """Export a Hugging Face folder or a GGUF file.
 
@@ -218,8 +236,8 @@ def export(
     if form == "gguf":
         from sansgpu.jobs.export import export_gguf
 
-        show(export_gguf(run, snapshot, output, kind or "f16", warn, trust_remote_code))
+        show(export_gguf(run, snapshot, output, kind or "f16", warn, trust_remote_code, objective))
     else:
         from sansgpu.jobs.export import export_run
 
-        show(export_run(run, snapshot, output, merge, warn, trust_remote_code))
+        show(export_run(run, snapshot, output, merge, warn, trust_remote_code, objective))

@@ -62,3 +62,22 @@ class PackedSequences(ExampleBatch):
     def without_targets(self, size: int) -> PackedSequences:
         first = self.rows(0, 1)
         return replace(first, targets=torch.full_like(first.targets, IGNORE))
+
+
+@dataclass(frozen=True)
+class LabeledSequences:
+    """Examples of different lengths with targets (B, K)."""
+
+    tokens: Sequence[np.ndarray]
+    targets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(ids) for ids in self.tokens], np.int64)
+
+    def batch(self, numbers: np.ndarray) -> PackedSequences:
+        """Returns the examples with these indices."""
+        return PackedSequences.of([self.tokens[number] for number in numbers], self.targets[numbers], None, numbers)

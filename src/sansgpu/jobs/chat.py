@@ -19,23 +19,24 @@ class ChatSession:
         snapshot: str,
         warn: Callable[[str], None],
         remote_code: bool = False,
+        objective: str | None = None,
     ) -> None:
         """Raises ConfigError if there is no model, or if it has no chat template."""
-        self._model = open_model(target, "chat", snapshot, warn, remote_code)
+        self._model = open_model(target, "chat", snapshot, warn, remote_code, objective)
         if self._model.tokenizer.chat_template is None:
             raise ConfigError(f"{target} has no chat template; use `sansgpu generate`, or give data.chat_template.")
         self._system_messages = [{"role": "system", "content": system}] if system else []
         self.reset()
 
     def reset(self) -> None:
-        self.said = list(self._system_messages)
+        self.messages = list(self._system_messages)
 
     def say(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-        """Streams the model's answer. It joins the conversation once it is read to the end."""
+        """Streams the model's answer, which is added to the conversation once the caller has read all of it."""
         require_valid_sampling(sampling)
-        self.said.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
-        for piece in self._model.kind.answer(self._model, self.said, max_new_tokens, sampling):
+        for piece in self._model.kind.answer(self._model, self.messages, max_new_tokens, sampling):
             pieces.append(piece)
             yield piece
-        self.said.append({"role": "assistant", "content": "".join(pieces)})
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})

@@ -32,10 +32,10 @@ def evaluate_model(
     `remote_code` allows the model's own Python code to run. `objective` names the Python class that prepares the run's
     data. Raises ConfigError if the target or the data cannot be used.
     """
-    if objective and data is not None:
-        raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
     loaded = open_model(target, "evaluate", snapshot, warn, remote_code, objective)
     kind, config, source = loaded.kind, loaded.config, loaded.source
+    if objective not in (None, config.task) and data is not None:
+        raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
     if window is not None and not kind.has_windows:
         raise ConfigError("--window works with decoders only; other models use the length that they were trained with.")
     if data is None and source.snapshot is None:
@@ -67,6 +67,7 @@ def link_prediction(
     limit: int | None,
     progress: ReportProgress,
     warn: Callable[[str], None],
+    objective: str | None = None,
 ) -> dict[str, Any]:
     """Returns `tail` metrics of held-out triples, and `head` metrics if the model was trained with inverse relations.
 
@@ -75,6 +76,6 @@ def link_prediction(
     which filtered ranking excludes. `limit` is the maximum number of triples per side. Raises ConfigError if there is
     nothing to query.
     """
-    loaded = open_model(target, "rank", snapshot, warn)
+    loaded = open_model(target, "rank", snapshot, warn, objective=objective)
     report = loaded.kind.rank_entities(loaded, data, limit, progress, warn)
     return {"event": "link_prediction", "step": loaded.source.step, **report}

@@ -12,7 +12,7 @@ from sansgpu.models.gguf_file import TYPES, ModelDescription, write_gguf
 from sansgpu.reporting.marks import read_mark
 from sansgpu.reporting.outputs import GGUF, require_file, require_folder
 from sansgpu.reporting.unmarked import is_unmarked
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import kind_of_run, open_model
 from sansgpu.train.run_folders import open_run
 
 
@@ -23,6 +23,7 @@ def export_run(
     merge: bool | None,
     warn: Callable[[str], None],
     remote_code: bool = False,
+    objective: str | None = None,
 ) -> Path:
     """Writes a run's snapshot as a Hugging Face folder (default: RUN/export) and returns its path.
 
@@ -39,7 +40,7 @@ def export_run(
     _require_no_other_run(folder, run)
     if merge is not None and config.model.adapter == "none":
         raise ConfigError(f"{run} has no adapter; leave out --merge and --no-merge.")
-    loaded = open_model(str(run), "export", snapshot, warn, remote_code)
+    loaded = open_model(str(run), "export", snapshot, warn, remote_code, objective)
     loaded.kind.export_model(loaded, folder, merge)
     write_model_card(run, folder, loaded.source.step, warn)
     return folder
@@ -54,7 +55,13 @@ def _require_no_other_run(folder: Path, run: Path) -> None:
 
 
 def export_gguf(
-    run: Path, snapshot: str, output: Path | None, kind: str, warn: Callable[[str], None], remote_code: bool = False
+    run: Path,
+    snapshot: str,
+    output: Path | None,
+    kind: str,
+    warn: Callable[[str], None],
+    remote_code: bool = False,
+    objective: str | None = None,
 ) -> Path:
     """Writes a run's snapshot as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
 
@@ -63,11 +70,12 @@ def export_gguf(
     if kind not in TYPES:
         raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")
     config, _ = open_run(run)
+    kind_of_run(run, "gguf", objective)  # before the output is checked
     path = output or run / f"{run.resolve().name}-{kind}.gguf"
     if output is None:
         require_run(run)
     require_file(path, GGUF)
-    loaded = open_model(str(run), "gguf", snapshot, warn, remote_code)
+    loaded = open_model(str(run), "gguf", snapshot, warn, remote_code, objective)
     about = _about(run, config, loaded.source.step)
     unquantized = write_gguf(path, *loaded.kind.gguf_parts(loaded), kind, about)
     if unquantized:

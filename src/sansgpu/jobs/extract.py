@@ -52,6 +52,7 @@ def extract(
     snapshot: str,
     progress: ReportProgress,
     warn: Callable[[str], None],
+    objective: str | None = None,
 ) -> Triples:
     """Extracts up to `top` tails per head and relation with a score of at least `min_score` from `text` or `data`.
 
@@ -63,7 +64,7 @@ def extract(
         raise ConfigError("give either --text or --data to extract triples from.")
     if text is not None and not text.strip():
         raise ConfigError("--text must not be empty.")
-    loaded = open_model(target, "extract", snapshot, warn)
+    loaded = open_model(target, "extract", snapshot, warn, objective=objective)
     require_triples(loaded)
     config, codec = loaded.config, loaded.tokenizer
     unknown = next((name for name in relations if name not in codec.relations), None)

@@ -16,11 +16,12 @@ def generate_text(
     snapshot: str,
     warn: Callable[[str], None],
     remote_code: bool = False,
+    objective: str | None = None,
 ) -> Iterator[str]:
     """Streams the continuation of `prompt` by a run, a Hugging Face model or a GGUF file.
 
     `remote_code` allows the model's own Python code to run.
     """
     require_valid_sampling(sampling)
-    loaded = open_model(target, "generate", snapshot, warn, remote_code)
+    loaded = open_model(target, "generate", snapshot, warn, remote_code, objective)
     return loaded.kind.generate(loaded, prompt, max_new_tokens, sampling)

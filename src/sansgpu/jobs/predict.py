@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sansgpu.config import ConfigError
-from sansgpu.train.evaluate import evaluate
+import torch
+
+from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.sources import open_single
 from sansgpu.train.loading import open_model
-from sansgpu.train.step import StepPlan
 
 Row = dict[str, Any]
 
@@ -19,16 +20,23 @@ def predict(
     snapshot: str,
     warn: Callable[[str], None],
     remote_code: bool = False,
+    objective: str | None = None,
     **options: Any,
 ) -> list[Row]:
     """Returns the model's prediction for each row. `options` are those of the model's task.
 
-    Raises ConfigError if a text is empty, or the model's task predicts nothing.
+    Raises ConfigError if the model's task predicts nothing.
     """
-    for row in rows:
-        if any(not str(text).strip() for text in row.values()):
-            raise ConfigError(f"--{' and --'.join(row)} must not be empty.")
-    loaded = open_model(target, "predict", snapshot, warn, remote_code)
-    predictor = loaded.kind.predictor(loaded, rows, **options)
-    evaluate(predictor, StepPlan(loaded.kind.evaluation_batch(loaded.config), loaded.device, "fp32"))
-    return predictor.predictions()
+    loaded = open_model(target, "predict", snapshot, warn, remote_code, objective)
+    with torch.no_grad():
+        return list(loaded.kind.predict(loaded, rows, **options))
+
+
+def rows_of(data: str) -> list[Row]:
+    """Reads the rows of a dataset. Raises ConfigError if there are none, or one is not an object."""
+    rows = list(open_single(data, DataConfig(dataset_name=data)).rows())
+    if not rows:
+        raise ConfigError(f"{data} has no rows.")
+    if wrong := next((row for row in rows if not isinstance(row.value, dict)), None):
+        raise ConfigError(f"{wrong.where} is not an object with columns.")
+    return [row.value for row in rows]

@@ -18,8 +18,7 @@ from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, lin
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
-from sansgpu.machine.compilation import expect_shapes
-from sansgpu.models.modules import Table, materialize_empty
+from sansgpu.models.modules import Table, compile_blocks, materialize_empty
 
 INIT_STD = 0.02  # as in GPT-2 and Qwen
 
@@ -215,14 +214,8 @@ class TransformerLM(nn.Module):
         return linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten(), shape)
 
     def compile_blocks(self, on: bool = True) -> None:
-        """Compiles each block; all share one graph. Embedding and head stay eager, as compiled they use atomics."""
-        if on:
-            expect_shapes()
-        for block in self.blocks:
-            if on:
-                block.compile(dynamic=False)
-            else:
-                block._compiled_call_impl = None
+        """Compiles each block; all share one graph. Embedding and head stay eager: compiled, they add with atomics."""
+        compile_blocks(self.blocks, on, dynamic=False)
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -19,9 +19,8 @@ from sansgpu.kernels.attention import Decay, attention, bidirectional_ranges
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
-from sansgpu.machine.compilation import expect_shapes
 from sansgpu.models.entities import NORM_EPS, EntityTable
-from sansgpu.models.modules import Table, materialize_empty
+from sansgpu.models.modules import Table, compile_blocks, materialize_empty
 from sansgpu.models.relations import RelationFusion
 
 INIT_STD = 0.02
@@ -93,9 +92,9 @@ class SpanBoundary(nn.Module):
         self.first, self.second = Linear(3 * width, width), Linear(width, width)
         self.first_norm, self.second_norm = (nn.LayerNorm(width, eps=NORM_EPS) for _ in range(2))
 
-    def forward(self, before: torch.Tensor, behind: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(self, before: torch.Tensor, after: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Combines the states before and after each masked token's span (M, D) and its offset (M,) into (M, D)."""
-        x = torch.cat((before, behind, embed(offsets[None], self.offset.weight)[0]), dim=-1)
+        x = torch.cat((before, after, embed(offsets[None], self.offset.weight)[0]), dim=-1)
         x = self.first_norm(F.gelu(self.first(x)))
         out: torch.Tensor = self.second_norm(F.gelu(self.second(x)))
         return out
@@ -153,14 +152,7 @@ class GraphEncoder(nn.Module):
             self.entities.initialize(INIT_STD, generator)
 
     def compile_blocks(self, on: bool = True) -> None:
-        """Compiles each block; all share one graph, which accepts any number of nodes."""
-        if on:
-            expect_shapes()
-        for block in self.blocks:
-            if on:
-                block.compile(dynamic=True)
-            else:
-                block._compiled_call_impl = None
+        compile_blocks(self.blocks, on)
 
     def hidden(
         self,

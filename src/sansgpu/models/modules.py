@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from sansgpu.machine.compilation import expect_shapes
+
 
 class Table(nn.Embedding):
-    """nn.Embedding without initialization on the meta device, which would import torch's compiler for a second."""
+    """nn.Embedding that skips initialization on the meta device: it would import torch's compiler, which takes 1 s."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -21,6 +24,17 @@ def materialize_empty(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
+
+
+def compile_blocks(blocks: Iterable[nn.Module], on: bool, dynamic: bool = True) -> None:
+    """Compiles each block, or stops using compiled blocks. With `dynamic`, their one graph accepts any input length."""
+    if on:
+        expect_shapes()
+    for block in blocks:
+        if on:
+            block.compile(dynamic=dynamic)
+        else:
+            block._compiled_call_impl = None
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

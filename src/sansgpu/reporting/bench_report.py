@@ -53,7 +53,7 @@ def _plots(result: BenchResult) -> list[Plot]:
     steps = [p["steps"] for p in result["projections"]]
     hours = [p["seconds"] / 3600 for p in result["projections"]]
     measured = [Series("", list(range(1, len(times) + 1)), times, marked=True)]
-    shares = [Series(name, parts, values, color=place) for place, (name, values) in enumerate(seconds_of.items())]
+    shares = [Series(name, parts, values, color=index) for index, (name, values) in enumerate(seconds_of.items())]
     found = [
         Plot("steps", "Every measured step", "step", "seconds", measured, from_zero=True),
         Plot("parts", "Time per step, measured and at the hardware limit", "", "seconds", shares, "bars"),

@@ -56,7 +56,7 @@ class GpuComparison(TypedDict):
 
 
 class BenchResult(TypedDict):
-    """The result of `sansgpu bench --json`, besides facts of the run, its environment and the machine's load."""
+    """The result of `sansgpu bench --json`. It also has facts of the run, its environment and the machine's load."""
 
     name: str
     task: str
@@ -78,7 +78,7 @@ class BenchResult(TypedDict):
     build_seconds: dict[str, float]
     startup_seconds: dict[str, float]
     breakdown: dict[str, float]  # share of a step by part
-    limits: dict[str, float]  # the same at the hardware's limit, relative to the measured step
+    limits: dict[str, float]  # lower bound of each part's time at peak hardware rates / measured step time
     disturbances: list[str]
     warnings: list[str]
     from_step: int

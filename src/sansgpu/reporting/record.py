@@ -96,7 +96,7 @@ class RunRecord:
     @property
     def end_reason(self) -> str | None:
         """done, interrupted or out_of_time; None if the run is active or was killed."""
-        ends = self.events_of_kind("end")  # a resumed run removes it
+        ends = self.events_of_kind("end")  # a resumed run removes the end event of the interrupted process
         return str(ends[-1]["reason"]) if ends else None
 
     @property

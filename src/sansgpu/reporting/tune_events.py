@@ -54,7 +54,7 @@ class TrialStep:
 
 @dataclass(frozen=True)
 class TrialEnd:
-    """A trial ended, and what is left of the search."""
+    """A trial ended. `left` estimates the rest of the search."""
 
     trial: int
     state: str
@@ -94,7 +94,7 @@ class SearchResult:
     folder: str
     best: TrialRow
     default: TrialRow | None  # the unchanged configuration
-    gain: float | None  # of the best trial's loss over the default's
+    gain: float | None  # relative decrease of the loss from the unchanged configuration to the best trial
     importance: dict[str, float]
     seconds: float
     trials: list[TrialRow]

@@ -38,33 +38,33 @@ def state(row: TrialRow) -> str:
 
 
 def parameters(chosen: Parameters) -> str:
-    """Formats the parameters of a trial by the last part of their keys. No parameters are the given configuration."""
+    """Formats a trial's parameters, e.g. "learning_rate 0.003"; "baseline" if the trial changes none."""
     return ", ".join(f"{key.rpartition('.')[2]} {value(v)}" for key, v in chosen.items()) or "baseline"
 
 
-def print_estimate(console: Console, about: SearchEstimate) -> None:
+def print_estimate(console: Console, estimate: SearchEstimate) -> None:
     """Prints the search space and the estimated time."""
     table = grid()
-    for key, values in about.space.items():
+    for key, values in estimate.space.items():
         table.add_row(key, values)
     console.print(table)
-    console.print(_length(about), soft_wrap=True, highlight=False)
+    console.print(_length(estimate), soft_wrap=True, highlight=False)
 
 
-def _length(about: SearchEstimate) -> str:
-    each, whole, trials = about.trial_seconds, about.seconds, about.trials
+def _length(estimate: SearchEstimate) -> str:
+    each, seconds, trials = estimate.trial_seconds, estimate.seconds, estimate.trials
     text = counted(trials, "trial") if trials else "trials"
     if each is not None:
         text += f" of about {duration(each)}"
-    if whole == 0:
+    if seconds == 0:
         return text + ", all finished"
-    if whole is None:
+    if seconds is None:
         return text + "; no time estimate, because the model does not fit into memory here"
-    return f"{text}, about {duration(whole)} total (less with pruning), done {_finish(about)}"
+    return f"{text}, about {duration(seconds)} total (less with pruning), done {_finish(estimate)}"
 
 
-def _finish(about: SearchEstimate) -> str:
-    return clock(datetime.fromisoformat(about.finish)) if about.finish else "unknown"
+def _finish(estimate: SearchEstimate) -> str:
+    return clock(datetime.fromisoformat(estimate.finish)) if estimate.finish else "unknown"
 
 
 class TuneTerminal:
@@ -117,8 +117,8 @@ class TuneTerminal:
     def _begin_trial(self, event: TrialBegin) -> None:
         self._running[event.trial] = "starting"
         if event.resumed:
-            how = f"resumes from step {event.step}" if event.step else "restarts"
-            self._say(f"trial {event.trial} {how}: {parameters(event.parameters)}")
+            action = f"resumes from step {event.step}" if event.step else "restarts"
+            self._say(f"trial {event.trial} {action}: {parameters(event.parameters)}")
         self._redraw()
 
     def _end_trial(self, event: TrialEnd) -> None:

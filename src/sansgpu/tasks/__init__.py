@@ -5,6 +5,7 @@ from typing import cast
 
 from sansgpu.config import Config, ConfigError, import_class, task_class
 from sansgpu.config.by_task import TASK_CLASSES
+from sansgpu.tasks.base import TaskBase
 from sansgpu.tasks.task import (
     Collecting,
     Corpus,
@@ -13,7 +14,6 @@ from sansgpu.tasks.task import (
     Objective,
     Sums,
     Task,
-    TaskBase,
     TaskKind,
     add_sums,
 )

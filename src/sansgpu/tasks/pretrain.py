@@ -31,10 +31,10 @@ from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
 from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
+from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.language_modeling import LanguageModeling
-from sansgpu.tasks.task import TaskBase
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
-from sansgpu.tasks.vocabulary import with_expected_vocabulary, with_vocabulary_of
+from sansgpu.tasks.vocabulary import with_vocabulary_of
 
 EVALUATION_TOKENS = 4096  # per micro-batch
 UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
@@ -67,7 +67,7 @@ class TextCorpus:
         return None  # every token has a loss
 
 
-class PretrainObjective:
+class PretrainObjective(ObjectiveBase):
     """A decoder and its loss."""
 
     def __init__(self, config: Config, model: Any = None) -> None:
@@ -89,7 +89,7 @@ class PretrainObjective:
         self.model.before_block = callback
 
 
-class Pretrain(TaskBase, PretrainObjective):
+class Pretrain(PretrainObjective, TaskWithEvaluator):
     """`task: pretrain`."""
 
     settings = SETTINGS["pretrain"]
@@ -134,12 +134,9 @@ class Pretrain(TaskBase, PretrainObjective):
             fingerprint,
         )
 
-    @staticmethod
-    def objective(config: Config, layers: int | None = None) -> PretrainObjective:
-        if layers is None:
-            return PretrainObjective(config)
-        model = config.model.model_copy(update={"n_layers": layers})
-        return PretrainObjective(config.model_copy(update={"model": model}))
+    @classmethod
+    def without_data(cls, config: Config) -> PretrainObjective:
+        return PretrainObjective(config)
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
@@ -152,27 +149,20 @@ class Pretrain(TaskBase, PretrainObjective):
         positions = torch.arange(config.window).expand_as(inputs).contiguous()
         return Batch(inputs, targets, positions, torch.zeros_like(inputs))
 
-    @staticmethod
-    def with_vocabulary(config: Config) -> Config:
-        return with_expected_vocabulary(config)
-
-    @staticmethod
-    def costs(config: Config) -> DecoderCosts:
+    @classmethod
+    def costs(cls, config: Config) -> DecoderCosts:
         return DecoderCosts(config.model, config.training, config.window, config.window)
 
     def batch(self, step: int, total_steps: int | None = None) -> Batch:
         """Returns the global batch of a step, cut into shorter pieces during the window warm-up."""
         training, window = self._config.training, self._config.window
         indices = batch_indices(training.seed, step, len(self.corpus.train), self._effective_batch)
-        batch = self.corpus.train.batch(indices)
+        batch: Batch = self.corpus.train.batch(indices)
         piece = window if total_steps is None else piece_length(training, window, step, total_steps)
         return batch.in_pieces(piece) if piece < window else batch
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, Sampling(seed=seed)))
-
-    def save_tokenizer(self, folder: Path) -> None:
-        self.corpus.tokenizer.save(folder)
 
     def export(self, folder: Path) -> None:
         """Writes weights, config, tokenizer and generation config."""
@@ -180,7 +170,7 @@ class Pretrain(TaskBase, PretrainObjective):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        """Returns True for a folder or GGUF file in the layout of our decoders, or a missing path, to name it."""
+        """Returns True for folders and GGUF files with one of our decoders, and for paths that `load` will reject."""
         path = Path(target).expanduser()
         if is_gguf(target):
             return decoder_config(path) is not None
@@ -246,7 +236,9 @@ class Pretrain(TaskBase, PretrainObjective):
     def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], Weights, TokenizerParts]:
         decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
         weights = to_hugging_face(decoder.config, decoder.state_dict())
-        parts = TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)  # documents start with it, too
+        parts = TokenizerParts(
+            tokenizer.backend.to_str(), end, end, end, begins=True
+        )  # the end-of-text token also starts a document
         return hugging_face_config(decoder.config, end), weights, parts
 
 

@@ -24,10 +24,11 @@ from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningCorpus, FineTuningTask, require_rows, too_few
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ConversationExamples:
 
 
 @dataclass(frozen=True)
-class ChatCorpus(FineTuningCorpus[ConversationExamples]):
+class ChatCorpus(TokenizedCorpus[ConversationExamples]):
     """Tokenized conversations with loss masks, for training and validation."""
 
     def preview(self) -> str | None:
@@ -89,7 +90,7 @@ class SFTObjective(FineTuning):
         return self.unpadded.summed_loss(batch.tokens, batch.lengths, batch.targets, shape)
 
 
-class SFT(FineTuningTask, SFTObjective):
+class SFT(SFTObjective, FineTuningTask):
     """`task: sft`."""
 
     settings = SETTINGS["sft"]
@@ -114,7 +115,7 @@ class SFT(FineTuningTask, SFTObjective):
         examples = _examples(sources.train, config, tokenizer, progress, notes)
         if sources.validation is not None:
             train = ConversationExamples(examples, np.arange(len(examples)))
-            validation = whole_source(sources.validation, config, tokenizer, progress, notes)
+            validation = tokenize_source(sources.validation, config, tokenizer, progress, notes)
         else:
             if len(examples) < 2:
                 raise too_few(sources.train.name, len(examples), "rows")
@@ -147,7 +148,7 @@ class SFT(FineTuningTask, SFTObjective):
         notes: list[str] = []
         settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
         source = open_single(request.data, settings)
-        part = whole_source(source, loaded.config, loaded.tokenizer, request.progress, notes)
+        part = tokenize_source(source, loaded.config, loaded.tokenizer, request.progress, notes)
         for note in notes:
             request.warn(note)
         require_rows(part, request.data)
@@ -208,7 +209,7 @@ class SFTEvaluator:
         return text_metrics(sums)
 
 
-def whole_source(
+def tokenize_source(
     source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
 ) -> ConversationExamples:
     """Reads all rows of a source. Raises ConfigError if one is invalid."""

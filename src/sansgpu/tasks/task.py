@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -41,13 +41,6 @@ class Evaluator(Protocol):
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Computes metrics from sums over all batches. They include `loss`; lower is better."""
-
-
-class Predictor(Evaluator, Protocol):
-    """An evaluator of rows without targets."""
-
-    def predictions(self) -> list[dict[str, Any]]:
-        """Returns a prediction for each row, in order, once all batches are evaluated."""
 
 
 @runtime_checkable
@@ -136,47 +129,6 @@ class Task(Evaluator, Objective, Protocol):
         """Writes the model as a Hugging Face folder."""
 
 
-class TaskBase:
-    """Defaults of a task: it is evaluated by its `evaluator`, generates no text and has no training metrics."""
-
-    settings: ClassVar[TaskSettings]
-    verbs: ClassVar[tuple[Verb, ...]] = ("evaluate", "export")
-    verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
-    verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
-    has_windows: ClassVar[bool] = False
-    evaluator: Evaluator
-
-    @classmethod
-    def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
-        return []
-
-    @classmethod
-    def recognizes(cls, target: str) -> bool:
-        return False
-
-    @classmethod
-    def evaluation_batch(cls, config: Config) -> int:
-        return 8
-
-    def step_sums(self) -> Sums:
-        return {}
-
-    def step_metrics(self, sums: Sums) -> dict[str, float]:
-        return {}
-
-    def validation_batches(self, size: int) -> Iterator[ExampleBatch]:
-        return self.evaluator.validation_batches(size)
-
-    def evaluate(self, batch: Any) -> Sums:
-        return self.evaluator.evaluate(batch)
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return self.evaluator.metrics(sums)
-
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        return ""
-
-
 class TaskKind(Protocol):
     """The class of a task: everything that is known without its data."""
 
@@ -218,8 +170,8 @@ class TaskKind(Protocol):
     def evaluator_for(self, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         """Prepares the evaluation of a model. Raises ConfigError if the data cannot be used."""
 
-    def predictor(self, loaded: TrainedModel, rows: Sequence[dict[str, Any]], **options: Any) -> Predictor:
-        """Prepares the prediction of rows. Raises ConfigError."""
+    def predict(self, loaded: TrainedModel, rows: Sequence[dict[str, Any]], **options: Any) -> Sequence[dict[str, Any]]:
+        """Returns a prediction for each row. Raises ConfigError."""
 
     def generate(self, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         """Streams the continuation of a prompt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,9 @@ class VariableLengthCorpus(Generic[P]):
     notes: Sequence[str]
     fingerprint: str
 
+    def preview(self) -> str | None:
+        return None
+
     @property
     def train_examples(self) -> int:
         return len(self.train)
@@ -50,3 +53,10 @@ class VariableLengthCorpus(Generic[P]):
     @property
     def validation_tokens(self) -> int:
         return int(self.validation.lengths.sum())
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus(VariableLengthCorpus[P]):
+    """Examples with the tokenizer that made them."""
+
+    tokenizer: Any

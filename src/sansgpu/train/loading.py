@@ -18,7 +18,6 @@ from sansgpu.train.snapshots import Snapshot, find_snapshot
 
 _REFUSALS: dict[Verb, str] = {
     "generate": "which cannot generate text; this command",
-    "chat": "which was not trained on conversations; this command",
     "gguf": "but --format gguf",
 }
 
@@ -34,19 +33,16 @@ def open_model(
     """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can.
 
     `remote_code` allows the model's own Python code to run, and `objective` the class outside the package that is a
-    run's task.
+    run's task. The class that a run of a task of the package names only prepares data, to evaluate on it.
     """
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
-        if (named := open_run(folder)[0].outside_class) is not None:
-            with_objective(open_run(folder)[0], folder, objective)  # raises if `objective` does not name it
-            task_class(named)
-        kind = task_of(open_run(folder)[0])
-        if verb not in kind.verbs:
-            raise _refusal(target, open_run(folder)[0], verb)
+        kind = kind_of_run(folder, verb, objective)
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
         source = ModelSource(target, remote_code, config, snapshot, open_run(folder)[1].tokenizer)
     else:
+        if objective is not None:
+            raise ConfigError(f"{target} is not a run; leave out --objective.")
         kind = _kind_of_model(target, verb)
         if snapshot_name != "latest":
             raise ConfigError(f"{target} is not a run, so it has no snapshots; leave out --snapshot.")
@@ -57,6 +53,20 @@ def open_model(
     loaded, tokenizer, config = kind.load(source)
     loaded.model.eval().to(device)
     return TrainedModel(kind, source, loaded, tokenizer, config, device, precision)
+
+
+def kind_of_run(folder: Path, verb: Verb, objective: str | None) -> TaskKind:
+    """Returns the task of a run. Raises ConfigError if it cannot do `verb`, or needs a class that was not named."""
+    config = open_run(folder)[0]
+    if config.outside_class is not None:
+        with_objective(config, folder, objective)  # raises if `objective` does not name it
+        task_class(config.outside_class)
+    elif objective is not None and verb != "evaluate":
+        raise ConfigError(f"{folder} is a run of task {config.task}; leave out --objective.")
+    kind = task_of(config)
+    if verb not in kind.verbs:
+        raise _refusal(str(folder), config, verb)
+    return kind
 
 
 def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[Config, Snapshot]:
@@ -79,6 +89,8 @@ def _kind_of_model(target: str, verb: Verb) -> TaskKind:
 
 
 def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
+    if verb == "chat" and "generate" in task_of(config).verbs:
+        return ConfigError(f"{target} was not trained on conversations; use `sansgpu generate` to continue a text.")
     clause = _REFUSALS.get(verb, "but this command")
     return ConfigError(f"{target} is a run of task {config.task}, {clause} needs one of task {_tasks_with(verb)}.")
 

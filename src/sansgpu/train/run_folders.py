@@ -24,6 +24,7 @@ from sansgpu.config import (
     overridden_key,
 )
 from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as, write_text
+from sansgpu.config.by_task import is_outside
 from sansgpu.reporting.escape import printable_line
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.train.run_marks import require_own_configuration
@@ -31,7 +32,7 @@ from sansgpu.train.snapshots import snapshots
 
 RUNS = Path("runs")  # default parent folder of runs
 PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
-PROBE_SECONDS = 0.5  # `is_locked` may hold the lock for a moment
+PROBE_SECONDS = 0.5  # to wait for the lock, because `is_locked` in another process takes it for a moment
 
 
 def run_paths(folder: Path, config: Config) -> RunPaths:
@@ -130,9 +131,10 @@ def with_objective(config: Config, folder: Path, requested: str | None) -> Confi
     """
     recorded = recorded_config(folder).outside_class
     if recorded and requested is None:
+        instead = "" if is_outside(config.task) else ", or name other data with --data"
         raise ConfigError(
             f"{folder} was trained with objective {recorded}, which is Python code: add --objective {recorded} to "
-            "import it, or name other data with --data."
+            f"import it{instead}."
         )
     if requested != recorded:
         raise ConfigError(

@@ -1,0 +1,153 @@
+"""Costs of training any module with repeated blocks, counted from its parameters.
+
+N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longest example, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from torch import nn
+
+from sansgpu.machine.memory import Execution
+from sansgpu.models.costing import (
+    COMPUTE,
+    FULL,
+    Costs,
+    LinearShapes,
+    StepTraffic,
+    StepWork,
+    cross_entropy_bytes,
+    muon_flops,
+    numbers_of,
+    shapes_of,
+)
+from sansgpu.models.modules import blocks_of
+
+# Bytes per token that a block saves for its backward pass, per unit of D, and per unit of F for each (D, F) matrix, by
+# precision. Measured on the layouts of Qwen2 and BERT, not compiled.
+_SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
+
+
+@dataclass(frozen=True)
+class ModuleShape:
+    """Sizes and parameter counts of a model, on which its costs depend; tied parameters count once."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    vocabulary: int
+    outputs: int  # features of the output head, such as the vocabulary size or the number of classes
+    embedding: int
+    head: int  # all weights after the blocks; 0 if tied to the embedding
+    blocks: int
+    adapter: int
+    trained: int
+    trained_matrices: int  # in blocks; only their gradients have the compute dtype
+    products: tuple[tuple[tuple[int, int], int], ...]
+
+    def with_layers(self, layers: int) -> ModuleShape:
+        """Returns the shape with at most `layers` blocks."""
+        share = min(layers, self.layers) / self.layers
+        removed = (1 - share) * (self.trained - self.head - self.embedding if self.adapter == 0 else self.adapter)
+        return replace(
+            self,
+            layers=min(layers, self.layers),
+            blocks=round(self.blocks * share),
+            adapter=round(self.adapter * share),
+            trained=self.trained - round(removed),
+            trained_matrices=round(self.trained_matrices * share),
+        )
+
+
+def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outputs: int | None = None) -> ModuleShape:
+    """Counts the parameters of a model, which may be on the meta device.
+
+    `outputs` defaults to the outputs of the last linear layer after the blocks, or else to the vocabulary.
+    """
+    blocks = blocks_of(model)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    named = list(model.named_parameters())
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    # Keyed by identity: an adapter layer exposes the weight of its base layer as its own.
+    matrices: dict[int, nn.Parameter] = {}
+    for module in blocks[0].modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            matrices[id(weight)] = weight
+    heads_after = [p for _, p in named if p.ndim == 2 and id(p) not in embeddings | inside]
+    return ModuleShape(
+        layers=len(blocks),
+        width=width,
+        inner=max((max(weight.shape) for weight in matrices.values()), default=width),
+        heads=heads,
+        vocabulary=vocabulary,
+        outputs=outputs or (int(heads_after[-1].shape[0]) if heads_after else vocabulary),
+        embedding=sum(p.numel() for _, p in named if id(p) in embeddings),
+        head=sum(p.numel() for n, p in named if id(p) not in embeddings | inside and "lora_" not in n),
+        blocks=sum(p.numel() for n, p in named if id(p) in inside and "lora_" not in n),
+        adapter=sum(p.numel() for n, p in named if "lora_" in n),
+        trained=sum(p.numel() for _, p in named if p.requires_grad),
+        trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
+        products=tuple(shapes_of((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
+    )
+
+
+@dataclass(frozen=True)
+class ModuleCosts(Costs):
+    """The costs of a model of a given shape."""
+
+    shape: ModuleShape = field(kw_only=True)
+
+    @property
+    def layers(self) -> int:
+        return self.shape.layers
+
+    @property
+    def width(self) -> int:
+        return self.shape.width
+
+    def with_layers(self, layers: int) -> Self:
+        return replace(self, shape=self.shape.with_layers(layers))
+
+    def parameters(self) -> dict[str, int]:
+        shape = self.shape
+        parts = {"embedding": shape.embedding, "blocks": shape.blocks, "head": shape.head, "adapter": shape.adapter}
+        return {name: count for name, count in parts.items() if count}
+
+    def products(self) -> LinearShapes:
+        return LinearShapes(dict(self.shape.products), (self.width, self.shape.outputs))
+
+    def work(self, tokens: float) -> StepWork:
+        """Counts 6 FLOPs per token for each trained weight, and 4 for each frozen one, which needs no gradient."""
+        shape = self.shape
+        per_weight = 6.0 if shape.trained > shape.adapter + shape.head else 4.0
+        matrices = numbers_of(dict(shape.products)) * shape.layers
+        return StepWork(
+            matmul=(per_weight * matrices + 6.0 * shape.adapter) * tokens,
+            attention=12.0 * shape.layers * shape.width * (self.example_tokens + 1) / 2 * tokens,
+            loss=per_weight * shape.outputs * shape.width * tokens * self.target_ratio,
+            muon=shape.layers * muon_flops(dict(shape.products)),
+        )
+
+    def traffic(self, how: Execution) -> StepTraffic:
+        memory, trained = self.memory(how), self.trained()
+        update = 2.0 * (memory.optimizer + FULL * trained) + COMPUTE[how.precision] * 2 * trained
+        return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
+
+    def trained(self) -> int:
+        return self.shape.trained
+
+    def trained_matrices(self) -> int:
+        return self.shape.trained_matrices
+
+    def saved_bytes(self, how: Execution) -> int:
+        shape, (width, inner) = self.shape, _SAVED_BYTES[how.precision]
+        up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
+        per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
+        return how.tokens(self.window) * per_token
+
+    def head_bytes(self, how: Execution) -> int:
+        return cross_entropy_bytes(how, how.tokens(self.window), self.products().head, trained=True)

@@ -1,0 +1,171 @@
+"""Defaults for everything that a task need not write itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from sansgpu.config import Config, ConfigError, TaskSettings
+from sansgpu.data.batch import ExampleBatch
+from sansgpu.data.order import batch_indices
+from sansgpu.data.tokenizer import load_tokenizer
+from sansgpu.models.costing import Costs
+from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
+from sansgpu.models.module_folder import export_module
+from sansgpu.models.modules import blocks_of, compile_blocks
+from sansgpu.tasks.task import Evaluator, Sums
+from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
+from sansgpu.tasks.vocabulary import with_expected_vocabulary
+
+
+class ObjectiveBase:
+    """A model and its loss, without other training metrics."""
+
+    def step_sums(self) -> Sums:
+        return {}
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        return {}
+
+
+class TaskBase(ObjectiveBase):
+    """A task with defaults. The corpus is a `TokenizedCorpus`; without one, the task is only a model and its loss.
+
+    A task of its own kind has `settings`, `build`, `prepare`, `loss`, `random_batch`, `evaluate` and `metrics`.
+    CONTRIBUTING.md shows an example.
+    """
+
+    settings: ClassVar[TaskSettings]
+    verbs: ClassVar[tuple[Verb, ...]] = ("evaluate", "export")
+    verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
+    verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
+    has_windows: ClassVar[bool] = False
+    model: Any  # nn.Module
+
+    def __init__(self, config: Config, corpus: Any = None, effective_batch: int = 1) -> None:
+        self.config, self.corpus, self._effective_batch = config, corpus, effective_batch
+        self.notes: Any = ()
+        self.model = self.build(config)
+        if corpus is not None:
+            self.fingerprint: str = corpus.fingerprint
+            costs = replace(self.costs(config), example_tokens=corpus.example_tokens)
+            self.flops_per_token: float = costs.work(1).needed
+
+    @classmethod
+    def build(cls, config: Config) -> nn.Module:
+        """Builds the model. Its weights are a function of `training.seed`, not of torch's global random state."""
+        raise NotImplementedError
+
+    @classmethod
+    def objective(cls, config: Config, layers: int | None = None) -> Any:
+        return cls.without_data(config if layers is None else _with_layers(config, layers))
+
+    @classmethod
+    def without_data(cls, config: Config) -> Any:
+        """Returns the model with its loss, an `Objective`."""
+        return cls(config)
+
+    @classmethod
+    def costs(cls, config: Config) -> Costs:
+        shape = _shape(cls.build, config.model_dump_json())
+        return ModuleCosts(config.model, config.training, config.window, config.window, shape=shape)
+
+    @classmethod
+    def with_vocabulary(cls, config: Config) -> Config:
+        return with_expected_vocabulary(config)
+
+    @classmethod
+    def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
+        return []
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        return False
+
+    def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
+        part = self.corpus.train
+        indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
+        batch: ExampleBatch = part.batch(indices)
+        return batch
+
+    def compile(self, on: bool) -> None:
+        """Compiles each block separately, for inputs of any length."""
+        compile_blocks(blocks_of(self.model), on)
+
+    def between_blocks(self, callback: Callable[[], None]) -> None:
+        """Does nothing: `callback` then acts between micro-batches only."""
+
+    def validation_batches(self, size: int) -> Iterator[ExampleBatch]:
+        part = self.corpus.validation
+        for start in range(0, len(part), size):
+            yield part.batch(np.arange(start, min(start + size, len(part))))
+
+    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+        return ""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        self.corpus.tokenizer.save(folder)
+
+    def export(self, folder: Path) -> None:
+        export_module(self.model, self.config.model, self.corpus.tokenizer, folder)
+
+    @classmethod
+    def load(cls, source: ModelSource) -> tuple[Any, Any, Config]:
+        """Loads a run."""
+        assert source.config is not None
+        assert source.snapshot is not None
+        assert source.tokenizer is not None
+        task = cls.without_data(source.config)
+        task.model.load_state_dict(source.snapshot.weights())
+        return task, load_tokenizer(source.tokenizer), source.config
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return 8
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
+        if request.data is not None:
+            raise ConfigError(f"task {loaded.config.task} evaluates its own validation split only; leave out --data.")
+        loaded.objective.corpus = request.own_corpus()
+        evaluator: Evaluator = loaded.objective
+        return evaluator
+
+    @classmethod
+    def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
+        export_module(loaded.objective.model, loaded.config.model, loaded.tokenizer, folder)
+
+
+class TaskWithEvaluator(TaskBase):
+    """A task that is evaluated by another object, which also evaluates models without training data."""
+
+    evaluator: Evaluator
+
+    def validation_batches(self, size: int) -> Iterator[ExampleBatch]:
+        return self.evaluator.validation_batches(size)
+
+    def evaluate(self, batch: Any) -> Sums:
+        return self.evaluator.evaluate(batch)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        return self.evaluator.metrics(sums)
+
+
+def _with_layers(config: Config, layers: int) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"n_layers": layers})})
+
+
+@lru_cache(maxsize=8)
+def _shape(build: Callable[[Config], nn.Module], config_json: str) -> ModuleShape:
+    config = Config.model_validate_json(config_json)
+    with torch.device("meta"):
+        model = build(config)
+    assert config.model.vocab_size is not None
+    return module_shape(model, config.model.d_model, config.model.n_heads, config.model.vocab_size)
