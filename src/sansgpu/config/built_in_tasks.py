@@ -150,12 +150,7 @@ SETTINGS = {
         adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
         problems=fine_tuning_problems,
         metrics=TEXT_METRICS,
-        card=lambda model: CardText(
-            "a decoder fine-tuned on conversations",
-            "text-generation",
-            "CausalLM",
-            'sansgpu chat MODEL --prompt "Hello!"',
-        ),
+        card=lambda model: CardText("a decoder fine-tuned on conversations", "text-generation", "CausalLM", _CHAT),
     ),
     "qa": TaskSettings(
         "qa",

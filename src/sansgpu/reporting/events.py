@@ -43,10 +43,10 @@ def metrics_in(event: Event, settings: TaskSettings) -> list[Metric]:
     ]
 
 
-def current_metrics(event: Event, settings: TaskSettings) -> list[tuple[Metric, str]]:
-    """Returns the metrics of a step or eval event for step lines and the live view, with the text of their values."""
+def current_metrics(event: Event, settings: TaskSettings) -> list[tuple[str, str]]:
+    """Returns (short label, value) of the metrics in a step or eval event that step lines and the live view show."""
     shown = (metric for metric in settings.metrics if metric.short and event.get(metric.name) is not None)
-    return [(metric, metric.form.format(event[metric.name])) for metric in shown]
+    return [(metric.short, metric.form.format(event[metric.name])) for metric in shown]
 
 
 def now() -> str:

@@ -158,9 +158,8 @@ def _progress(shown: ScreenState) -> list[Cell]:
             ("learning rate", f"{step['lr']:.3g}"),
             ("gradient norm", f"{step['grad_norm']:.3g}"),
         ]
-    settings = settings_of(str(shown.start.get("task")))
-    for metric, value in current_metrics(evaluation, settings):
-        cells.append((metric.short, f"{value} at {evaluation['step']:,}"))
+    metrics = current_metrics(evaluation, settings_of(str(shown.start.get("task"))))
+    cells += [(name, f"{value} at {evaluation['step']:,}") for name, value in metrics]
     if shown.snapshot:
         name, when = shown.snapshot
         cells.append(("snapshot", f"{name}, {duration(time.monotonic() - when)} ago"))

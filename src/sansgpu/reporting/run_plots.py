@@ -71,14 +71,9 @@ class Drawing:
 
     def _metrics(self) -> Iterator[Plot]:
         """Yields plots of the task's metrics in training, if recorded, and validation."""
-        found = [
-            metric
-            for run in self.runs
-            for event in run.record.evaluations[:1]
-            for metric, _ in reported_metrics(run.record, event)
-            if metric.plotted
-        ]
-        for metric in {metric.name: metric for metric in found}.values():
+        first = [(run.record, event) for run in self.runs for event in run.record.evaluations[:1]]
+        found = (metric for record, event in first for metric, _ in reported_metrics(record, event))
+        for metric in {metric.name: metric for metric in found if metric.plotted}.values():
             get: Getter = lambda event, of=metric: of.number(event.get(of.name))  # type: ignore[misc]  # noqa: E731
             roles = [("training", "step", get), ("validation", "eval", get)]
             note = "Higher is better." if metric.better == "higher" else ""

@@ -95,7 +95,7 @@ class Terminal:
     def _figures(self, event: Event) -> str:
         eta = event["eta_seconds"]
         finish = datetime.now() + timedelta(seconds=eta)
-        metrics = "".join(f"{metric.short} {value}  " for metric, value in current_metrics(event, self._settings))
+        metrics = "".join(f"{name} {value}  " for name, value in current_metrics(event, self._settings))
         return (
             f"loss {event['loss']:.4f}  {metrics}{event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
             f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
@@ -158,11 +158,7 @@ class PreparationBar:
             self._finish()
             self._stage, self._started = doing, time.monotonic()
             if self._console.is_terminal:
-                columns = (
-                    DESCRIPTION,
-                    BarColumn(),
-                    FIGURES,
-                )
+                columns = DESCRIPTION, BarColumn(), FIGURES
                 self._bar = Progress(*columns, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
                 self._task = self._bar.add_task(doing, total=total, figures="")
                 self._bar.start()
