@@ -169,7 +169,7 @@ class QA(QAObjective, FineTuningTask):
     def predict(
         cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], null_answers: bool | None = None
     ) -> list[dict[str, Any]]:
-        """Answers the `question` of each row from its `context`. `null_answers` None follows the run's configuration."""
+        """Answers each row's `question` from its `context`. `null_answers` None follows the run's configuration."""
         for number, row in enumerate(rows, 1):
             if any(not str(row.get(key, "")).strip() for key in ("question", "context")):
                 raise ConfigError(f"row {number} needs a question and a context; add what is missing.")
