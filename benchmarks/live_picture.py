@@ -38,7 +38,7 @@ class RecordedView(LiveView):
             self._note(event)
             if event["event"] == "snapshot":
                 self._screen.snapshot = event["path"], now - (last - _elapsed(event))
-        self._screen.system = next(event["system"] for event in reversed(events) if event.get("system"))
+        self._screen.system = next((event["system"] for event in reversed(events) if event.get("system")), {})
         return screen(self._screen, console.width, console.height)
 
 

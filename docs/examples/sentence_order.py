@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.config import Config, ConfigError, TaskSettings, derive_seed
+from sansgpu.config import Config, ConfigError, Metric, TaskSettings, derive_seed
 from sansgpu.data.order import generator
 from sansgpu.data.rows import row_text
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
@@ -55,6 +55,7 @@ class SentenceOrder(TaskBase):
         "sentence_order:SentenceOrder",
         ("from scratch", "texts"),
         defaults={"model": {"activation": "gelu", "leaves": 0, "position": "learned", "decay": "none"}},
+        metrics=(Metric("accuracy", form="{:.1%}", better="higher"),),
     )
     verbs = ("evaluate", "predict", "export")
     model_class = OrderClassifier

@@ -57,7 +57,7 @@ def test_a_triple_hangs_on_the_first_token_of_its_head(tokenizer: MaskTokenizer)
     assert decoded[:5] == ["[CLS]", "metformin", "Ġtreats", "Ġtype", "Ġ"]
     assert decoded[-1] == "[SEP]"
     (placed,) = example.placed
-    assert placed.place == 3
+    assert placed.root == 3
     assert tokenizer.decode(example.tokens[3 : 3 + placed.head_length].tolist()) == " type 2 diabetes"
     assert tokenizer.decode(placed.tail.tolist()) == " chronic disease"
     assert placed.relation == 1
@@ -116,7 +116,7 @@ def test_triples_of_one_head_take_turns(tokenizer: MaskTokenizer) -> None:
 
 def test_a_head_is_found_at_whole_tokens_only(tokenizer: MaskTokenizer) -> None:
     graphs = build(tokenizer, [document(Triple("formin", "isa", "type"), text="metformin formin")])
-    assert graphs.example(0).placed[0].place > 1
+    assert graphs.example(0).placed[0].root > 1
 
 
 def test_a_head_with_a_span_stands_there(tokenizer: MaskTokenizer) -> None:
@@ -124,10 +124,10 @@ def test_a_head_with_a_span_stands_there(tokenizer: MaskTokenizer) -> None:
     graphs = build(tokenizer, [document(Triple("glucose", "isa", "type", (12, 19)), text=text)])
     (placed,) = graphs.example(0).placed
     assert (
-        tokenizer.decode(graphs.example(0).tokens[placed.place : placed.place + placed.head_length].tolist())
+        tokenizer.decode(graphs.example(0).tokens[placed.root : placed.root + placed.head_length].tolist())
         == " glucose"
     )
-    assert placed.place > 2
+    assert placed.root > 2
 
 
 @settings(max_examples=30)

@@ -69,9 +69,9 @@ def test_a_conversation_is_remembered_until_it_is_reset(learned: Path) -> None:
     question, said = "What follows red?", []
     for _ in range(2):
         said.append("".join(conversation.say(question, 8, Sampling(temperature=0))))
-    assert [turn["content"] for turn in conversation.said] == ["Be short.", question, said[0], question, said[1]]
+    assert [turn["content"] for turn in conversation.messages] == ["Be short.", question, said[0], question, said[1]]
     conversation.reset()
-    assert [turn["role"] for turn in conversation.said] == ["system"]
+    assert [turn["role"] for turn in conversation.messages] == ["system"]
     assert "".join(conversation.say(question, 8, Sampling(temperature=0))) == said[0]
 
 

@@ -192,9 +192,11 @@ def test_a_space_is_read_as_it_is_meant() -> None:
     }
     space = load_space(written(asked), config)
     assert space["training.learning_rate"] == SearchParameter("training.learning_rate", (), 5e-4, 2e-3, log=True)
-    assert space["model.d_ff"] == SearchParameter("model.d_ff", (), 64, 256, whole=True, step=64)
+    assert space["model.d_ff"] == SearchParameter("model.d_ff", (), 64, 256, is_integer=True, step=64)
     assert space["training.compile"].choices == ("on", "off")
     assert measure_of(space) == "bits_per_byte"
+    with pytest.raises(ConfigError, match=r"model\.vocab_size cannot be searched"):
+        load_space(written({"model.vocab_size": [300, 600]}), load_config(None, ("task=graph",))[0])
     assert space["model.d_ff"].contains(128)
     assert not space["model.d_ff"].contains(100)
 
@@ -215,7 +217,7 @@ def test_every_kind_of_task_has_a_usual_space_with_the_configuration_in_it(task:
 def test_points_that_fill_a_space_lie_in_it(number: int) -> None:
     space = {
         "a": SearchParameter("a", (), 1e-5, 3.0, log=True),
-        "b": SearchParameter("b", (), 1, 9, whole=True, step=4),
+        "b": SearchParameter("b", (), 1, 9, is_integer=True, step=4),
         "c": SearchParameter("c", ("x", None, True)),
         "d": SearchParameter("d", (), 0.1, 0.7, step=0.2),
     }

@@ -12,8 +12,8 @@ from transformers import ApertusConfig, AutoModelForCausalLM, AutoTokenizer, GPT
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.models import TransformerLM
+from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.huggingface import HuggingFaceLM, export_model, load_decoder
-from sansgpu.models.whole_folder import write_folder_atomically
 from tests.models.small import LAYOUTS, TOKENIZER, model_of, tokens
 
 QWEN3 = {

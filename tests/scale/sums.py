@@ -78,13 +78,13 @@ def check_gradient(group: Group, case: dict[str, Any], weight: TrainedWeight) ->
     number = int(weight.name.split(".")[1])
     given = [gradients_of(case, rank, piece)[number] for rank in range(group.size) for piece in range(case["pieces"])]
     parts = [gradient.double() for gradient in given if gradient is not None]
-    elsewhere = isinstance(weight.place, OwnedByRank) and weight.place.owner != group.rank
+    elsewhere = isinstance(weight.placement, OwnedByRank) and weight.placement.owner != group.rank
     if elsewhere or not parts:
         assert weight.gradient is None, (case, number)
         return
     assert weight.gradient is not None, (case, number)
     expected = torch.stack(parts).sum(dim=0)
-    mine = weight.place.shard(expected) if isinstance(weight.place, RowSharded) else expected
+    mine = weight.placement.shard(expected) if isinstance(weight.placement, RowSharded) else expected
     tolerance = 1e-5 if case["wire"] == "fp32" else 0.03
     assert (weight.gradient.double() - mine).norm() <= tolerance * (1 + sum(p.norm() for p in parts)), (case, number)
 

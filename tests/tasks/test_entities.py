@@ -15,7 +15,7 @@ from benchmarks.small_graph import CONFIG, facts, write_graph
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, load_config
 from sansgpu.data.graph import Entity
-from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL
+from sansgpu.data.graph_batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START
 from sansgpu.data.masking import add_entity_queries
 from sansgpu.tasks.candidates import EntityCandidates, EntityTableIndex
 from sansgpu.tasks.graph import Graph
@@ -232,7 +232,7 @@ def test_a_query_shows_one_masked_leaf_whatever_the_tail(home: Path) -> None:
     assert names == [p.triple.tail for p in placed]
     some = mask_rules(*_ratio(config, 0.5), corpus.codec.tokenizer)
     asked = [
-        p.asked for n in range(len(shown)) for p in add_entity_queries(corpus.train.example(n), some, 0, 1, n).placed
+        p.is_query for n in range(len(shown)) for p in add_entity_queries(corpus.train.example(n), some, 0, 1, n).placed
     ]
     assert 0.4 < np.mean(asked) < 0.6
 
@@ -282,8 +282,8 @@ def test_losses_over_entities_are_those_of_a_plain_softmax(home: Path) -> None:
     known = triples[:, HEAD_ENTITY] > 0
     assert known.any()
     tails = complex_tails(task, vectors[(triples[:, HEAD_ENTITY] - 1).clamp(min=0)], triples[:, RELATION])
-    predicted = task.model.predicted(task.states(batch)[triples[:, TAIL]]).double() + tails * known[:, None]
-    of_queries = mean_loss(predicted @ vectors.T, triples[:, ASKED])
+    predicted = task.model.predicted(task.states(batch)[triples[:, TAIL_START]]).double() + tails * known[:, None]
+    of_queries = mean_loss(predicted @ vectors.T, triples[:, QUERY_TAIL])
     head, relation, tail = batch.facts.flatten(0, 1).T
     of_facts = mean_loss(complex_tails(task, vectors[head - 1], relation) @ vectors.T, tail)
     loss = float(task.loss(batch)) / batch.target_count()
@@ -332,16 +332,16 @@ def test_unknown_entities_are_known_by_their_names_and_equal_ones_share_a_score(
     config, corpus = corpus_of(home, **STILL)
     task, codec = Graph(config, corpus, 8), corpus.codec
     task.model.eval()
-    filler = TailPredictor(task, codec.tokenizer.mask_id, torch.device("cpu"))
+    predictor = TailPredictor(task, codec.tokenizer.mask_id, torch.device("cpu"))
     index = EntityTableIndex(codec.entities)
     known = codec.entities[3]
     asked = [known, Entity("x1", "unheard thing"), Entity("x2", "unheard thing"), Entity("x3", known.name)]
-    candidates = EntityCandidates(filler, codec.tokenizer, index, asked)
+    candidates = EntityCandidates(predictor, codec.tokenizer, index, asked)
     example = corpus.train.example(0)
     placed = example.placed[0]
-    question = TailQuery(example.tokens, placed.place, placed.head_length, placed.relation, placed.entities[0])
-    scores = candidates.scores(filler, [question])[0][candidates.column].numpy()
+    question = TailQuery(example.tokens, placed.root, placed.head_length, placed.relation, placed.entities[0])
+    scores = candidates.scores(predictor, [question])[0][candidates.column].numpy()
     assert candidates.column.tolist() == [0, 1, 1, 0]  # an unknown id is found by its name if that is unique
     assert np.exp(scores[:2]).sum() == pytest.approx(1, abs=1e-5)
-    tails = candidates.best(candidates.scores(filler, [question])[0].numpy(), 5, without=known.name)
+    tails = candidates.best(candidates.scores(predictor, [question])[0].numpy(), 5, without=known.name)
     assert [tail.text for tail in tails] == ["unheard thing"]

@@ -38,7 +38,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def filler() -> TailPredictor:
+def predictor() -> TailPredictor:
     return TailPredictor(untrained(TOKENIZER, len(RELATIONS)), TOKENIZER.mask_id, CPU)
 
 
@@ -56,13 +56,13 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
-def step(filler: TailPredictor, asked: TailQuery, before: Sequence[int], length: int) -> np.ndarray:
+def step(predictor: TailPredictor, asked: TailQuery, before: Sequence[int], length: int) -> np.ndarray:
     """Log-probabilities of the next leaf's token, given the previous ones."""
     leaves = np.array([[*before, *[TOKENIZER.mask_id] * (length - len(before))]])
-    return filler.log_probabilities([asked], leaves)[0, len(before)].double().numpy()
+    return predictor.log_probabilities([asked], leaves)[0, len(before)].double().numpy()
 
 
-def searched(filler: TailPredictor, asked: TailQuery, width: int, count: int) -> list[tuple[str, float]]:
+def searched(predictor: TailPredictor, asked: TailQuery, width: int, count: int) -> list[tuple[str, float]]:
     """A beam search in plain loops that drops no beam early."""
     found: dict[str, float] = {}
     for length in range(1, LEAVES + 1):
@@ -70,7 +70,7 @@ def searched(filler: TailPredictor, asked: TailQuery, width: int, count: int) ->
         for _ in range(length):
             longer = []
             for total, before in beams:
-                said = step(filler, asked, before, length)
+                said = step(predictor, asked, before, length)
                 fresh = [int(i) for i in TOKENIZER.ordinary_ids() if int(i) not in before[-1:]]
                 longer += [(total + said[i], (*before, i)) for i in fresh]
             beams = sorted(longer, reverse=True)[:width]
@@ -80,22 +80,22 @@ def searched(filler: TailPredictor, asked: TailQuery, width: int, count: int) ->
 
 
 @pytest.mark.parametrize(("width", "count"), [(3, 1), (3, 4), (10, 2)])
-def test_a_search_finds_what_plain_loops_find(filler: TailPredictor, width: int, count: int) -> None:
-    search = BeamSearch(filler, TOKENIZER, LEAVES, width, count)
+def test_a_search_finds_what_plain_loops_find(predictor: TailPredictor, width: int, count: int) -> None:
+    search = BeamSearch(predictor, TOKENIZER, LEAVES, width, count)
     found = search.predict_tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
     for asked, tails in zip(QUESTIONS, found, strict=True):
-        expected = searched(filler, asked, width, count)
+        expected = searched(predictor, asked, width, count)
         assert [tail.text for tail in tails] == [text for text, _ in expected]
         assert [tail.score for tail in tails] == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
-def test_a_wide_search_finds_the_best_of_all_tails(filler: TailPredictor) -> None:
+def test_a_wide_search_finds_the_best_of_all_tails(predictor: TailPredictor) -> None:
     ordinary = TOKENIZER.ordinary_ids().tolist()
-    search = BeamSearch(filler, TOKENIZER, 2, filler.vocabulary, 1)
+    search = BeamSearch(predictor, TOKENIZER, 2, predictor.vocabulary, 1)
     for asked in QUESTIONS:
-        first, empty = step(filler, asked, (), 1), step(filler, asked, (), 2)
+        first, empty = step(predictor, asked, (), 1), step(predictor, asked, (), 2)
         scores = {TOKENIZER.decode([i]): first[i] for i in ordinary}
-        then = {i: step(filler, asked, (i,), 2) for i in ordinary}
+        then = {i: step(predictor, asked, (i,), 2) for i in ordinary}
         scores |= {
             TOKENIZER.decode([i, j]): (empty[i] + then[i][j]) / 2 for i, j in itertools.product(ordinary, repeat=2)
         }
@@ -105,12 +105,12 @@ def test_a_wide_search_finds_the_best_of_all_tails(filler: TailPredictor) -> Non
 
 
 def test_questions_asked_together_find_what_each_finds_alone(
-    filler: TailPredictor, monkeypatch: pytest.MonkeyPatch
+    predictor: TailPredictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = BeamSearch(filler, TOKENIZER, LEAVES, 5, 3)
+    search = BeamSearch(predictor, TOKENIZER, LEAVES, 5, 3)
     together = search.predict_tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
     alone = [search.predict_tails([asked], np.array([EVERY]))[0] for asked in QUESTIONS]
-    monkeypatch.setattr(gaps, "NODES", 25)
+    monkeypatch.setattr(gaps, "MAX_NODES", 25)
     in_pieces = search.predict_tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
     for others in (alone, in_pieces):
         assert [[t.text for t in tails] for tails in others] == [[t.text for t in tails] for tails in together]
@@ -118,17 +118,17 @@ def test_questions_asked_together_find_what_each_finds_alone(
         assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
-def test_a_floor_leaves_out_what_is_below_it_and_nothing_else(filler: TailPredictor) -> None:
-    search = BeamSearch(filler, TOKENIZER, LEAVES, 5, 3)
+def test_a_floor_leaves_out_what_is_below_it_and_nothing_else(predictor: TailPredictor) -> None:
+    search = BeamSearch(predictor, TOKENIZER, LEAVES, 5, 3)
     every = search.predict_tails(QUESTIONS, np.full(len(QUESTIONS), EVERY))
     floors = np.array([tails[number % 3].score for number, tails in enumerate(every)])
     for floor, some, tails in zip(floors, search.predict_tails(QUESTIONS, floors - 1e-6), every, strict=True):
         assert [tail.text for tail in some] == [tail.text for tail in tails if tail.score >= floor]
 
 
-def read(filler: TailPredictor, *documents: GraphDocument, **rules: Any) -> list[DocumentTriples]:
+def read(predictor: TailPredictor, *documents: GraphDocument, **rules: Any) -> list[DocumentTriples]:
     chosen = ExtractionRules(**{"windows": RULES, "relations": RELATIONS, "beams": 4, **rules})
-    return list(TripleExtractor(filler, GraphCodec(TOKENIZER, chosen.relations), chosen).read(documents, quiet))
+    return list(TripleExtractor(predictor, GraphCodec(TOKENIZER, chosen.relations), chosen).read(documents, quiet))
 
 
 def text_of(text: str, *triples: Triple, entities: Sequence[str] = ()) -> GraphDocument:
@@ -139,45 +139,47 @@ def heads_of(found: DocumentTriples) -> list[str]:
     return list(dict.fromkeys(triple.head for triple in found.triples))
 
 
-def test_heads_are_those_given_else_entities_else_those_of_triples_else_words(filler: TailPredictor) -> None:
+def test_heads_are_those_given_else_entities_else_those_of_triples_else_words(predictor: TailPredictor) -> None:
     text = "the old fox saw the bear ."
     triples = Triple("fox", "eats", "owl"), Triple("bear", "eats", "owl"), Triple("fox", "sees", "owl")
     known = text_of(text, *triples, entities=["old fox", "owl"])
-    assert [heads_of(found) for found in read(filler, known, heads=("the", "owl", "saw the"))] == [["the", "saw the"]]
-    assert [heads_of(found) for found in read(filler, known)] == [["old fox"]]
-    assert [heads_of(found) for found in read(filler, text_of(text, *triples))] == [["fox", "bear"]]
-    assert [heads_of(found) for found in read(filler, text_of(text))] == [["the", "old", "fox", "saw", "bear"]]
-    assert read(filler, text_of(""))[0].triples == []
+    assert [heads_of(found) for found in read(predictor, known, heads=("the", "owl", "saw the"))] == [
+        ["the", "saw the"]
+    ]
+    assert [heads_of(found) for found in read(predictor, known)] == [["old fox"]]
+    assert [heads_of(found) for found in read(predictor, text_of(text, *triples))] == [["fox", "bear"]]
+    assert [heads_of(found) for found in read(predictor, text_of(text))] == [["the", "old", "fox", "saw", "bear"]]
+    assert read(predictor, text_of(""))[0].triples == []
 
 
-def test_every_head_is_asked_for_every_relation_but_inverse_ones(filler: TailPredictor) -> None:
-    [found] = read(filler, text_of("the fox"), heads=("fox",))
+def test_every_head_is_asked_for_every_relation_but_inverse_ones(predictor: TailPredictor) -> None:
+    [found] = read(predictor, text_of("the fox"), heads=("fox",))
     assert [triple.relation for triple in found.triples] == ["eats", "sees"]
-    [found] = read(filler, text_of("the fox"), heads=("fox",), only=("inverse of eats",), per_query=3)
+    [found] = read(predictor, text_of("the fox"), heads=("fox",), only=("inverse of eats",), per_query=3)
     assert [triple.relation for triple in found.triples] == ["inverse of eats"] * 3
-    search = BeamSearch(filler, TOKENIZER, LEAVES, 4, 3)
+    search = BeamSearch(predictor, TOKENIZER, LEAVES, 4, 3)
     [tails] = search.predict_tails([question("the fox", 2, 3)], np.array([EVERY]))
     assert [triple.tail for triple in found.triples] == [tail.text for tail in tails]
     assert [triple.score for triple in found.triples] == pytest.approx([tail.score for tail in tails], abs=1e-4)
 
 
-def test_a_least_score_leaves_out_the_rest(filler: TailPredictor) -> None:
+def test_a_least_score_leaves_out_the_rest(predictor: TailPredictor) -> None:
     document = text_of("the old fox saw the bear .", Triple("fox", "eats", "owl"))
     heads = "fox", "bear", "old", "saw"
-    [every] = read(filler, document, heads=heads)
+    [every] = read(predictor, document, heads=heads)
     scores = sorted(triple.score for triple in every.triples)
-    [some] = read(filler, document, heads=heads, min_score=scores[4])
+    [some] = read(predictor, document, heads=heads, min_score=scores[4])
     assert some.triples == [triple for triple in every.triples if triple.score >= scores[4]]
     assert 0 < len(some.triples) < len(every.triples)
-    [none] = read(filler, document, heads=heads, min_score=0)
+    [none] = read(predictor, document, heads=heads, min_score=0)
     assert none.triples == []
     assert none.given == every.given  # the best tail for the document's own triples, regardless of its score
 
 
-def test_each_window_of_a_long_text_is_read_and_what_is_found_twice_is_given_once(filler: TailPredictor) -> None:
+def test_each_window_of_a_long_text_is_read_and_what_is_found_twice_is_given_once(predictor: TailPredictor) -> None:
     windows = ["the fox saw the old owl , red", "the fox saw the new owl , red"]  # of eight words
-    [whole] = read(filler, text_of(" ".join(windows)), heads=("fox",), per_query=4)
-    apart = [read(filler, text_of(window), heads=("fox",), per_query=4)[0].triples for window in windows]
+    [whole] = read(predictor, text_of(" ".join(windows)), heads=("fox",), per_query=4)
+    apart = [read(predictor, text_of(window), heads=("fox",), per_query=4)[0].triples for window in windows]
     best: dict[tuple[str, str, str], float] = {}
     for *key, score in itertools.chain(*apart):
         triple = key[0], key[1], key[2]
@@ -186,19 +188,19 @@ def test_each_window_of_a_long_text_is_read_and_what_is_found_twice_is_given_onc
     assert {(t.head, t.relation, t.tail): pytest.approx(t.score, abs=2e-4) for t in whole.triples} == best
 
 
-def test_closed_tails_are_ranked_names_without_the_head(filler: TailPredictor) -> None:
+def test_closed_tails_are_ranked_names_without_the_head(predictor: TailPredictor) -> None:
     names = ["fox", "Fox", "old fox", "bear", "red", "the red old bear"]
     document = text_of("the old fox saw the bear .", entities=names)
-    [found] = read(filler, document, heads=("fox",), only=("eats",), closed=True, per_query=9)
+    [found] = read(predictor, document, heads=("fox",), only=("eats",), closed=True, per_query=9)
     asked = question("the old fox saw the bear .", 3, 1)
     expected = {}
     for name in ("old fox", "bear", "red"):
         tokens = ids(name)
-        said = filler.log_probabilities([asked], np.full((1, len(tokens)), TOKENIZER.mask_id))[0]
+        said = predictor.log_probabilities([asked], np.full((1, len(tokens)), TOKENIZER.mask_id))[0]
         expected[name] = float(sum(said[slot, token] for slot, token in enumerate(tokens)) / len(tokens))
     assert {t.tail: pytest.approx(t.score, abs=1e-4) for t in found.triples} == expected
     assert [t.score for t in found.triples] == sorted((t.score for t in found.triples), reverse=True)
-    [other] = read(filler, text_of("the fox"), heads=("fox",), only=("eats",), closed=True, tails=("blue", "fox"))
+    [other] = read(predictor, text_of("the fox"), heads=("fox",), only=("eats",), closed=True, tails=("blue", "fox"))
     assert [t.tail for t in other.triples] == ["blue"]
 
 

@@ -48,7 +48,7 @@ def test_tails_are_told_by_their_relation_and_their_head(memorised: tuple[Graph,
     ]
     swapped = replace(corpus, train=replace(corpus.train, examples=other))  # type: ignore[type-var, attr-defined]
     assert filled(task, config, swapped, 1.0)["mnm_acc"] < whole - 0.3  # type: ignore[arg-type]
-    apart = [(window, [p._replace(place=1) for p in placed]) for window, placed in corpus.train.examples]  # type: ignore[attr-defined]
+    apart = [(window, [p._replace(root=1) for p in placed]) for window, placed in corpus.train.examples]  # type: ignore[attr-defined]
     moved = replace(corpus, train=replace(corpus.train, examples=apart))  # type: ignore[type-var, attr-defined]
     assert filled(task, config, moved, 1.0)["mnm_acc"] < whole - 0.1  # type: ignore[arg-type]
 

@@ -94,14 +94,14 @@ class World:
 
     @property
     def ranking(self) -> LinkPrediction:
-        filler = TailPredictor(self.objective, self.tokenizer.mask_id, CPU)
+        predictor = TailPredictor(self.objective, self.tokenizer.mask_id, CPU)
         codec = GraphCodec(self.tokenizer, tuple(self.relations))
-        return LinkPrediction(filler, codec, leafy_rules(self.objective.config), self.known)
+        return LinkPrediction(predictor, codec, leafy_rules(self.objective.config), self.known)
 
     def log_probabilities(self, question: TailQuery, length: int) -> np.ndarray:
         """Log-probabilities on the masked leaves of one graph, in float64."""
         leaves = np.full(length, self.tokenizer.mask_id)
-        placed = PlacedTriple(question.place, question.head_length, question.relation, leaves, Triple("", "", ""))
+        placed = PlacedTriple(question.root, question.head_length, question.relation, leaves, Triple("", "", ""))
         graph = LeafyExample(question.tokens, np.zeros(0, bool), [placed])
         tokens = np.concatenate([question.tokens, leaves])
         batch = GraphBatch.of(
@@ -129,7 +129,7 @@ class World:
                     found.append((triple.relation, (len(entities) + 1) / 2))
                     continue
                 placed = graphs.example(0).placed[0]
-                question = TailQuery(graphs.example(0).tokens, placed.place, placed.head_length, placed.relation)
+                question = TailQuery(graphs.example(0).tokens, placed.root, placed.head_length, placed.relation)
                 said = {length: self.log_probabilities(question, length) for length in range(1, LEAVES + 1)}
                 scores = {}
                 for key, name in entities:
@@ -182,21 +182,21 @@ def test_no_cut_into_batches_changes_a_rank(world: World, monkeypatch: pytest.Mo
         assert world.ranking.report(world.held, False, None, lambda _, *done: told.append(done)) == whole
         return told
 
-    some, single = pieces("NODES", 30), pieces("NUMBERS", 1)
+    some, single = pieces("MAX_NODES", 30), pieces("MAX_VALUES", 1)
     asked = some[-1][1]
     assert 1 < len(some) < len(single) == asked
     assert some[-1] == single[-1] == (asked, asked)
 
 
 def test_questions_asked_together_are_answered_as_each_alone(world: World) -> None:
-    filler = TailPredictor(world.objective, world.tokenizer.mask_id, CPU)
+    predictor = TailPredictor(world.objective, world.tokenizer.mask_id, CPU)
     tokens = [np.array([2, *range(5, 5 + n), 3]) for n in (4, 9, 6)]
     questions = [TailQuery(t, 1 + n, 1 + n, 1 + n % 2) for n, t in enumerate(tokens)]
     leaves = np.array([[4, 4], [6, 4], [7, 8]])
-    together = filler.log_probabilities(questions, leaves)
-    alone = [filler.log_probabilities([q], leaves[n : n + 1])[0] for n, q in enumerate(questions)]
+    together = predictor.log_probabilities(questions, leaves)
+    alone = [predictor.log_probabilities([q], leaves[n : n + 1])[0] for n, q in enumerate(questions)]
     torch.testing.assert_close(together, torch.stack(alone), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(filler.log_probabilities(questions, leaves, slice(1, 2)), together[:, 1:])
+    torch.testing.assert_close(predictor.log_probabilities(questions, leaves, slice(1, 2)), together[:, 1:])
     assert together.exp().sum(dim=-1).numpy() == pytest.approx(1, abs=1e-5)
 
 
@@ -211,15 +211,15 @@ def test_relation_frequency_by_hand() -> None:
     ranks = [1, 1, 2 + 4 / 2, 1]
     tokenizer = words_tokenizer("a b c h1 h2 h3 h4 h5 is here")
     objective = untrained(tokenizer, 1)
-    filler, rules = TailPredictor(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
-    report = LinkPrediction(filler, GraphCodec(tokenizer, ("likes",)), rules, KnownFacts(trained, held)).report(
+    predictor, rules = TailPredictor(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
+    report = LinkPrediction(predictor, GraphCodec(tokenizer, ("likes",)), rules, KnownFacts(trained, held)).report(
         held, False, None, quiet
     )
     expected = sum(1 / rank for rank in ranks) / len(ranks)
     assert report["tail"]["relation_frequency_mrr"] == pytest.approx(expected)
     assert report["tail"]["relations"]["likes"]["relation_frequency_mrr"] == pytest.approx(expected)
     assert report["tail"]["trained_on"] == 0
-    untold = LinkPrediction(filler, GraphCodec(tokenizer, ("likes",)), rules, KnownFacts([], held))
+    untold = LinkPrediction(predictor, GraphCodec(tokenizer, ("likes",)), rules, KnownFacts([], held))
     without = untold.report(held, False, None, quiet)
     assert "relation_frequency_mrr" not in without["tail"]
 
@@ -236,8 +236,8 @@ def test_an_untrained_model_ranks_at_random() -> None:
     ]
     tokenizer = words_tokenizer(*names, "and more")
     objective = untrained(tokenizer, 1)
-    filler, rules = TailPredictor(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
-    report = LinkPrediction(filler, GraphCodec(tokenizer, ("r",)), rules, KnownFacts([], documents)).report(
+    predictor, rules = TailPredictor(objective, tokenizer.mask_id, CPU), leafy_rules(objective.config)
+    report = LinkPrediction(predictor, GraphCodec(tokenizer, ("r",)), rules, KnownFacts([], documents)).report(
         documents, False, None, quiet
     )
     inverse_ranks = 1 / np.arange(1, count + 1)

@@ -146,7 +146,12 @@ def test_its_runs_are_shown_without_its_code(home: Path, run: Path, monkeypatch:
 
 def test_it_is_exported_with_its_tokenizer(home: Path, run: Path) -> None:
     ran(home, "export", str(run), *NAMED, "--format", "hf", "--output", str(home / "hf"))
-    assert {path.name for path in (home / "hf").iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
+    assert {path.name for path in (home / "hf").iterdir()} >= {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "README.md",
+    }
     assert digests(home / "hf") == digests(run / "final")
 
 

@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _warn_of_thread(failed: threading.ExceptHookArgs) -> None:
-    """Reports the exception of a library's thread, as TensorBoard's on a full disk, without a traceback."""
+    """Prints the exception of a background thread without a traceback, e.g. TensorBoard's if the disk is full."""
     from sansgpu.cli.options import warn
 
     if failed.exc_type is not SystemExit:

@@ -64,10 +64,10 @@ def extract(
     if output is not None:
         require_file(output)
     with preparation_bar() as bar:
-        asked, width = (head or (), relation or ()), max(beams, top)
-        found = job(run, text, data, *asked, closed, min_score, width, top, snapshot, bar, warn, objective)
-        write_json_lines(found, output)
+        queries, width = (head or (), relation or ()), max(beams, top)
+        triples = job(run, text, data, *queries, closed, min_score, width, top, snapshot, bar, warn, objective)
+        write_json_lines(triples, output)
     if as_json:
-        print_json(found.summary())
+        print_json(triples.summary())
     else:
-        print_extraction(RunConsole(stderr=True), found.summary())
+        print_extraction(RunConsole(stderr=True), triples.summary())

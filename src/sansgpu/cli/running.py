@@ -20,7 +20,7 @@ from sansgpu.cli.tokenizer import tokenizer
 from sansgpu.cli.train import train, tune
 from sansgpu.cli.use import chat, evaluate, export, generate, predict
 
-# Commands by group, in the order of a user's day, as `sansgpu --help` lists them. Groups of commands must come last.
+# Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
 _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Start": {"doctor": doctor, "plan": plan, "bench": bench},
     "Train": {"train": train, "tune": tune},

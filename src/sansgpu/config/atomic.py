@@ -69,15 +69,15 @@ def scratch_folder(parent: Path, is_folder: bool) -> Iterator[Path]:
     """
     _delete_abandoned(parent)
     while True:
-        place = parent / f".sansgpu-{secrets.token_hex(8)}"
-        place.mkdir() if is_folder else place.touch(exist_ok=False)
-        lock = _try_lock(place)
-        if place.exists():  # otherwise another process deleted it before it was locked
+        path = parent / f".sansgpu-{secrets.token_hex(8)}"
+        path.mkdir() if is_folder else path.touch(exist_ok=False)
+        lock = _try_lock(path)
+        if path.exists():  # otherwise another process deleted it before it was locked
             break
     try:
-        yield place
+        yield path
     finally:
-        _delete(place)
+        _delete(path)
         if lock is not None:
             os.close(lock)
 
@@ -124,9 +124,9 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _delete(place: Path) -> None:
-    if place.is_dir():
-        shutil.rmtree(place, ignore_errors=True)
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
-            place.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ def preset_file(path: Path) -> Path:
 
 
 def built_in(overridden: Collection[str]) -> dict[str, Any]:
-    """Returns the values of a run without a file. A key in `overridden` may replace its task or its length."""
+    """Returns the values of a run without a configuration file, except those that keys in `overridden` replace."""
     if "task" in overridden:
         return {}
     drops = {"max_steps"} if LENGTH_KEYS & set(overridden) else set()

@@ -24,7 +24,7 @@ from sansgpu.config.by_task import (
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.parse import Values, parse_value, read_values
-from sansgpu.config.plain_data import MOST_DEPTH, shown, truncate
+from sansgpu.config.plain_data import MAX_DEPTH, shown, truncate
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
 from sansgpu.config.training import unused_settings
 
@@ -58,7 +58,7 @@ def change_config(config: Config, overrides: Sequence[Override]) -> Config:
     values = config.model_dump()
     for override in overrides:
         key, value = _key_and_value(override)
-        _set(values, f"training.{key}" if key in TOP_LEVEL_KEYS else key, value)  # a dump has them in their section
+        _set(values, f"training.{key}" if key in TOP_LEVEL_KEYS else key, value)  # model_dump() has these in `training`
     return as_config(values)
 
 
@@ -144,8 +144,8 @@ def _key_and_value(override: Override) -> tuple[str, Any]:
 
 def _set(values: Values, key: str, value: Any) -> None:
     *sections, name = key.split(".")
-    if len(sections) > MOST_DEPTH:
-        raise ConfigError(f"--set {truncate(key)}: a key has at most {MOST_DEPTH} parts.")
+    if len(sections) > MAX_DEPTH:
+        raise ConfigError(f"--set {truncate(key)}: a key has at most {MAX_DEPTH} parts.")
     for section in sections:
         if values.get(section) is None:  # missing or empty
             values[section] = {}

@@ -164,9 +164,9 @@ class ModelConfig(Section):
         """Sets a missing activation to the first one of the architecture that the other keys select."""
         if not isinstance(values, dict) or "activation" in values:
             return values
-        given = {key: values[key] for key in ("architecture", *SELECTING_KEYS) if values.get(key) is not None}
-        name = architecture_name(given) or architecture_name({"architecture": values.get("architecture")})
-        return {**values, "activation": ARCHITECTURES[name].activation[0]} if given and name else values
+        selecting = {key: values[key] for key in ("architecture", *SELECTING_KEYS) if values.get(key) is not None}
+        name = architecture_name(selecting) or architecture_name({"architecture": values.get("architecture")})
+        return {**values, "activation": ARCHITECTURES[name].activation[0]} if selecting and name else values
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:
@@ -190,9 +190,9 @@ class ModelConfig(Section):
             )
         if self.adapter == "none":
             keys = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge_adapter")
-            given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
-            if given:
-                problems.append(f"{given[0]} configures an adapter, but adapter is none; set adapter to lora or dora")
+            changed = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+            if changed:
+                problems.append(f"{changed[0]} configures an adapter, but adapter is none; set adapter to lora or dora")
         if not self.pre_norm:
             problems.append(
                 "pre_norm false is not supported, because no export format has post-norm blocks; set it to true"

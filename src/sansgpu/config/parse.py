@@ -13,7 +13,7 @@ import yaml
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.plain_data import (
-    MOST_DEPTH,
+    MAX_DEPTH,
     InvalidDataError,
     read_regular,
     reason_of,
@@ -52,7 +52,7 @@ def read_values(path: Path) -> Values:
         values = _parse(path, text)
         require_plain(values)
     except RecursionError:
-        raise ConfigError(f"{path} cannot be parsed: values are nested more than {MOST_DEPTH} levels deep.") from None
+        raise ConfigError(f"{path} cannot be parsed: values are nested more than {MAX_DEPTH} levels deep.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} cannot be parsed: {reason_of(error)}.") from None
     if values is None:
@@ -123,8 +123,8 @@ class _Loader(yaml.SafeLoader):
         before = self._nodes
         self._count(1, event)
         self._depth += 1
-        if self._depth > MOST_DEPTH:
-            raise yaml.YAMLError(f"values are nested more than {MOST_DEPTH} levels deep{_line(event)}")
+        if self._depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"values are nested more than {MAX_DEPTH} levels deep{_line(event)}")
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor is not None:
@@ -145,14 +145,14 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         if isinstance(node, yaml.MappingNode):  # otherwise SafeLoader raises an error that names the node
-            given: set[str] = set()
+            keys: set[str] = set()
             for key_node in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key, str):
                     raise yaml.YAMLError(f"keys should be strings, but {shown(key)}{_line(key_node)} is not; quote it")
-                if key in given:
+                if key in keys:
                     raise yaml.YAMLError(f"the key {truncate(repr(key))} is given twice, again{_line(key_node)}")
-                given.add(key)
+                keys.add(key)
         return super().construct_mapping(node, deep=deep)
 
 

@@ -19,7 +19,7 @@ from sansgpu.config.errors import ConfigError
 MAX_RECORD_BYTES = 1 << 20  # of a JSON file that sansgpu wrote
 MAX_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
 MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
-MOST_DEPTH, MOST_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each
+MAX_DEPTH, MAX_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each
 MAX_SHOWN_CHARACTERS = 200  # messages cut longer values
 MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content
 _MAX_INTEGER = 2**63 - 1
@@ -43,12 +43,12 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Reads a regular file. Raises InvalidDataError if it exceeds `most_bytes`, and the errors of `open_regular`."""
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Reads a regular file. Raises InvalidDataError if it exceeds `max_bytes`, and the errors of `open_regular`."""
     with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise InvalidDataError(f"it is larger than {most_bytes:,} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise InvalidDataError(f"it is larger than {max_bytes:,} bytes")
     return content
 
 
@@ -58,10 +58,10 @@ def require_regular_file(path: Path) -> None:
         raise ConfigError(f"{path} is a pipe, a device or a socket; give a regular file or a folder.")
 
 
-def read_text(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> str:
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Returns the text of a UTF-8 file. Raises ConfigError if it is unreadable, too large or not a regular file."""
     try:
-        return read_regular(path, most_bytes).decode()
+        return read_regular(path, max_bytes).decode()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -103,7 +103,7 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise InvalidDataError(f"values are nested more than {MOST_DEPTH} levels deep") from None
+        raise InvalidDataError(f"values are nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:
         raise InvalidDataError(f"invalid JSON: {reason_of(error)}") from None
     require_plain(value, finite)
@@ -119,23 +119,23 @@ def require_plain(value: object, finite: bool = True) -> None:
     left: list[tuple[tuple[object, ...], object]] = [((), value)]
     count = 0
     while left:
-        place, value = left.pop()
+        path, value = left.pop()
         count += 1
-        if count > MOST_VALUES:
-            raise InvalidDataError(f"there are more than {MOST_VALUES:,} values")
-        if len(place) > MOST_DEPTH:
-            raise InvalidDataError(f"{named(place[:3])} is nested more than {MOST_DEPTH} levels deep")
+        if count > MAX_VALUES:
+            raise InvalidDataError(f"there are more than {MAX_VALUES:,} values")
+        if len(path) > MAX_DEPTH:
+            raise InvalidDataError(f"{named(path[:3])} is nested more than {MAX_DEPTH} levels deep")
         if isinstance(value, dict):
             for key, inner in value.items():
                 if not isinstance(key, str) or _text_flaw(key):
                     raise InvalidDataError(
-                        f"the key {shown(key)}{_inside(place)} is {_text_flaw(key) or 'not a string'}"
+                        f"the key {shown(key)}{_inside(path)} is {_text_flaw(key) or 'not a string'}"
                     )
-                left.append(((*place, key), inner))
+                left.append(((*path, key), inner))
         elif isinstance(value, list):
-            left += (((*place, number), inner) for number, inner in enumerate(value))
+            left += (((*path, number), inner) for number, inner in enumerate(value))
         elif why := _scalar_flaw(value, finite):
-            raise InvalidDataError(f"{named(place) or 'the value'} is {why}")
+            raise InvalidDataError(f"{named(path) or 'the value'} is {why}")
 
 
 def _scalar_flaw(value: object, finite: bool) -> str | None:
@@ -200,9 +200,9 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} that cannot be shown"
 
 
-def truncate(text: str, most: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Truncates text to `most` characters and adds an ellipsis."""
-    return text if len(text) <= most else text[:most] + "..."
+def truncate(text: str, max_characters: int = MAX_SHOWN_CHARACTERS) -> str:
+    """Truncates text to `max_characters` and adds an ellipsis."""
+    return text if len(text) <= max_characters else text[:max_characters] + "..."
 
 
 def first_line(error: BaseException) -> str:

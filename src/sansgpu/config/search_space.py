@@ -12,6 +12,7 @@ from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import change_config, describe, setting
+from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
 from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
 
@@ -30,7 +31,7 @@ _FIXED_BY_SEARCH = {
 } | {f"training.{key}": "it does not change what is learned" for key in ("sample_tokens", "sample_prompt", "threads")}
 _MEASUREMENT_KEYS = ("training.mlm_weight", "training.mnm_weight", "training.eval_batches")  # change what is measured
 _TUNABLE_DATA = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "data.max_length")
-# These change the length of a token, so that losses per token are not comparable.
+# Keys that change how much text a token covers, so losses per token are not comparable between trials.
 _VOCABULARY_KEYS = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "model.vocab_size")
 
 
@@ -42,7 +43,7 @@ class SearchParameter:
     choices: tuple[Choice, ...] = ()
     low: Number = 0
     high: Number = 0
-    whole: bool = False
+    is_integer: bool = False
     log: bool = False
     step: Number | None = None
 
@@ -56,30 +57,30 @@ class SearchParameter:
         steps = (value - self.low) / self.step if self.step else 0.0
         return math.isclose(steps, round(steps), abs_tol=1e-9)
 
-    def at(self, place: float) -> Choice:
+    def at(self, position: float) -> Choice:
         """Maps a position between 0 and 1 to a choice or to a value in the range."""
         if self.choices:
-            return self.choices[min(int(place * len(self.choices)), len(self.choices) - 1)]
+            return self.choices[min(int(position * len(self.choices)), len(self.choices) - 1)]
         if self.log:
-            value: float = self.low * (self.high / self.low) ** place
+            value: float = self.low * (self.high / self.low) ** position
         else:
-            value = self.low + place * (self.high - self.low)
+            value = self.low + position * (self.high - self.low)
         if self.step:
             value = self.low + self.step * round((value - self.low) / self.step)
-        return min(max(round(value) if self.whole else value, self.low), self.high)
+        return min(max(round(value) if self.is_integer else value, self.low), self.high)
 
     def to_json(self) -> Values:
         """Returns the parameter in the format of a space file."""
         if self.choices:
             return {"choices": list(self.choices)}
         more = {"log": True} if self.log else {"step": self.step} if self.step else {}
-        return {"int" if self.whole else "float": [self.low, self.high], **more}
+        return {"int" if self.is_integer else "float": [self.low, self.high], **more}
 
     def __str__(self) -> str:
         if self.choices:
             return ", ".join("null" if choice is None else str(choice) for choice in self.choices)
-        how = ", log scale" if self.log else f", in steps of {self.step:g}" if self.step else ""
-        return f"{self.low:.4g} to {self.high:.4g}{how}"
+        scale = ", log scale" if self.log else f", in steps of {self.step:g}" if self.step else ""
+        return f"{self.low:.4g} to {self.high:.4g}{scale}"
 
 
 Space = dict[str, SearchParameter]
@@ -99,7 +100,7 @@ def spaced_values(space: Space, number: int) -> Values:
 
 def measure_of(space: Space) -> str:
     """Returns the metric to compare trials by: the loss, or bits per byte if vocabularies differ."""
-    return "bits_per_byte" if any(key in _VOCABULARY_KEYS for key in space) else "loss"
+    return (BITS_PER_BYTE if any(key in _VOCABULARY_KEYS for key in space) else LOSS).name
 
 
 def load_space(path: Path | None, config: Config) -> Space:
@@ -177,8 +178,10 @@ def _unsearchable(key: str, config: Config) -> str | None:
         return "all trials must have the same length"
     if key in _FIXED_BY_SEARCH:
         return _FIXED_BY_SEARCH[key]
-    if key in _MEASUREMENT_KEYS or (
-        key.startswith("data.") and (config.settings.varying_length or key not in _TUNABLE_DATA)
+    if (
+        key in _MEASUREMENT_KEYS
+        or (key.startswith("data.") and (config.settings.varying_length or key not in _TUNABLE_DATA))
+        or (key in _VOCABULARY_KEYS and BITS_PER_BYTE not in config.settings.metrics)
     ):
         return "it changes what the loss is measured on, so losses would not be comparable"
     return None
@@ -225,16 +228,16 @@ def _range(key: str, form: str, values: Values, checked: Callable[[object], Any]
         raise ConfigError(f"{where}: {key} starts at {low:g}, but a log scale needs a lower bound above 0; raise it.")
     if "step" in values and (step is None or not 0 < step <= high - low):
         raise ConfigError(f"{where}: {key} has the step {values['step']}; choose one above 0 and within its range.")
-    whole = form == "int"
-    if whole and any(number is not None and number != int(number) for number in (low, high, step)):
+    is_integer = form == "int"
+    if is_integer and any(number is not None and number != int(number) for number in (low, high, step)):
         raise ConfigError(f"{where}: {key} has type int but the range {values[form]}; use integers, or write float.")
-    if whole:
+    if is_integer:
         low, high, step = int(low), int(high), None if step is None else int(step)
     else:
         checked(low + INTERIOR_POINT * (high - low) if step is None else low + step)
     checked(low)
     checked(high)
-    return SearchParameter(key, (), low, high, whole, log, step)
+    return SearchParameter(key, (), low, high, is_integer, log, step)
 
 
 def _number(value: object) -> Number | None:
@@ -254,7 +257,7 @@ def _in_schema(key: str, value: object, config: Config, where: str) -> Any:
         changed = change_config(config, [(key, value)])
     except ConfigError as error:
         reason = str(error).removeprefix("the configuration: ").rstrip(".")
-        whole = isinstance(value, float) and "integer" in reason
-        hint = "; search integers with {int: [low, high]}" if whole else "; remove such values from the space"
+        needs_integer = isinstance(value, float) and "integer" in reason
+        hint = "; search integers with {int: [low, high]}" if needs_integer else "; remove such values from the space"
         raise ConfigError(f"{where}: {reason}{hint}.") from None
     return setting(changed, key)

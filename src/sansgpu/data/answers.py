@@ -78,9 +78,9 @@ def best_answers(
             candidates.insert(0, chosen)
         return _answer(chosen, candidates, None)
     null = min((_null_candidate(window, start, end) for window, (start, end) in pairs), key=_score)
-    place = int(np.count_nonzero(_span_scores(best) >= _score(null)))
-    candidates.insert(place, null)
-    if place < rules.n_best_size:
+    rank = int(np.count_nonzero(_span_scores(best) >= _score(null)))
+    candidates.insert(rank, null)
+    if rank < rules.n_best_size:
         del candidates[rules.n_best_size :]
     difference = _score(null) - (_score(chosen) if chosen else 0.0)
     is_null = chosen is None or difference > rules.null_score_diff_threshold

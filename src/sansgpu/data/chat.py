@@ -27,7 +27,7 @@ Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_END = "</think>"
-# Some templates insert today's date, but a run resumed tomorrow must see the same tokens. This is the default date of
+# Some templates insert today's date, but a run resumed tomorrow must get the same tokens. This is the default date of
 # Llama 3's templates.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
 MAX_PREFIX_CHARACTERS = 1 << 22  # limit on the prefixes that one call renders, in total
@@ -214,7 +214,7 @@ class _RenderedConversation:
         self._start_mark, self._end_mark = next(unused), next(unused)
 
     def spans(self, stops: np.ndarray) -> list[Span]:
-        """Returns the spans with a loss; `stops` are the ends of the tokens. Raises BadRowError if they are unclear."""
+        """Returns the spans with a loss; `stops` are the ends of tokens. Raises BadRowError if they are ambiguous."""
         if GENERATION.search(self._template):
             return self._generation_spans()
         return [self._span(number, stops) for number in self._learned_turns()]
@@ -226,11 +226,11 @@ class _RenderedConversation:
         """Renders everything that `_span` compares in one call: each call costs a tenth of a millisecond."""
         count = len(self._turns)
         characters = sum(len(turn["content"]) for turn in self._turns)
-        wanted = [(count, False)]
+        prefixes = [(count, False)]
         if not GENERATION.search(self._template) and count * characters < MAX_PREFIX_CHARACTERS:
-            wanted += [which for n in self._learned_turns() for which in ((n, True), (n, False), (n + 1, False))]
-        wanted = list(dict.fromkeys(wanted))
-        self._prefixes.update(zip(wanted, self._render_all(self._turns, wanted), strict=True))
+            prefixes += [which for n in self._learned_turns() for which in ((n, True), (n, False), (n + 1, False))]
+        prefixes = list(dict.fromkeys(prefixes))
+        self._prefixes.update(zip(prefixes, self._render_all(self._turns, prefixes), strict=True))
 
     def _prefix(self, count: int, prompt: bool = False) -> str:
         """Returns the text of the first `count` turns, with the header of the next answer if `prompt`."""
@@ -241,9 +241,9 @@ class _RenderedConversation:
     def _render(self, turns: Sequence[Message]) -> str:
         return self._require_text(self._render_all(turns, [(len(turns), False)])[0])
 
-    def _render_all(self, turns: Sequence[Message], wanted: Sequence[tuple[int, bool]]) -> list[Rendered]:
+    def _render_all(self, turns: Sequence[Message], prefixes: Sequence[tuple[int, bool]]) -> list[Rendered]:
         try:
-            return render_prefixes(self._template, self._names, turns, wanted)
+            return render_prefixes(self._template, self._names, turns, prefixes)
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
 
@@ -319,8 +319,8 @@ class _RenderedConversation:
             return stop + len(suffix.rstrip())
         # Phi-3 ends the last turn with an extra token: use the common prefix, in whole tokens.
         common = stop + _common_length(suffix, self.full[stop:])
-        whole = int(stops[stops <= common].max(initial=stop))
-        return max(stop, len(self.full[:whole].rstrip()))
+        token_end = int(stops[stops <= common].max(initial=stop))
+        return max(stop, len(self.full[:token_end].rstrip()))
 
 
 def _common_length(one: str, other: str) -> int:

@@ -82,16 +82,16 @@ def _completion(where: str, prompt: Any, completion: Any) -> Conversation:
 
 
 def _instruction(where: str, row: dict[str, Any]) -> Conversation:
-    instruction, given, output = (
+    instruction, context, output = (
         _string(where, row, "instruction"),
         _string(where, {"input": "", **row}, "input"),
         _nonempty(where, row, "output"),
     )
     user_text, template = instruction, INSTRUCTION
-    if given.strip():
-        user_text, template = f"{instruction}\n\n{given}", INSTRUCTION_WITH_INPUT
+    if context.strip():
+        user_text, template = f"{instruction}\n\n{context}", INSTRUCTION_WITH_INPUT
     turns = ({"role": "user", "content": user_text}, {"role": "assistant", "content": output})
-    return Conversation(where, turns, 1, (template.format(instruction=instruction, input=given), output))
+    return Conversation(where, turns, 1, (template.format(instruction=instruction, input=context), output))
 
 
 def _string(where: str, row: dict[str, Any], column: str) -> str:
@@ -147,8 +147,8 @@ def _checked(where: str, turns: Sequence[Message], first: int) -> tuple[Message,
     for number, turn in enumerate(turns, 1):
         role = turn["role"]
         if before not in FOLLOWS[role]:
-            place = f"follows {before}" if before else "is the first"
-            raise bad_row(where, f"has its turns in the wrong order: turn {number} ({role}) {place}")
+            order = f"follows {before}" if before else "is the first"
+            raise bad_row(where, f"has its turns in the wrong order: turn {number} ({role}) {order}")
         before = role
     if not any(turn["role"] == "assistant" for turn in turns[first:]):
         raise bad_row(where, "has no assistant turn to learn from")

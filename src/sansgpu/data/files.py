@@ -184,8 +184,8 @@ def _read_text(path: Path) -> Iterator[Piece]:
         while block := file.read(PIECE_CHARS):
             if "\0" in block:
                 raise ConfigError(f"{path} is a binary file (it contains NUL bytes); remove it from the dataset.")
-            *whole, last = pieces(rest + block)
-            yield from whole
+            *complete, last = pieces(rest + block)
+            yield from complete
             rest = last.text
     if rest:
         yield Piece(rest, True)

@@ -13,7 +13,9 @@ from sansgpu.data.leafy import LeafyExample
 from sansgpu.data.masking import MaskedExample
 
 FACT = 3  # columns of a fact: head, relation, tail
-RELATION, PLACE, HEAD, TAIL, LEAVES, HEAD_ENTITY, ASKED = range(7)  # columns of GraphBatch.triples
+RELATION, HEAD_START, HEAD_LENGTH, TAIL_START, TAIL_LENGTH, HEAD_ENTITY, QUERY_TAIL = range(
+    7
+)  # columns of GraphBatch.triples
 POSITION_FIELDS = 5  # the first five columns give a triple's position in the graph
 
 
@@ -65,8 +67,8 @@ class GraphBatch(ExampleBatch):
         """Returns `triples` (M, 7) with node indices relative to the batch instead of the example."""
         offset = torch.repeat_interleave(self.lengths.cumsum(0) - self.lengths, self.triple_counts)
         moved = self.triples.clone()
-        moved[:, PLACE] += offset
-        moved[:, TAIL] += offset
+        moved[:, HEAD_START] += offset
+        moved[:, TAIL_START] += offset
         return moved
 
     def counts(self) -> tuple[int, int]:
@@ -78,7 +80,7 @@ class GraphBatch(ExampleBatch):
     @property
     def queries(self) -> int:
         """Returns the number of entity queries."""
-        return int((self.triples[:, ASKED] > 0).sum())
+        return int((self.triples[:, QUERY_TAIL] > 0).sum())
 
     @property
     def fact_count(self) -> int:
@@ -124,13 +126,13 @@ class GraphBatch(ExampleBatch):
     def without_targets(self, size: int) -> GraphBatch:
         first = self.rows(0, 1)
         triples = first.triples.clone()
-        triples[:, ASKED] = 0
+        triples[:, QUERY_TAIL] = 0
         return replace(first, targets=torch.full_like(first.targets, IGNORE), triples=triples, facts=first.facts[:, :0])
 
 
 def _nodes(example: LeafyExample) -> np.ndarray:
     roots = np.stack((np.arange(len(example.tokens)), np.zeros(len(example.tokens), np.int64)), axis=1)
-    leaves = [np.stack((np.full(len(p.tail), p.place), 1 + np.arange(len(p.tail))), axis=1) for p in example.placed]
+    leaves = [np.stack((np.full(len(p.tail), p.root), 1 + np.arange(len(p.tail))), axis=1) for p in example.placed]
     return np.concatenate([roots, *leaves])
 
 
@@ -138,7 +140,7 @@ def _triples(example: LeafyExample) -> np.ndarray:
     sizes = np.array([len(p.tail) for p in example.placed], np.int64)
     tails = len(example.tokens) + np.cumsum(sizes) - sizes
     rows = [
-        (p.relation, p.place, p.head_length, tail, len(p.tail), p.entities[0], p.entities[1] if p.asked else 0)
+        (p.relation, p.root, p.head_length, tail, len(p.tail), p.entities[0], p.entities[1] if p.is_query else 0)
         for p, tail in zip(example.placed, tails, strict=True)
     ]
     return np.array(rows, np.int64).reshape(-1, 7)

@@ -45,12 +45,12 @@ def read_graph_row(row: SourceRow, column: str | None) -> GraphDocument | Entity
         head, relation, tail = (_string(row, value, key) for key in FACT_KEYS)
         return Fact(head, relation, tail, _qualifiers(row))
     text = row.valid_text(row_text(value, column, row.where), "text")
-    given = [value] if has_triple else value.get("triples")
+    given_triples = [value] if has_triple else value.get("triples")
     name = _id(row, value, "id")
     entities = tuple(row.valid_text(entity, "entities") for entity in _list(row, "entities"))
-    triples = _triples(row, given, text) if text.strip() else ()
+    triples = _triples(row, given_triples, text) if text.strip() else ()
     document = text_document(name or _location(row), text, triples, entities)
-    if name is not None and not _is_given(given):
+    if name is not None and not _is_given(given_triples):
         return EntityText(_string(row, value, "name") if _is_given(value.get("name")) else name, document)
     return document
 
@@ -80,55 +80,55 @@ def _string(row: SourceRow, value: dict[str, Any], key: str, where: str = "") ->
 
 
 def _id(row: SourceRow, value: dict[str, Any], key: str) -> str | None:
-    given = value.get(key)
-    if not _is_given(given):
+    identifier = value.get(key)
+    if not _is_given(identifier):
         return None
-    if not isinstance(given, str | int) or isinstance(given, bool):
-        raise row.error(f"its {key} is {given!r}, not text or an integer")
-    return row.valid_text(str(given), key)
+    if not isinstance(identifier, str | int) or isinstance(identifier, bool):
+        raise row.error(f"its {key} is {identifier!r}, not text or an integer")
+    return row.valid_text(str(identifier), key)
 
 
 def _list(row: SourceRow, key: str) -> list[Any]:
-    given = row.value.get(key)
-    if not _is_given(given):
+    items = row.value.get(key)
+    if not _is_given(items):
         return []
-    if not isinstance(given, list):
-        raise row.error(f"its {key} is a {type(given).__name__}, not a list")
-    return given
+    if not isinstance(items, list):
+        raise row.error(f"its {key} is a {type(items).__name__}, not a list")
+    return items
 
 
-def _triples(row: SourceRow, given: Any, text: str) -> tuple[Triple, ...]:
-    if not _is_given(given):
+def _triples(row: SourceRow, triples: Any, text: str) -> tuple[Triple, ...]:
+    if not _is_given(triples):
         return ()
-    if not isinstance(given, list):
-        raise row.error(f"its triples are a {type(given).__name__}, not a list")
-    return tuple(_triple(row, number, triple, text) for number, triple in enumerate(given, 1))
+    if not isinstance(triples, list):
+        raise row.error(f"its triples are a {type(triples).__name__}, not a list")
+    return tuple(_triple(row, number, triple, text) for number, triple in enumerate(triples, 1))
 
 
-def _triple(row: SourceRow, number: int, given: Any, text: str) -> Triple:
+def _triple(row: SourceRow, number: int, triple: Any, text: str) -> Triple:
     where = f"triple {number}: "
-    if not isinstance(given, dict):
-        raise row.error(f"{where}it is a {type(given).__name__}, not an object with head, relation and tail")
-    head, relation, tail = (_string(row, given, key, where) for key in FACT_KEYS)
-    span = _span(row, where, given.get("head_span"), text)
-    return Triple(head, relation, tail, span, _id(row, given, "head_id"), _id(row, given, "tail_id"))
+    if not isinstance(triple, dict):
+        raise row.error(f"{where}it is a {type(triple).__name__}, not an object with head, relation and tail")
+    head, relation, tail = (_string(row, triple, key, where) for key in FACT_KEYS)
+    span = _span(row, where, triple.get("head_span"), text)
+    return Triple(head, relation, tail, span, _id(row, triple, "head_id"), _id(row, triple, "tail_id"))
 
 
-def _span(row: SourceRow, where: str, given: Any, text: str) -> _Span | None:
-    if given is None:
+def _span(row: SourceRow, where: str, span: Any, text: str) -> _Span | None:
+    if span is None:
         return None
-    if not isinstance(given, list) or len(given) != 2 or not all(type(place) is int for place in given):
-        raise row.error(f"{where}its head_span is {given!r}, not two integers")
-    start, end = given
+    if not isinstance(span, list) or len(span) != 2 or not all(type(end_point) is int for end_point in span):
+        raise row.error(f"{where}its head_span is {span!r}, not two integers")
+    start, end = span
     if not 0 <= start < end <= len(text):
-        raise row.error(f"{where}its head_span {given} is empty or exceeds the text of {len(text)} characters")
+        raise row.error(f"{where}its head_span {span} is empty or exceeds the text of {len(text)} characters")
     return start, end
 
 
 def _qualifiers(row: SourceRow) -> tuple[tuple[str, str], ...]:
-    given = row.value.get("qualifiers")
+    qualifiers = row.value.get("qualifiers")
     found = []
-    for group in [given] if isinstance(given, dict) else _list(row, "qualifiers"):
+    for group in [qualifiers] if isinstance(qualifiers, dict) else _list(row, "qualifiers"):
         if not isinstance(group, dict):
             raise row.error(f"its qualifiers contain a {type(group).__name__}, not an object of keys and values")
         for key, value in group.items():

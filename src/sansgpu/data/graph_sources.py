@@ -1,4 +1,4 @@
-"""Opens graph datasets: rows, folders of .tsv files, plain text, Python's standard library."""
+"""Opens datasets of texts with triples: files of rows, folders of .tsv files, plain text, or Python's own library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READER = 1  # increment if the same files produce different documents
 class GraphSource:
     """A corpus of documents with triples. `fingerprint` identifies its content and the way it is read.
 
-    `documents` yields them in a fixed order and raises ConfigError at an invalid row unless these are skipped.
+    `documents` yields them in a fixed order. It raises ConfigError at an invalid row, unless `data.on_bad_row` is skip.
     """
 
     name: str
@@ -43,8 +43,8 @@ class GraphSources:
 def open_graphs(data: DataConfig, note: Callable[[str], None], inverse: bool = False) -> GraphSources:
     """Opens the configured sources. Raises ConfigError if the data does not exist.
 
-    With `inverse`, each fact is added to its tail's document as an inverse relation. `note` receives the number of
-    skipped rows after each pass over the data.
+    With `inverse`, each fact is added to its tail's document as an inverse relation. After each pass over the data,
+    `note` is called with a message about the skipped rows, if any.
     """
     graphs = _open(data.dataset_name, data, note, inverse)
     if data.validation_name:
@@ -77,8 +77,8 @@ def _open(name: str, data: DataConfig, note: Callable[[str], None], inverse: boo
 
     made = {part: knowledge(part, files) for part, files in knowledge_parts(Path(name).expanduser()).items()}
     if not made:
-        given = open_parts(name, data)
-        parts = ("train", given.train), ("validation", given.validation), ("test", given.test)
+        splits = open_parts(name, data)
+        parts = ("train", splits.train), ("validation", splits.validation), ("test", splits.test)
         made = {part: rows(source) for part, source in parts if source}
     return GraphSources(made["train"], made.get("validation"), made.get("test"))
 

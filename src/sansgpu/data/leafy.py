@@ -43,15 +43,15 @@ class LeafyRules:
 
 
 class PlacedTriple(NamedTuple):
-    """A triple attached to a window. The tail's tokens fill leaf slots 0, 1, ... of the root at `place`."""
+    """A triple attached to a window. The tail's tokens fill leaf slots 0, 1, ... of the root with index `root`."""
 
-    place: int
+    root: int
     head_length: int  # in tokens
     relation: int  # 1, 2, ...
     tail: np.ndarray  # token ids
     triple: Triple
     entities: tuple[int, int] = (0, 0)  # rows 1, 2, ... of head and tail in the entity table; 0: not in the table
-    asked: bool = False  # an entity query: one masked leaf replaces the tail
+    is_query: bool = False  # an entity query: one masked leaf replaces the tail
 
 
 class LeafyExample(NamedTuple):
@@ -74,7 +74,7 @@ class LeafyDataset:
     windows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # tokens, word starts
     examples: list[tuple[int, list[PlacedTriple]]] = field(default_factory=list)  # index of the window, its triples
     dropped: Counter[str] = field(default_factory=Counter)  # skipped triples by reason
-    asked: int = 0  # triples in the documents
+    document_triples: int = 0  # triples in the documents
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -101,7 +101,9 @@ class LeafyDataset:
         if not self.dropped:
             return None
         reasons = ", ".join(f"{count:,} because {reason}" for reason, count in sorted(self.dropped.items()))
-        used = f"{len(self.triples):,} of {self.asked:,} triples are attached to {len(self.windows):,} windows"
+        used = (
+            f"{len(self.triples):,} of {self.document_triples:,} triples are attached to {len(self.windows):,} windows"
+        )
         return f"{used}; skipped {reasons}"
 
 
@@ -152,7 +154,7 @@ def _usable(
 ) -> list[Triple]:
     usable = []
     for triple in document.triples:
-        graphs.asked += 1
+        graphs.document_triples += 1
         if triple.relation not in numbers:
             graphs.dropped[NO_RELATION] += 1
         elif triple.fact in known:
@@ -186,8 +188,8 @@ def _add(
         if found is None:
             graphs.dropped[NO_HEAD] += 1
             continue
-        window, place, length = found
-        placed = PlacedTriple(place, length, *numbers.of(triple, np.array(tail, np.int64)))
+        window, root, length = found
+        placed = PlacedTriple(root, length, *numbers.of(triple, np.array(tail, np.int64)))
         if not _put(by_window[window], triple.head, placed, rules.triples == "first"):
             graphs.dropped[TAKEN] += 1
     words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
@@ -200,7 +202,7 @@ def _add(
         number = len(graphs.windows)
         graphs.windows.append((tokens, word_starts))
         for example in examples or [{}]:
-            graphs.examples.append((number, [example[place][1] for place in sorted(example)]))
+            graphs.examples.append((number, [example[root][1] for root in sorted(example)]))
 
 
 def window_spans(tokens: int, rules: LeafyRules) -> Iterator[tuple[int, int]]:
@@ -215,12 +217,12 @@ def _put(
 ) -> bool:
     """Adds a triple to the first example in which its root and its head have none. Returns False if it is skipped."""
     for example in examples:
-        if placed.place not in example and all(name != head for name, _ in example.values()):
-            example[placed.place] = (head, placed)
+        if placed.root not in example and all(name != head for name, _ in example.values()):
+            example[placed.root] = (head, placed)
             return True
     if examples and first_only:
         return False
-    examples.append({placed.place: (head, placed)})
+    examples.append({placed.root: (head, placed)})
     return True
 
 
@@ -247,10 +249,10 @@ class TokenText:
         if triple.head_span is not None:
             yield from self._tokens(*triple.head_span)
             return
-        place = -1
-        while (place := self._text.find(triple.head, place + 1)) >= 0:
-            for first, last in self._tokens(place, place + len(triple.head)):
-                if self._is_whole(first, last, place, place + len(triple.head)):
+        start = -1
+        while (start := self._text.find(triple.head, start + 1)) >= 0:
+            for first, last in self._tokens(start, start + len(triple.head)):
+                if self._matches_exactly(first, last, start, start + len(triple.head)):
                     yield first, last
 
     def _tokens(self, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -259,7 +261,7 @@ class TokenText:
         if first < last:
             yield first, last
 
-    def _is_whole(self, first: int, last: int, start: int, end: int) -> bool:
+    def _matches_exactly(self, first: int, last: int, start: int, end: int) -> bool:
         """Returns whether the tokens cover exactly the mention, apart from one leading space or sign."""
         before = self._text[self._starts[first] : start]
         return len(before) <= 1 and not before.isalnum() and self._ends[last - 1] == end

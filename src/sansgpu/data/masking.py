@@ -42,11 +42,11 @@ def add_entity_queries(example: LeafyExample, rules: MaskRules, seed: int, epoch
     if not rules.query_ratio:
         return example
     draws = generator(seed, "entity queries", epoch, number)
-    asked = draws.random(len(example.placed)) < rules.query_ratio
+    is_query = draws.random(len(example.placed)) < rules.query_ratio
     mask = np.array([rules.mask_id], np.int64)
     placed = [
-        p._replace(tail=mask, asked=True) if ask and p.entities[1] else p
-        for p, ask in zip(example.placed, asked.tolist(), strict=True)
+        p._replace(tail=mask, is_query=True) if ask and p.entities[1] else p
+        for p, ask in zip(example.placed, is_query.tolist(), strict=True)
     ]
     return example._replace(placed=placed)
 
@@ -64,7 +64,7 @@ def mask_example(example: LeafyExample, rules: MaskRules, seed: int, epoch: int,
         chosen[start:stop] = True
         bounds[start:stop] = start - 1, stop
     ends = len(example.tokens) + np.cumsum([len(leaf) for leaf in leaves], dtype=np.int64)
-    for group in (group for group in groups if not example.placed[group].asked):
+    for group in (group for group in groups if not example.placed[group].is_query):
         chosen[ends[group] - len(leaves[group]) : ends[group]] = True
     targets = np.where(chosen, original, IGNORE)
     return MaskedExample(_replaced(original, chosen, rules, draws), targets, bounds)
@@ -91,15 +91,15 @@ def _root_spans(example: LeafyExample, rules: MaskRules, draws: np.random.Genera
         stops = word_end[fitting + length - 1 - starts[0]]
         free = (stops - fitting <= rules.max_span) & (taken[stops] == taken[fitting])
         if free.any():
-            place = int(draws.choice(np.flatnonzero(free)))
-            spans.append((int(fitting[place]), int(stops[place])))
+            index = int(draws.choice(np.flatnonzero(free)))
+            spans.append((int(fitting[index]), int(stops[index])))
             masked[spans[-1][0] : spans[-1][1]] = 1
             taken[1:] = masked.cumsum()
     return sorted(spans)
 
 
 def _leaf_groups(groups: int, rules: MaskRules, draws: np.random.Generator) -> np.ndarray:
-    """Draws the triples whose tails are masked, each as a whole."""
+    """Draws the triples to mask; a tail is masked completely or not at all."""
     chosen = np.flatnonzero(draws.random(groups) < rules.leaf_ratio)
     if len(chosen) < rules.min_leaf_groups and groups:
         return draws.integers(groups, size=1)

@@ -21,8 +21,8 @@ def steps_per_epoch(examples: int, batch_size: int) -> int:
 
 def batch_indices(seed: int, step: int, examples: int, batch_size: int) -> np.ndarray:
     """Returns the examples of step 0, 1, 2, ...: each epoch has its own permutation; its last batch may be smaller."""
-    epoch, place = divmod(step, steps_per_epoch(examples, batch_size))
-    return _permutation(seed, epoch, examples)[place * batch_size : (place + 1) * batch_size]
+    epoch, index = divmod(step, steps_per_epoch(examples, batch_size))
+    return _permutation(seed, epoch, examples)[index * batch_size : (index + 1) * batch_size]
 
 
 @lru_cache(maxsize=2)  # the current epoch, and the next one while batches are prefetched

@@ -156,7 +156,7 @@ class TextWindows:
                 rows.append((start, head, first, last))
                 head, first = before, last
         lengths = np.array([head + last - first for _, head, first, last in rows], np.int64)
-        self._rows = [rows[place] for place in np.argsort(-lengths, kind="stable")]
+        self._rows = [rows[index] for index in np.argsort(-lengths, kind="stable")]
 
     def __len__(self) -> int:
         return len(self._rows)

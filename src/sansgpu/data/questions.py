@@ -95,8 +95,8 @@ def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
             yield SourceRow(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
 
 
-def _is_id(given: Any) -> bool:
-    return isinstance(given, (str, int)) and is_text(str(given))
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (str, int)) and is_text(str(value))
 
 
 def _question(row: SourceRow) -> Question:
@@ -123,12 +123,12 @@ def _text(row: SourceRow, key: str) -> str:
 
 
 def _id(row: SourceRow) -> str:
-    given = row.value.get("id")
-    if given is None:
+    identifier = row.value.get("id")
+    if identifier is None:
         return row.where
-    if not _is_id(given):
-        raise row.error(f"its id is {given!r}, not text or an integer")
-    return str(given)
+    if not _is_id(identifier):
+        raise row.error(f"its id is {identifier!r}, not text or an integer")
+    return str(identifier)
 
 
 def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:

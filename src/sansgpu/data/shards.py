@@ -98,11 +98,11 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Rep
     tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
     file = folder / "sizes.bin"
     counted = np.memmap(file, dtype=SIZE, mode="r") if file.is_file() else None
-    _require_whole(folder, tokens, documents, counted, tokenizer.vocab_size)
+    _require_intact(folder, tokens, documents, counted, tokenizer.vocab_size)
     return TokenStore(source.name, tokens, documents, TokenSizes(tokens, tokenizer.token_bytes(), counted))
 
 
-def _require_whole(
+def _require_intact(
     folder: Path, tokens: np.ndarray, documents: np.ndarray, counted: np.ndarray | None, vocab_size: int
 ) -> None:
     """Raises ConfigError if a file is truncated or an id is outside the embedding, which would read out of bounds."""

@@ -40,30 +40,35 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
     """Splits a store into training and validation documents. Documents with equal content are in the same split.
 
     Documents are held out in the order of their content hash until they have `share` of the tokens, so the split does
-    not depend on the order of files. The last one is cut: only its end is held out, as much as the share needs.
+    not depend on the order of files. The last one is cut: it gives only its end, to hold out exactly that share.
     """
-    whole = all_documents(store)
-    lengths = whole.stops - whole.starts
+    documents = all_documents(store)
+    lengths = documents.stops - documents.starts
     hashes = store.documents["content_hash"]
     order = np.argsort(hashes, kind="stable")
-    goal = whole.token_count - int(whole.token_count * (1 - share))
+    goal = documents.token_count - int(documents.token_count * (1 - share))
     last = int(np.searchsorted(np.cumsum(lengths[order]), goal))
-    held = hashes <= hashes[order[last]]
-    train_stops, validation_starts = whole.stops.copy(), whole.starts.copy()
+    is_held_out = hashes <= hashes[order[last]]
+    train_stops, validation_starts = documents.stops.copy(), documents.starts.copy()
     duplicates = hashes == hashes[order[last]]
     if duplicates.sum() == 1:
-        surplus = int(lengths[held].sum()) - goal
-        cut = whole.starts[order[last]] + surplus
+        surplus = int(lengths[is_held_out].sum()) - goal
+        cut = documents.starts[order[last]] + surplus
         train_stops[order[last]] = cut
         validation_starts[order[last]] = cut
     else:
-        train_stops[duplicates] = whole.starts[duplicates]
-    # A cut document has no end-of-text token, so it goes first: after another one it would look like its continuation.
-    held_order = np.argsort(~duplicates[held], kind="stable")
-    trained = ~held | (duplicates & (train_stops > whole.starts))
+        train_stops[duplicates] = documents.starts[duplicates]
+    # The end of a cut document has no end-of-text token, so it goes first: it would seem to continue the one before it.
+    held_order = np.argsort(~duplicates[is_held_out], kind="stable")
+    trained = ~is_held_out | (duplicates & (train_stops > documents.starts))
     return (
-        TokenRanges(store.tokens, whole.starts[trained], train_stops[trained], store.sizes),
-        TokenRanges(store.tokens, validation_starts[held][held_order], whole.stops[held][held_order], store.sizes),
+        TokenRanges(store.tokens, documents.starts[trained], train_stops[trained], store.sizes),
+        TokenRanges(
+            store.tokens,
+            validation_starts[is_held_out][held_order],
+            documents.stops[is_held_out][held_order],
+            store.sizes,
+        ),
     )
 
 
@@ -75,5 +80,5 @@ def split_examples(contents: Sequence[bytes], sizes: np.ndarray, share: float) -
     hashes = np.array([int.from_bytes(hashlib.blake2b(c, digest_size=8).digest(), "little") for c in contents], "<u8")
     order = np.argsort(hashes, kind="stable")
     last = int(np.searchsorted(np.cumsum(sizes[order]), share * sizes.sum()))
-    held = hashes <= hashes[order[min(last, len(order) - 1)]]
-    return np.flatnonzero(~held), np.flatnonzero(held)
+    is_held_out = hashes <= hashes[order[min(last, len(order) - 1)]]
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)

@@ -153,7 +153,9 @@ class _Module:
                     yield "calls", _name(called)
                 case ast.Return(value=ast.Name() | ast.Attribute() | ast.Call() | ast.Constant() as value):
                     yield "returns", _name(value)
-                case ast.Raise(exc=ast.expr() as raised):  # precedes the call that creates it, which adds nothing
+                case ast.Raise(
+                    exc=ast.expr() as raised
+                ):  # the call that creates the exception comes next and is skipped
                     yield "raises", _name(raised)
                 case ast.ExceptHandler(type=ast.Tuple(elts=kinds)):
                     yield from (("catches", _name(kind)) for kind in kinds)
@@ -180,14 +182,14 @@ class _Excerpt:
     def __init__(self, lines: list[str], numbers: Iterable[int], indent: int) -> None:
         self._lines = lines
         self._starts: dict[int, int] = {}  # by line number from 1: offset of column 0 in the text
-        kept, length = [], 0
+        dedented, length = [], 0
         for number in numbers:
             line = lines[number - 1]
             cut = min(indent, len(line) - len(line.lstrip()))  # a multi-line string may have less indent
             self._starts[number] = length - cut
-            kept.append(line[cut:])
+            dedented.append(line[cut:])
             length += len(line) - cut + 1
-        self.text = "\n".join(kept)
+        self.text = "\n".join(dedented)
 
     def span(self, number: int, column: int, name: str) -> tuple[int, int] | None:
         """Returns the span of `name` at this line and column in the excerpt; None if it is not there."""

@@ -205,7 +205,9 @@ class CharTokenizer(Tokenizer):
         names = [END_OF_TEXT, *sorted(characters), *(f"<0x{byte:02X}>" for byte in range(256))]
         vocabulary = {name: index for index, name in enumerate(names)}
         backend = Backend(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]*\n|[^\n]+"), "isolated")  # lines encode fast
+        backend.pre_tokenizer = pre_tokenizers.Split(
+            Regex(r"[^\n]*\n|[^\n]+"), "isolated"
+        )  # BPE is slow on long inputs, so encode line by line
         backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         backend.add_special_tokens([END_OF_TEXT])
         return cls(backend)
@@ -258,7 +260,6 @@ def load_tokenizer_of_model(name: str | Path, remote_code: bool = False) -> Toke
 
 
 def _loaded_by_transformers(name: str | Path, remote_code: bool = False) -> tuple[Backend, str | None]:
-    """Returns the tokenizer and its end-of-text token."""
     import transformers  # a slow import that a local tokenizer never needs
 
     quiet_hub()

@@ -50,7 +50,7 @@ WHAT_IF_STEPS = 4  # timed per variation
 MIN_SPEEDUP = 1.03  # smaller speedups are noise
 MAX_STEP_RATIO = 1.15  # slowest step / median step; above it, something disturbed the measurement
 MIN_BUSY_CORES = 0.15  # cores used by other programs before they are reported
-GPU_MFU = 0.4  # assumed for a good trainer
+GPU_MFU = 0.4  # assumed model FLOPs utilization of an efficient training program
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,19 @@ def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest, co
 
 
 def _with_choices(config: Config, prepared: Prepared) -> Config:
-    how = prepared.execution
+    execution = prepared.execution
     settings = [
-        f"training.batch_size={how.micro_batch}",
-        f"training.gradient_accumulation_steps={how.accumulation}",
-        f"training.precision={how.precision}",
+        f"training.batch_size={execution.micro_batch}",
+        f"training.gradient_accumulation_steps={execution.accumulation}",
+        f"training.precision={execution.precision}",
         "training.use_amp=null",
-        f"training.compile='{how.compile}'",
-        f"training.threads={how.threads}",
-        f"training.optimizer={how.optimizer}",
+        f"training.compile='{execution.compile}'",
+        f"training.threads={execution.threads}",
+        f"training.optimizer={execution.optimizer}",
     ]
     resolved = prepared.config.model.model_dump()  # includes what depends on the data, e.g. vocab_size
-    given = config.model.model_dump()
-    settings += [f"model.{key}={value}" for key, value in resolved.items() if value != given[key]]
+    configured = config.model.model_dump()
+    settings += [f"model.{key}={value}" for key, value in resolved.items() if value != configured[key]]
     return change_config(config, settings)
 
 
@@ -188,8 +188,8 @@ def _forecasts(measured: Measured, baseline: Measured, step: float) -> tuple[For
 
 
 def _projection(steps: int, first: int, cold: Forecast, warm: Forecast, training: TrainingConfig) -> Projection:
-    whole = cold.seconds(training, steps)
-    row: Projection = {"steps": steps, "seconds": whole, "done": done_at(whole)}
+    total = cold.seconds(training, steps)
+    row: Projection = {"steps": steps, "seconds": total, "done": done_at(total)}
     if steps > first:
         rest = warm.seconds(training, steps, first)
         row["seconds_from_snapshot"], row["done_from_snapshot"] = rest, done_at(rest)
@@ -319,8 +319,8 @@ def _write_files(result: BenchResult, optimized: Config, request: BenchRequest) 
 
 
 def _gemm_rate(prepared: Prepared, measured: Measured, reached: float) -> float:
-    how = prepared.execution
-    return best_gemm_rate(measured["gemm_flops_per_second"], reached, how.precision, how.device.type)
+    execution = prepared.execution
+    return best_gemm_rate(measured["gemm_flops_per_second"], reached, execution.precision, execution.device.type)
 
 
 def _forward_only(

@@ -29,14 +29,14 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        self.said = list(self._system_messages)
+        self.messages = list(self._system_messages)
 
     def say(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-        """Streams the model's answer. It joins the conversation once it is read to the end."""
+        """Streams the model's answer, which is added to the conversation once the caller has read all of it."""
         require_valid_sampling(sampling)
-        self.said.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
-        for piece in self._model.kind.answer(self._model, self.said, max_new_tokens, sampling):
+        for piece in self._model.kind.answer(self._model, self.messages, max_new_tokens, sampling):
             pieces.append(piece)
             yield piece
-        self.said.append({"role": "assistant", "content": "".join(pieces)})
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})

@@ -12,7 +12,7 @@ from sansgpu.models.gguf_file import TYPES, ModelDescription, write_gguf
 from sansgpu.reporting.marks import read_mark
 from sansgpu.reporting.outputs import GGUF, require_file, require_folder
 from sansgpu.reporting.unmarked import is_unmarked
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import kind_of_run, open_model
 from sansgpu.train.run_folders import open_run
 
 
@@ -70,6 +70,7 @@ def export_gguf(
     if kind not in TYPES:
         raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")
     config, _ = open_run(run)
+    kind_of_run(run, "gguf", objective)  # before the output is checked
     path = output or run / f"{run.resolve().name}-{kind}.gguf"
     if output is None:
         require_run(run)

@@ -22,7 +22,7 @@ OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann e
 def plan(
     file: Path | None, overrides: Sequence[str], progress: ReportProgress, warn: Warn, cluster: Cluster | None = None
 ) -> RunPlan:
-    """Returns the plan that `plan --json` prints, with `cluster` also for its nodes. Raises ConfigError."""
+    """Returns the plan that `plan --json` prints, including one for `cluster` if it is given. Raises ConfigError."""
     config, notes = load_config(file, overrides)
     for note in notes:
         warn(note)

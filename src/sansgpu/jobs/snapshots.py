@@ -108,7 +108,7 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
             mark_run(forked, config)
             save_config(config, forked.config)
             if output.exists():
-                for path in sorted(new.iterdir()):  # the mark first
+                for path in sorted(new.iterdir()):  # `.sansgpu.json` comes first
                     path.rename(output / path.name)
             else:
                 new.rename(output)

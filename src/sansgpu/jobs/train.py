@@ -76,11 +76,11 @@ class DryRun:
 
 @dataclass(frozen=True)
 class _RunTarget:
-    """Run folder, and on resume the snapshot to continue from."""
+    """The folder of the run and, if it is resumed, the snapshot to continue from."""
 
     folder: Path
     snapshot: Snapshot | None
-    before: Environment | None  # recorded in the snapshot
+    before: Environment | None  # the one recorded in the snapshot
     open_settings: tuple[str, ...]  # recorded values of keys that the configuration leaves to the data
 
 
@@ -94,17 +94,17 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     require_backend(training.distributed_backend)
     group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
     with reporting_failure(group), ExitStack() as locks:
-        kept, own_sinks = EventBuffer(), sinks if group.is_main else []
-        early = Sinks([*own_sinks, kept])
+        buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
+        early = Sinks([*own_sinks, buffer])
         for note in [*notes, *([world.note] if world.note else [])]:
             early.warn(note)
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
-        target = _find_target(request, config, group, Sinks(own_sinks).warn, locks)  # its warnings are not recorded
+        target = _find_target(request, config, group, Sinks(own_sinks).warn, locks)  # not in metrics.jsonl
         config = change_config(config, target.open_settings)
         require_boards(list(training.report_to))
-        outcome = _train_in(target, config, request, group, sinks, early.warn, kept, progress)
+        outcome = _train_in(target, config, request, group, sinks, early.warn, buffer, progress)
         group.shutdown()
         return outcome
 

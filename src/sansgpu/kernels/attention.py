@@ -65,13 +65,13 @@ def reference_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     ranges: torch.Tensor,
-    kept: torch.Tensor | None = None,
+    dropout_mask: torch.Tensor | None = None,
     decay: Decay | None = None,
 ) -> torch.Tensor:
     """Computes softmax(q k^T / sqrt(d)) v over the keys in range, in any dtype. Queries without keys give zeros.
 
-    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2); `kept` (B, H, T, S) is the scaled dropout mask of the
-    attention weights; `decay` changes scores before the softmax. Returns (B, H, T, d).
+    q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2); `dropout_mask` (B, H, T, S) holds factors of the
+    attention weights, 0 or 1 / (1 - dropout); `decay` changes scores before the softmax. Returns (B, H, T, d).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -80,7 +80,7 @@ def reference_attention(
     if decay is not None:
         scores = decay.decayed(scores, decay.entries(visible)[1])
     weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1).nan_to_num().to(v.dtype) * visible
-    return (weights if kept is None else weights * kept) @ v
+    return (weights if dropout_mask is None else weights * dropout_mask) @ v
 
 
 def attention(

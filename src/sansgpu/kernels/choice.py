@@ -11,18 +11,18 @@ from sansgpu.config import ConfigError
 from sansgpu.kernels import native
 
 
-def load_kernels(wanted: str, cache: Path, device: torch.device, warn: Callable[[str], None]) -> str:
+def load_kernels(requested: str, cache: Path, device: torch.device, warn: Callable[[str], None]) -> str:
     """Resolves `training.kernels` (auto, native or torch) to native or torch, and loads them.
 
     `cache` comes from `machine.compiled.compiled_cache`. Raises ConfigError if native kernels are required but cannot
     be loaded.
     """
-    if wanted == "torch" or (wanted == "auto" and device.type != "cpu"):
+    if requested == "torch" or (requested == "auto" and device.type != "cpu"):
         return "torch"
     reason = native.load(cache)
     if reason is None:
         return "native"
-    if wanted == "native":
+    if requested == "native":
         raise ConfigError(f"training.kernels is native, but they cannot be compiled ({reason}); set it to auto.")
     warn(f"the native kernels cannot be compiled ({reason}); falling back to plain torch, which is slower.")
     return "torch"

@@ -42,12 +42,12 @@ def reference_cross_entropy(
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """Computes the summed loss from all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
-    kept = targets != ignore_index
-    logits = hidden[kept] @ weight.T
+    has_target = targets != ignore_index
+    logits = hidden[has_target] @ weight.T
     if options.softcap:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     log_probabilities = torch.log_softmax(logits, dim=1)
-    of_target = log_probabilities.gather(1, targets[kept, None]).sum()
+    of_target = log_probabilities.gather(1, targets[has_target, None]).sum()
     smooth = log_probabilities.mean(dim=1).sum()
     z_loss = torch.logsumexp(logits, dim=1).square().sum()
     return -(1 - options.label_smoothing) * of_target - options.label_smoothing * smooth + options.z_loss * z_loss
@@ -84,9 +84,9 @@ def linear_cross_entropy_and_hits(
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        kept = targets != ignore_index
-        if not bool(kept.all()):
-            hidden, targets = hidden[kept], targets[kept]
+        has_target = targets != ignore_index
+        if not bool(has_target.all()):
+            hidden, targets = hidden[has_target], targets[has_target]
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
             hidden, weight = hidden.detach(), weight.detach()
         sums = _LinearCrossEntropy.apply(hidden, weight, targets, options, count_hits)
@@ -109,8 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         buffer = hidden.new_empty(min(CHUNK_ROWS, len(hidden)), len(head))
         product = torch.empty_like(head) if of_weight and len(hidden) > CHUNK_ROWS else None
         for start in range(0, len(hidden), CHUNK_ROWS):
-            here = hidden[start : start + CHUNK_ROWS]
-            logits = torch.mm(here, head.T, out=buffer[: len(here)])
+            chunk = hidden[start : start + CHUNK_ROWS]
+            logits = torch.mm(chunk, head.T, out=buffer[: len(chunk)])
             if count:  # before the logits become their gradients
                 hits += (logits.argmax(dim=1) == targets[start : start + CHUNK_ROWS]).sum()
             losses, logits_grad = _losses(logits, targets[start : start + CHUNK_ROWS], options, with_gradients)
@@ -119,9 +119,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits_grad, head, out=hidden_grad[start : start + CHUNK_ROWS])
             if of_weight:
                 if weight_grad is None:
-                    weight_grad = (logits_grad.T @ here).to(accurate)
+                    weight_grad = (logits_grad.T @ chunk).to(accurate)
                 else:
-                    add_product(weight_grad, torch.mm(logits_grad.T, here, out=product))
+                    add_product(weight_grad, torch.mm(logits_grad.T, chunk, out=product))
         if of_weight and weight_grad is None:
             weight_grad = torch.zeros_like(weight)
         ctx.save_for_backward(hidden_grad, weight_grad)
@@ -150,10 +150,10 @@ def _losses(
         logits.div_(softcap).tanh_()
         slope = 1 - logits.square() if with_gradients else None
         logits.mul_(softcap)
-    most = logits.amax(dim=1, keepdim=True)
+    row_max = logits.amax(dim=1, keepdim=True)
     of_target, mean = logits.gather(1, targets), logits.mean(dim=1, keepdim=True) if smoothing else 0.0
-    normalizer = logits.sub_(most).exp_().sum(dim=1, keepdim=True)
-    lse = normalizer.log() + most
+    normalizer = logits.sub_(row_max).exp_().sum(dim=1, keepdim=True)
+    lse = normalizer.log() + row_max
     losses = lse - (1 - smoothing) * of_target - smoothing * mean + z_loss * lse.square()
     if with_gradients:
         logits.mul_((1 + 2 * z_loss * lse) / normalizer).sub_(smoothing / logits.shape[1])

@@ -16,9 +16,9 @@ _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define("linear_gradients(Tensor grad, Tensor input, bool with_bias) -> (Tensor, Tensor)")
 
 
-def _shapes(grad: torch.Tensor, given: torch.Tensor, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(grad: torch.Tensor, x: torch.Tensor, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
     outputs = grad.shape[1]
-    return grad.new_empty(outputs, given.shape[1]), grad.new_empty(outputs if with_bias else 0, dtype=torch.float32)
+    return grad.new_empty(outputs, x.shape[1]), grad.new_empty(outputs if with_bias else 0, dtype=torch.float32)
 
 
 torch.library.register_fake("sansgpu::linear_gradients", _shapes)

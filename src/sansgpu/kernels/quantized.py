@@ -55,7 +55,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch
 
 
 def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds fp32 `values` to the nearest codes; returns (codes, scales). NaN or infinity spoils its whole block.
+    """Rounds fp32 `values` to the nearest codes; returns (codes, scales). A NaN or infinity makes its block invalid.
 
     Unsigned values must be >= 0. A positive unsigned value never gets the code of 0: a second moment rounded to 0 would
     make the step many times the learning rate, while one that is too large only makes the step smaller.
@@ -63,7 +63,9 @@ def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Te
     flat = values.flatten().float()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
-    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0, scales)  # their inverse would overflow
+    scales = torch.where(
+        scales < torch.finfo(torch.float32).tiny, 0, scales
+    )  # the inverse of a subnormal scale would overflow
     relative = blocks / torch.where(scales == 0, torch.inf, scales)[:, None]
     sorted_values = MAPS[signed].to(values.device)
     codes = torch.bucketize(relative, (sorted_values[1:] + sorted_values[:-1]) / 2) - ZEROS[signed]

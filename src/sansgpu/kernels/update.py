@@ -66,7 +66,7 @@ def adamw(
         return
     steps = torch.tensor(float(step), device=weight.device)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    wide, m, v, g = (t.to(dtype).contiguous() for t in (weight, first, second, gradient))  # it ignores strides
+    wide, m, v, g = (t.to(dtype).contiguous() for t in (weight, first, second, gradient))  # the kernel ignores strides
     torch._fused_adamw_(
         [wide], [g * scale], [m], [v], [], [steps],
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,

@@ -23,16 +23,16 @@ def keep_freed_memory() -> bool:
 _others: list[Callable[[], object]] = []
 
 
-def register_trim(give: Callable[[], object]) -> None:
+def register_trim(release: Callable[[], object]) -> None:
     """Registers a function of another allocator for `trim_memory` to call."""
-    if give not in _others:
-        _others.append(give)
+    if release not in _others:
+        _others.append(release)
 
 
 def trim_memory() -> None:
     """Returns free heap memory to the kernel."""
-    for give in _others:
-        give()
+    for release in _others:
+        release()
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

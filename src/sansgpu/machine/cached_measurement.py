@@ -19,9 +19,11 @@ MIN_SECONDS = 0.5  # shorter measurements are always cached: the kernel's CPU ti
 
 
 def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the cached result for this question and processor model, or calls `measure` and caches its result.
+    """Returns the cached result for `question` on this processor model, or calls `measure` and caches its result.
 
-    Results are not cached if other programs kept cores busy meanwhile. Read and write errors of the cache are ignored.
+    `question` describes the measurement: its name and everything that the result depends on.
+
+    Results are not cached if other programs used the cores meanwhile. Read and write errors of the cache are ignored.
     """
     question = {**question, "processor": processor()}  # machines may share a cache
     text = json.dumps(question, sort_keys=True)
@@ -34,8 +36,8 @@ def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[
         pass
     start, load = time.perf_counter(), LoadMeter()
     answer = measure()
-    seen = load.sample()
-    disturbed = seen["other_cores"] + seen["stolen_cores"] > BUSY_CORES
+    usage = load.sample()
+    disturbed = usage["other_cores"] + usage["stolen_cores"] > BUSY_CORES
     if disturbed and time.perf_counter() - start > MIN_SECONDS:
         return answer
     with contextlib.suppress(OSError):

@@ -68,14 +68,14 @@ def _memory(root: Path, process: Path) -> Iterator[tuple[int, int]]:
 def _folders(root: Path, process: Path, controller: str) -> Iterator[Path]:
     """Yields the folders of the process's group and its parent groups, for the version 1 controller and version 2."""
     for line in kernel_text(process).splitlines():
-        _, controllers, place = line.split(":", 2)
+        _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         tops = [root / controllers, root / controller] if controllers else [root, root / "unified"]
         top = next((top for top in tops if top.is_dir()), None)
         if top is None:
             continue
-        inside = Path(place.lstrip("/"))
+        inside = Path(group.lstrip("/"))
         # In a container its own group is often mounted as the root, while /proc shows the path on the host.
         yield from (top / part for part in [inside, *inside.parents] if (top / part).is_dir())
 

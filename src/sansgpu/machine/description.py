@@ -129,7 +129,7 @@ def temperature_celsius() -> float | None:
 
 def energy_joules(root: Path = Path("/sys/class/powercap")) -> float | None:
     """Returns the sum of the processor packages' energy counters, or None if unreadable; the counters wrap around."""
-    total = _sum_of(path / "energy_uj" for path in sorted(root.glob("intel-rapl:[0-9]")))  # also the name on AMD
+    total = _sum_of(path / "energy_uj" for path in sorted(root.glob("intel-rapl:[0-9]")))  # AMD's too
     return None if total is None else total / 1e6
 
 

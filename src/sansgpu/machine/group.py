@@ -36,7 +36,7 @@ class Group:
     def __init__(
         self, rank: int, peers: list[Peer], restarted: bool, timeout: float, shared: tuple[Store, Heartbeats] | None
     ) -> None:
-        """`restarted` tells whether the launcher started this run before; `shared` is None for a single process."""
+        """`restarted` is True if the launcher started this run before; `shared` is None for a single process."""
         self.rank, self.peers, self.restarted = rank, peers, restarted
         self._timeout, self._shared = timedelta(seconds=timeout), shared
         self._exchanges = 0  # exchanges of JSON objects so far; all ranks make them in the same order
@@ -54,19 +54,19 @@ class Group:
     @property
     def local_rank(self) -> list[int]:
         """The ranks on this machine."""
-        mine = self.peers[self.rank].machine
-        return [rank for rank, peer in enumerate(self.peers) if peer.machine == mine]
+        machine = self.peers[self.rank].machine
+        return [rank for rank, peer in enumerate(self.peers) if peer.machine == machine]
 
     # JSON values through the store. These wait without a timeout for every rank that sends heartbeats.
 
-    def broadcast_object(self, ask: Callable[[], Answer]) -> Answer:
-        """Calls `ask` on rank 0 and broadcasts its JSON-serializable result."""
+    def broadcast_object(self, produce: Callable[[], Answer]) -> Answer:
+        """Calls `produce` on rank 0 and broadcasts its JSON-serializable result."""
         if self._shared is None:
-            return ask()
+            return produce()
         self._exchanges += 1
         key = f"decided/{self._exchanges}"
         if self.is_main:
-            self._shared[0].set(key, json.dumps(ask()))
+            self._shared[0].set(key, json.dumps(produce()))
         answer: Answer = self._await_keys({0: key})[0]
         return answer
 
@@ -103,7 +103,7 @@ class Group:
         return self._shared[1].report_failure(str(error) or type(error).__name__, code)
 
     def _await_keys(self, keys: dict[int, str]) -> list[Any]:
-        """Waits for keys of the store, given by the rank that sets each, and returns their values."""
+        """Waits until each rank in `keys` has set its key in the store, and returns the values."""
         assert self._shared is not None
         store, heartbeats = self._shared
         try:
@@ -122,7 +122,7 @@ class Group:
         return self._begin(lambda: dist.all_reduce(tensor, async_op=True))
 
     def reduce_async(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Starts summing a tensor to `rank`, in place; on other ranks its content becomes undefined."""
+        """Starts summing a tensor to `rank`, in place; its content on other ranks becomes undefined."""
         return self._begin(lambda: dist.reduce(tensor, rank, async_op=True))
 
     def broadcast_async(self, tensor: torch.Tensor, rank: int) -> dist.Work:
@@ -147,7 +147,7 @@ class Group:
             self.wait(self._begin(lambda: dist.irecv(received, source)))
             return received
         elif self._shared is not None:
-            self._shared[1].start()  # counts the operation on uninvolved ranks, too
+            self._shared[1].start()  # keeps this rank's count of operations equal to that of the other ranks
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -157,7 +157,7 @@ class Group:
         return parts
 
     def all_reduce_sums(self, values: dict[str, float]) -> dict[str, float]:
-        """Sums named values over all ranks, in rank order; ranks may have different names."""
+        """Sums values by name over all ranks, in rank order; a name may be missing on some ranks."""
         if self.size == 1:
             return values
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)

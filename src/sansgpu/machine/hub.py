@@ -14,7 +14,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 def quiet_hub() -> None:
-    """Silences the client's retry messages; the final failure is reported in an error of ours."""
+    """Silences the client's retry messages, because our own error reports the final failure."""
     from huggingface_hub.utils import logging  # takes a second to import
 
     logging.set_verbosity_error()
@@ -22,7 +22,7 @@ def quiet_hub() -> None:
 
 @contextmanager
 def reading_hub() -> Iterator[None]:
-    """Within the context, the Hub is read, or only its cache if the Hub is unreachable, without retries."""
+    """Switches to offline mode, which reads only the Hub's cache, while the Hub is unreachable; avoids slow retries."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -42,12 +42,12 @@ def reachable(address: str) -> bool:
     proxy = urllib.request.getproxies().get(target.scheme)
     if proxy and not urllib.request.proxy_bypass(target.hostname or ""):
         target = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
-    place = target.hostname or "", target.port or PORTS.get(target.scheme, 80)
+    host_and_port = target.hostname or "", target.port or PORTS.get(target.scheme, 80)
     opened = threading.Event()
 
     def connect() -> None:
         try:
-            socket.create_connection(place, timeout=CONNECT_SECONDS).close()
+            socket.create_connection(host_and_port, timeout=CONNECT_SECONDS).close()
         except OSError:
             return
         opened.set()

@@ -61,7 +61,7 @@ def join(world: World, backend: str, timeout: float, interface: str | None) -> G
 
 
 def _shared_store(world: World, timeout: float) -> TCPStore:
-    """Connects to the key-value store that the launcher hosts, or that rank 0 then hosts itself."""
+    """Connects to the run's key-value store, which rank 0 hosts if the launcher does not."""
     hosting = world.rank == 0 and not world.hosted
     where, wait = f"{world.address}:{world.port}", timedelta(seconds=timeout)
     try:
@@ -118,8 +118,8 @@ def _wait_for(rank: int, size: int, store: Store, key: str, deadline: float, tim
     return bytes(store.get(key))
 
 
-def _reachable(rank: int, peers: list[Peer], name: str, wanted: str | None) -> str:
-    """Returns the interface to listen on, never the loopback if there are ranks on other hosts.
+def _reachable(rank: int, peers: list[Peer], name: str, configured: str | None) -> str:
+    """Returns the interface to listen on, which is not the loopback if there are ranks on other hosts.
 
     A host's own name often resolves to its loopback address, which other hosts cannot reach.
     """
@@ -129,7 +129,7 @@ def _reachable(rank: int, peers: list[Peer], name: str, wanted: str | None) -> s
         return name
     have = {n: addresses for n, addresses in interfaces().items() if not is_loopback(addresses[0])}
     called = [n for n, addresses in have.items() if any(peer.master in addresses for peer in elsewhere)]
-    if wanted or len(found := called or list(have)) != 1:
+    if configured or len(found := called or list(have)) != 1:
         raise ConfigError(
             f"{this.host} would listen on {this.address}, which other hosts cannot reach; set "
             f"training.network_interface to one of {', '.join(have)}."

@@ -10,8 +10,7 @@ import sys
 from sansgpu.machine import cgroup
 
 SPINS = 20_000  # tens of microseconds: about the time between two matrix products
-# 6 % slower on an idle machine; with another program on one of two cores 7,140 tokens/s, against 5,800 at 10,000 spins.
-CONTENDED_SPINS = 3_000
+CONTENDED_SPINS = 3_000  # faster while other programs use some cores, a few percent slower on an idle machine
 SPARE_CORES = 0.5  # tolerance: the load may exceed the cores left to other programs by this
 
 

@@ -31,8 +31,8 @@ class Execution:
 
     def tokens(self, window: int) -> int:
         """Returns the tokens of the largest micro-batch of examples with up to `window` tokens."""
-        most = self.micro_batch * window
-        return most if self.max_tokens is None else min(most, self.max_tokens(self.micro_batch))
+        limit = self.micro_batch * window
+        return limit if self.max_tokens is None else min(limit, self.max_tokens(self.micro_batch))
 
 
 @dataclass(frozen=True)

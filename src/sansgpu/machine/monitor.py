@@ -74,10 +74,10 @@ class Monitor:
 
 def mean_of(samples: Sequence[System]) -> System:
     """Aggregates samples per key, ignoring None: means, except for sums, extrema and last values of some keys."""
-    return {key: _together(key, [s[key] for s in samples if s[key] is not None]) for key in samples[-1]}
+    return {key: _aggregate(key, [s[key] for s in samples if s[key] is not None]) for key in samples[-1]}
 
 
-def _together(key: str, values: list[Any]) -> Any:
+def _aggregate(key: str, values: list[Any]) -> Any:
     if not values:
         return None
     if key == "throttled":
@@ -151,8 +151,8 @@ def _busy(now: Any, then: Any) -> float:
     """Returns the percentage of the interval in which a core was not idle."""
     idle = sum(getattr(now, name, 0.0) - getattr(then, name, 0.0) for name in ("idle", "iowait"))
     shared = ("guest", "guest_nice")  # already included in user and nice
-    whole = sum(getattr(now, f) - getattr(then, f) for f in now._fields if f not in shared)
-    return min(100.0, max(0.0, 100 * (1 - idle / whole))) if whole > 0 else 0.0
+    interval = sum(getattr(now, f) - getattr(then, f) for f in now._fields if f not in shared)
+    return min(100.0, max(0.0, 100 * (1 - idle / interval))) if interval > 0 else 0.0
 
 
 def _try(read: Callable[[], Any]) -> Any:

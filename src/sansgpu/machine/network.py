@@ -45,20 +45,20 @@ def _bare(address: object) -> str:
     return str(address).partition("%")[0]
 
 
-def interface_for(address: str, wanted: str | None) -> tuple[str, str]:
-    """Returns (interface, its address) for gloo: `wanted`, else GLOO_SOCKET_IFNAME, else the one with `address`.
+def interface_for(address: str, requested: str | None) -> tuple[str, str]:
+    """Returns (interface, its address) for gloo: `requested`, else GLOO_SOCKET_IFNAME, else the one with `address`.
 
     Raises ConfigError if the interface does not exist.
     """
     have = interfaces()
-    wanted = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
-    if wanted and wanted not in have:
+    requested = requested or os.environ.get("GLOO_SOCKET_IFNAME")
+    if requested and requested not in have:
         raise ConfigError(
-            f"training.network_interface is {wanted}, but {socket.gethostname()} has {', '.join(have)}; set it to one "
-            "of these, or leave it out."
+            f"training.network_interface is {requested}, but {socket.gethostname()} has {', '.join(have)}; "
+            "set it to one of these, or leave it out."
         )
     for name, addresses in have.items():
-        if name == wanted or (not wanted and address in addresses):
+        if name == requested or (not requested and address in addresses):
             return name, address if address in addresses else addresses[0]
     raise ConfigError(
         f"{socket.gethostname()} has no interface with the address {address}; set training.network_interface to one "

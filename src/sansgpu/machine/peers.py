@@ -70,7 +70,7 @@ class Heartbeats:
         threading.Thread(target=self._send_beats, daemon=True, name="heartbeats").start()
 
     def start(self) -> None:
-        """Counts a collective. Heartbeats carry the count, which shows which ranks are behind."""
+        """Counts a collective. Heartbeats contain the count, which shows which ranks are late."""
         self._collectives += 1
 
     def sign_off(self) -> None:

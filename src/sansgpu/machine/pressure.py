@@ -22,22 +22,29 @@ class MemoryShortError(Exception):
 class MemoryGuard:
     """Limits the micro-batch size and halves it before memory runs out.
 
-    `room` returns the available bytes, `own` the bytes of this process, and `warn` receives a message for every change.
-    At micro-batch size 1, `shed` is called to free optional memory; it returns the consequence, or None.
+    `available` returns the free bytes, `used` the bytes of this process, and `warn` is called with a message at every
+    change. At micro-batch size 1, `free_memory` is called, which frees optional memory and returns a clause about what
+    changes, or None if there was none.
     """
 
     def __init__(
         self,
         micro_batch: int,
         compiled: bool,
-        room: Callable[[], int],
-        own: Callable[[], int],
+        available: Callable[[], int],
+        used: Callable[[], int],
         warn: Callable[[str], None],
-        shed: Callable[[], str | None],
+        free_memory: Callable[[], str | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.micro_batch = micro_batch
-        self._room, self._own, self._warn, self._shed, self._clock = room, own, warn, shed, clock
+        self._available, self._used, self._warn, self._free_memory, self._clock = (
+            available,
+            used,
+            warn,
+            free_memory,
+            clock,
+        )
         self._least = MIN_FREE_BYTES + (COMPILER_BYTES if compiled else 0)
         self._samples: deque[tuple[float, int]] = deque()  # (time, bytes available to this process in total)
         self._started: float | None = None  # start time of the current micro-batch
@@ -66,11 +73,11 @@ class MemoryGuard:
     def _short(self) -> bool:
         if self._helpless:
             return False
-        now, room = self._clock(), self._room()
-        self._samples.append((now, room + self._own()))
+        now, available = self._clock(), self._available()
+        self._samples.append((now, available + self._used()))
         while now - self._samples[0][0] > TREND_SECONDS and len(self._samples) > 2:
             self._samples.popleft()
-        return room - self._expected_growth() < self._least
+        return available - self._expected_growth() < self._least
 
     def _expected_growth(self) -> float:
         """Extrapolates how many bytes other processes will take until the next micro-batch."""
@@ -80,22 +87,22 @@ class MemoryGuard:
         return max(0.0, (before - now) / max(last - first, CHECK_SECONDS)) * seconds
 
     def _relieve(self) -> None:
-        held, room = self._own(), self._room()
+        held, available = self._used(), self._available()
         trim_memory()
-        freed, growth, size = held - self._own(), self._expected_growth(), self.micro_batch
+        freed, growth, size = held - self._used(), self._expected_growth(), self.micro_batch
         while self.micro_batch > 1:
             self.micro_batch = -(-self.micro_batch // 2)
             share = self.micro_batch / size
-            if self._room() - (freed + growth) * share >= self._least:
+            if self._available() - (freed + growth) * share >= self._least:
                 break
-        short = f"memory runs short: {room / 1e6:.0f} MB are available"
+        short = f"memory runs short: {available / 1e6:.0f} MB are available"
         if self.micro_batch < size:
             self._warn(
                 f"{short}; the micro-batch is cut from {size} to {self.micro_batch}, the effective batch stays the "
                 "same."
             )
-        elif shed := self._shed():
-            self._warn(f"{short}; {shed}.")
+        elif consequence := self._free_memory():
+            self._warn(f"{short}; {consequence}.")
         else:
             self._helpless = True
             self._warn(f"{short}, and there is nothing left to free; stop other programs, or resume elsewhere.")

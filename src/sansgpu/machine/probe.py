@@ -92,9 +92,9 @@ def available_memory(device: torch.device) -> int:
 
 def total_memory() -> int:
     """Returns the machine's memory in bytes, or the container's limit if that is less."""
-    whole: int = psutil.virtual_memory().total
+    total: int = psutil.virtual_memory().total
     limit = cgroup.memory_limit()
-    return whole if limit is None else min(whole, limit)
+    return total if limit is None else min(total, limit)
 
 
 def held_memory(device: torch.device) -> int:
@@ -121,31 +121,31 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
     An affinity that the launcher set per process is left alone. Raises ConfigError if the run's processes here would
     have more threads than there are processors.
     """
-    mine = group.peers[group.rank].cpus
-    same = [rank for rank in group.local_rank if group.peers[rank].cpus == mine]
+    own_cpus = group.peers[group.rank].cpus
+    same = [rank for rank in group.local_rank if group.peers[rank].cpus == own_cpus]
     if len(same) > 1:
         cores.bind(cores.partition(cores.cpus(), same.index(group.rank), len(same)))
-    quota, here = cgroup.cpu_quota(), len(group.local_rank)
+    quota, local_size = cgroup.cpu_quota(), len(group.local_rank)
     threads = resolve_threads(training)
     if training.threads == "auto" and quota and threads_from_environment() is None:
-        threads = max(1, min(threads, int(quota / here)))
+        threads = max(1, min(threads, int(quota / local_size)))
     cpus = len({cpu for rank in group.local_rank for cpu in group.peers[rank].cpus})
     setting = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
     if threads > (limit := max(MAX_THREADS, MAX_THREADS_PER_CPU * cpus)):  # OpenMP aborts if it cannot start them
         raise ConfigError(f"{setting} is {threads}, but at most {limit:,} threads can run here; lower it.")
-    if here > 1 and threads > 1 and threads * here > cpus:
+    if local_size > 1 and threads > 1 and threads * local_size > cpus:
         raise ConfigError(
-            f"{here} processes with {threads} threads each exceed the {cpus} processors of "
-            f"{group.peers[group.rank].host}; set {setting} to {max(1, cpus // here)}, or start fewer processes."
+            f"{local_size} processes with {threads} threads each exceed the {cpus} processors of "
+            f"{group.peers[group.rank].host}; set {setting} to {max(1, cpus // local_size)}, or start fewer processes."
         )
-    if here == 1 and threads > (usable := max(1, int(min(cpus, quota or cpus)))):
+    if local_size == 1 and threads > (usable := max(1, int(min(cpus, quota or cpus)))):
         warn(
             f"{threads} threads share {usable} processors, which slows them down; set training.threads to {usable} or "
             "auto."
         )
-    if here > cpus and group.rank == group.local_rank[0]:
+    if local_size > cpus and group.rank == group.local_rank[0]:
         host = group.peers[group.rank].host
-        warn(f"{here} processes share {cpus} processors of {host}, which slows them down; start fewer processes.")
+        warn(f"{local_size} processes share {cpus} processors of {host}, which slows them down; start fewer processes.")
     return threads
 
 
@@ -185,9 +185,9 @@ def best_gemm_rate(known: float, reached: float, precision: str, device: str, pr
 
 def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
     """Returns `fp32` or `bf16`; `auto` becomes bf16 if the processor supports it and timed products are faster."""
-    wanted = training.wanted_precision
-    if wanted != "auto":
-        return wanted
+    precision = training.wanted_precision
+    if precision != "auto":
+        return precision
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     faster = has_native_bf16() and layer_seconds("bf16") < layer_seconds("fp32")
@@ -199,7 +199,7 @@ def layer_seconds(precision: str) -> float:
 
     Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout.
     """
-    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, enough=0.0)
+    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, min_seconds=0.0)
 
 
 def describe_machine(environment: Environment) -> dict[str, object]:

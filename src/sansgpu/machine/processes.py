@@ -17,13 +17,13 @@ from sansgpu.machine import cores
 SAVING_SECONDS = 600  # time to save after SIGTERM
 
 
-def processes(wanted: str) -> int:
+def processes(requested: str) -> int:
     """Parses --processes; `auto` is one per NUMA node or socket. Raises ConfigError if it is not a positive number."""
-    if wanted == "auto":
+    if requested == "auto":
         return cores.count_memory_domains()
-    if not wanted.isdecimal() or int(wanted) < 1:
-        raise ConfigError(f"--processes is {wanted}; give a positive number or auto.")
-    return int(wanted)
+    if not requested.isdecimal() or int(requested) < 1:
+        raise ConfigError(f"--processes is {requested}; give a positive number or auto.")
+    return int(requested)
 
 
 def _signals() -> list[str]:

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 import torch
 
-COPY_BYTES = 64 << 20  # copied to measure bandwidth: more than caches hold, little for a small machine
+COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
 MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # for timing one product
-SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a small GEMM estimates the time of the large one, which is skipped if this long
+SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM of this size estimates the time of larger ones; longer ones are not timed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Shape = tuple[int, int]  # (inputs, outputs) of a linear layer
 
 
-def best_seconds(work: Callable[[], object], device: str = "cpu", enough: float = ENOUGH_SECONDS) -> float:
-    """Returns the minimum duration of `work` over at least MIN_CALLS calls and `enough` seconds, after a warm-up."""
+def best_seconds(work: Callable[[], object], device: str = "cpu", min_seconds: float = ENOUGH_SECONDS) -> float:
+    """Returns the minimum duration of `work` over at least MIN_CALLS calls and `min_seconds`, after a warm-up."""
     work()
     best, total, count = float("inf"), 0.0, 0
-    while count < MIN_CALLS or total < enough:
+    while count < MIN_CALLS or total < min_seconds:
         start = time.perf_counter()
         work()
         if device != "cpu":
@@ -52,14 +52,14 @@ def bandwidth() -> float:
     return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source))
 
 
-def product_seconds(tokens: int, shape: Shape, precision: str, enough: float = ENOUGH_SECONDS) -> float:
+def product_seconds(tokens: int, shape: Shape, precision: str, min_seconds: float = ENOUGH_SECONDS) -> float:
     """Times the three products of a linear layer: forward, and the gradients of its input and its weight."""
     inputs, outputs = shape
     dtype = DTYPES[precision]
     x, grad = torch.ones(tokens, inputs, dtype=dtype), torch.ones(tokens, outputs, dtype=dtype)
     weight = torch.ones(outputs, inputs, dtype=dtype)
     products = (lambda: torch.mm(x, weight.T), lambda: torch.mm(grad, weight), lambda: torch.mm(grad.T, x))
-    return sum(best_seconds(product, enough=enough) for product in products)
+    return sum(best_seconds(product, min_seconds=min_seconds) for product in products)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Roofline:
 
 
 def measure_roofline(tokens: int, block: Mapping[Shape, int], head: Shape, precision: str) -> Roofline:
-    """Times the products of a block, given as counts by shape, and of the head, and a copy."""
+    """Times a copy and the matrix products of a block and of the head; `block` maps shapes to counts."""
     flops = sum(6.0 * tokens * i * o * count for (i, o), count in block.items())
     seconds = sum(product_seconds(tokens, shape, precision) * count for shape, count in block.items())
     head_flops = 6.0 * tokens * head[0] * head[1]

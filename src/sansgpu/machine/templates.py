@@ -36,19 +36,21 @@ class Rendered:
 
 
 def render_prefixes(
-    template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage], wanted: Sequence[tuple[int, bool]]
+    template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage], prefixes: Sequence[tuple[int, bool]]
 ) -> list[Rendered]:
-    """Renders the first N turns for each (N, whether to add the generation prompt) in `wanted`.
+    """Renders the first N turns for each (N, whether to add the generation prompt) in `prefixes`.
 
     `names` maps the template's variables to special tokens. Raises UnusableTemplateError if the template is not valid
-    Jinja, does not end, or needs too much memory.
+    Jinja, does not terminate, or needs too much memory.
     """
-    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "wanted": list(wanted)})
+    return _render_in_child(
+        {"template": template, "names": dict(names), "turns": list(turns), "prefixes": list(prefixes)}
+    )
 
 
 def render_spans(template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage]) -> Rendered:
     """Renders all turns with the spans in `{% generation %}` blocks. Raises UnusableTemplateError."""
-    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "wanted": None})[0]
+    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "prefixes": None})[0]
 
 
 def _render_in_child(request: dict[str, Any]) -> list[Rendered]:
@@ -71,26 +73,30 @@ def _serve(request: bytes) -> bytes:
     """Returns a JSON list of (text, spans, refusal), or a JSON string with the reason why the template is unusable."""
     from jinja2.exceptions import TemplateSyntaxError
 
-    asked = json.loads(request)
+    inputs = json.loads(request)
     try:
-        if asked["wanted"] is None:
-            answers = [_render(asked, asked["turns"], spans=True)]
+        if inputs["prefixes"] is None:
+            answers = [_render(inputs, inputs["turns"], spans=True)]
         else:
-            answers = [_render(asked, asked["turns"][:count], prompt=prompt) for count, prompt in asked["wanted"]]
+            answers = [_render(inputs, inputs["turns"][:count], prompt=prompt) for count, prompt in inputs["prefixes"]]
     except TemplateSyntaxError as error:
         return json.dumps(f"line {error.lineno} of the chat template is not valid Jinja ({error.message})").encode()
     return json.dumps(answers).encode()
 
 
 def _render(
-    asked: dict[str, Any], turns: list[dict[str, Any]], prompt: bool = False, spans: bool = False
+    request: dict[str, Any], turns: list[dict[str, Any]], prompt: bool = False, spans: bool = False
 ) -> tuple[Any, ...]:
     from jinja2.exceptions import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    options: dict[str, Any] = {"add_generation_prompt": prompt, "return_assistant_tokens_mask": spans, **asked["names"]}
+    options: dict[str, Any] = {
+        "add_generation_prompt": prompt,
+        "return_assistant_tokens_mask": spans,
+        **request["names"],
+    }
     try:
-        rendered: Any = render_jinja_template([turns], chat_template=asked["template"], **options)
+        rendered: Any = render_jinja_template([turns], chat_template=request["template"], **options)
     except (TemplateSyntaxError, MemoryError):
         raise
     except Exception as error:  # templates may raise anything

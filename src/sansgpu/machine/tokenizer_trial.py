@@ -18,7 +18,7 @@ CPU_SECONDS = 5  # the largest tokenizers take two
 MAX_EMBEDDING_ROWS = 1 << 24  # an embedding needs a row for each id up to the largest; 262,144 is the most in use
 MAX_GROWTH = 256  # factor by which replacements may lengthen a text
 MAX_REPLACEMENTS = 64
-MAX_PREPENDED_CHARS = 100  # before each text
+MAX_PREPENDED_CHARS = 100  # that a normalizer may add to the start of a text
 MAX_WORD_CHARS = 10_000  # per WordPiece word, whose time is quadratic in its length
 # Inputs that make normalizers, patterns and vocabularies fail: empty, long runs, rare characters, special tokens.
 TEXTS = (
@@ -54,7 +54,7 @@ def tokenizer_flaw(text: str) -> str | None:
 
 @contextmanager
 def tokenizer_errors(where: str = "") -> Iterator[None]:
-    """Within the context, converts errors of the tokenizers library to ConfigError; `where` starts the message."""
+    """Converts errors of the tokenizers library to ConfigErrors whose message begins with `where`."""
     try:
         yield
     except BaseException as error:

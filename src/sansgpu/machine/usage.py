@@ -35,7 +35,7 @@ class Usage:
 
 
 class LoadMeter:
-    """Measures the load of this process, other programs and the host from construction until `seen`.
+    """Measures the load of this process, other programs and the host since its construction.
 
     The run's processes `peers` on this machine do not count as other programs, nor do child processes if `children` is
     set, which takes a millisecond or more.

@@ -27,7 +27,7 @@ _WHOLE = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in a run. `address` and `port` are those of the rendezvous store."""
+    """The rank of this process and the size of its run. `address` and `port` are those of the rendezvous store."""
 
     rank: int = 0
     size: int = 1

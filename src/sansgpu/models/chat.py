@@ -19,7 +19,7 @@ UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
 
 
 class PretrainedReader:
-    """A transformers model and its key-value cache, as a `Reader`."""
+    """An IncrementalReader for a transformers model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

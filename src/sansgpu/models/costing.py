@@ -17,10 +17,12 @@ FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: master weights, an
 # Bytes of optimizer state per weight in hidden matrices, and per other weight, by (optimizer, optimizer_state).
 _8BIT = 2.0 + 8 / 256  # two codes and their block scales
 MOMENTS = {("adamw", "fp32"): (8.0, 8.0), ("adamw", "8bit"): (_8BIT, _8BIT), ("muon", "fp32"): (4.0, 8.0)}
-# Measured on Linux: the process with torch and its libraries, the memory that the compiler leaves behind, and the share
+# Measured on Linux: the process with torch and its libraries, the memory that the compiler does not free, and the share
 # that the allocator adds by rounding up.
 _PROCESS_BYTES, _COMPILER_BYTES, _ALLOCATOR_OVERHEAD = 434 << 20, 96 << 20, 0.05
-_OVERLAP_SAVING = 0.25  # share of the smaller of gradients and activations; one grows as the other is freed
+# Backward frees activations while it allocates gradients, so their common peak is below the sum of their sizes, by this
+# share of the smaller one.
+_OVERLAP_SAVING = 0.25
 
 Shapes = dict[tuple[int, int], int]  # (inputs, outputs) of the matrices of a block -> number of such matrices
 
@@ -93,28 +95,28 @@ class Costs(ABC):
         """Estimates the FLOPs of a step with `tokens` tokens."""
 
     @abstractmethod
-    def traffic(self, how: Execution) -> StepTraffic:
+    def traffic(self, execution: Execution) -> StepTraffic:
         """Counts weights and moments read and written once, and saved activations written and read once."""
 
-    def memory(self, how: Execution) -> Memory:
+    def memory(self, execution: Execution) -> Memory:
         """Estimates the peak memory of a step in bytes. `benchmarks/memory.py` compares it with real runs."""
-        weights, matrices, accumulated = self.trained(), self.trained_matrices(), how.accumulation > 1
+        weights, matrices, accumulated = self.trained(), self.trained_matrices(), execution.accumulation > 1
         # Gradients of matrices have the compute dtype unless micro-batches accumulate.
-        gradients = (FULL if accumulated else COMPUTE[how.precision]) * matrices + FULL * (weights - matrices)
-        moments, activations = self.moment_bytes(how), self.saved_bytes(how)
+        gradients = (FULL if accumulated else COMPUTE[execution.precision]) * matrices + FULL * (weights - matrices)
+        moments, activations = self.moment_bytes(execution), self.saved_bytes(execution)
         if self.model.gradient_checkpointing:
-            activations += self.layers * FULL * how.tokens(self.window) * self.width
+            activations += self.layers * FULL * execution.tokens(self.window) * self.width
         else:
             activations *= self.layers
         needed = {
-            "weights": self.weight_bytes(how),
+            "weights": self.weight_bytes(execution),
             "gradients": gradients,
             "optimizer": moments,
             "activations": activations - int(_OVERLAP_SAVING * min(gradients, activations)),
-            "logits": self.head_bytes(how),
+            "logits": self.head_bytes(execution),
             "snapshot": (2 if self.training.master_weights == "bf16" else FULL) * weights + moments,
         }
-        return Memory(**needed, overhead=self.overhead_bytes(how, sum(needed.values())))
+        return Memory(**needed, overhead=self.overhead_bytes(execution, sum(needed.values())))
 
     def trained(self) -> int:
         """Returns the number of weights that are trained."""
@@ -125,28 +127,28 @@ class Costs(ABC):
         """Returns the number of trained weights in hidden matrices."""
 
     @abstractmethod
-    def saved_bytes(self, how: Execution) -> int:
+    def saved_bytes(self, execution: Execution) -> int:
         """Returns the bytes that one block saves for the backward pass of a micro-batch, including its output."""
 
     @abstractmethod
-    def head_bytes(self, how: Execution) -> int:
+    def head_bytes(self, execution: Execution) -> int:
         """Returns the bytes of logits, their gradients and the gradient of the output head's weight."""
 
-    def weight_bytes(self, how: Execution) -> int:
+    def weight_bytes(self, execution: Execution) -> int:
         """Returns the bytes of weights and, if the compute dtype is narrower, their copies in that dtype."""
-        compute = COMPUTE[how.precision]
+        compute = COMPUTE[execution.precision]
         if self.training.master_weights == "bf16":
             return self.trained() * compute
         return self.trained() * (FULL + (compute if compute < FULL else 0))
 
-    def moment_bytes(self, how: Execution) -> int:
+    def moment_bytes(self, execution: Execution) -> int:
         """Returns the bytes of the optimizer's state."""
-        in_matrix, elsewhere = MOMENTS[how.optimizer, self.training.optimizer_state]
+        in_matrix, elsewhere = MOMENTS[execution.optimizer, self.training.optimizer_state]
         return int(in_matrix * self.trained_matrices() + elsewhere * (self.trained() - self.trained_matrices()))
 
-    def overhead_bytes(self, how: Execution, needed: int) -> int:
+    def overhead_bytes(self, execution: Execution, needed: int) -> int:
         """Returns the bytes of the process and the compiler, and the allocator's share of `needed`."""
-        process = _PROCESS_BYTES + (_COMPILER_BYTES if how.compile == "on" else 0)
+        process = _PROCESS_BYTES + (_COMPILER_BYTES if execution.compile == "on" else 0)
         return process + int(_ALLOCATOR_OVERHEAD * needed)
 
 
@@ -164,12 +166,12 @@ def muon_flops(shapes: Shapes) -> float:
     return sum(count * newton_schulz_flops(outputs, inputs) for (inputs, outputs), count in shapes.items())
 
 
-def cross_entropy_bytes(how: Execution, tokens: int, head: tuple[int, int], trained: bool) -> int:
+def cross_entropy_bytes(execution: Execution, tokens: int, head: tuple[int, int], trained: bool) -> int:
     """Returns the bytes of a fused output head and loss of shape `head`, with its weight's gradient if `trained`."""
-    (width, outputs), compute = head, COMPUTE[how.precision]
+    (width, outputs), compute = head, COMPUTE[execution.precision]
     logits = min(tokens, CHUNK_ROWS) * outputs * compute + tokens * width * (2 * compute + 2 * FULL)
     if trained:
-        copies = FULL + (compute if tokens > CHUNK_ROWS else 0) + (FULL if how.accumulation > 1 else 0)
+        copies = FULL + (compute if tokens > CHUNK_ROWS else 0) + (FULL if execution.accumulation > 1 else 0)
         logits += outputs * width * copies
     return logits
 

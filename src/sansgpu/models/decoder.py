@@ -214,7 +214,7 @@ class TransformerLM(nn.Module):
         return linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten(), shape)
 
     def compile_blocks(self, on: bool = True) -> None:
-        """Compiles each block; all share one graph. Embedding and head stay eager, as compiled they use atomics."""
+        """Compiles each block; all share one graph. Embedding and head stay eager: compiled, they add with atomics."""
         compile_blocks(self.blocks, on, dynamic=False)
 
     @property

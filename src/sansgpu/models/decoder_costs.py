@@ -84,33 +84,35 @@ class DecoderCosts(Costs):
             muon=self.layers * muon_flops(shapes.block),
         )
 
-    def traffic(self, how: Execution) -> StepTraffic:
-        total, narrow = self.trained(), self._narrow_bytes(how)
-        update = 2 * (FULL * total + self.moment_bytes(how)) + COMPUTE[how.precision] * total + narrow
-        return StepTraffic(update, 2.0 * how.accumulation * self.layers * self.saved_bytes(how))
+    def traffic(self, execution: Execution) -> StepTraffic:
+        total, narrow = self.trained(), self._narrow_bytes(execution)
+        update = 2 * (FULL * total + self.moment_bytes(execution)) + COMPUTE[execution.precision] * total + narrow
+        return StepTraffic(update, 2.0 * execution.accumulation * self.layers * self.saved_bytes(execution))
 
     def trained_matrices(self) -> int:
         return self.layers * numbers_of(self.products().block)
 
-    def saved_bytes(self, how: Execution) -> int:
+    def saved_bytes(self, execution: Execution) -> int:
         model = self.model
         layout = model.decoder.name
-        width, kv, feed_forward = _SAVED_BYTES[layout, how.compile, how.precision]
+        width, kv, feed_forward = _SAVED_BYTES[layout, execution.compile, execution.precision]
         per_token = (width + FULL) * model.d_model + kv * model.kv_heads * model.head_dim + feed_forward * model.d_ff
         per_token += _SAVED_BYTES_PER_HEAD[layout] * model.n_heads
-        if how.kernels == "torch":  # saves the attention weights and, with dropout, their mask
+        if execution.kernels == "torch":  # saves the attention weights and, with dropout, their mask
             copies = 2 if model.attention_dropout else 1
-            per_token += model.n_heads * (min(self.window, ROWS) + self.window) // 2 * COMPUTE[how.precision] * copies
-        return how.tokens(self.window) * per_token
+            per_token += (
+                model.n_heads * (min(self.window, ROWS) + self.window) // 2 * COMPUTE[execution.precision] * copies
+            )
+        return execution.tokens(self.window) * per_token
 
-    def head_bytes(self, how: Execution) -> int:
-        return cross_entropy_bytes(how, how.tokens(self.window), self.products().head, trained=True)
+    def head_bytes(self, execution: Execution) -> int:
+        return cross_entropy_bytes(execution, execution.tokens(self.window), self.products().head, trained=True)
 
-    def weight_bytes(self, how: Execution) -> int:
+    def weight_bytes(self, execution: Execution) -> int:
         norms_alone = self.training.master_weights == "bf16"
-        return FULL * (self.parameters()["norms"] if norms_alone else self.trained()) + self._narrow_bytes(how)
+        return FULL * (self.parameters()["norms"] if norms_alone else self.trained()) + self._narrow_bytes(execution)
 
-    def _narrow_bytes(self, how: Execution) -> int:
+    def _narrow_bytes(self, execution: Execution) -> int:
         """Returns the bytes of the bf16 copies of weights that matmuls read; 0 in fp32."""
-        compute = COMPUTE[how.precision]
+        compute = COMPUTE[execution.precision]
         return compute * (self.trained() - self.parameters()["norms"]) if compute < FULL else 0

@@ -52,7 +52,7 @@ class IncrementalReader(Protocol):
 
 
 class DecoderReader:
-    """A `TransformerLM` and its key-value caches, as a `Reader`."""
+    """An IncrementalReader for a `TransformerLM`."""
 
     def __init__(self, model: TransformerLM) -> None:
         self._model, self.context = model, model.config.max_seq_len

@@ -77,7 +77,7 @@ def write_gguf(
     weights: Weights,
     tokenizer: TokenizerParts,
     kind: GGUFType,
-    about: ModelDescription,
+    description: ModelDescription,
 ) -> list[str]:
     """Writes a model with the `settings` of its config.json atomically; returns the matrices that q8_0 cannot encode.
 
@@ -98,7 +98,7 @@ def write_gguf(
     def write(partial: Path) -> None:
         writer = gguf.GGUFWriter(partial, architecture)
         try:
-            _describe(writer, about, kind, count)
+            _describe(writer, description, kind, count)
             write_settings(writer, settings, weights)
             writer.add_vocab_size(rows)
             write_tokenizer(writer, tokenizer, rows)
@@ -116,8 +116,8 @@ def write_gguf(
 
     with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
         write(partial)
-    wanted = TYPES[kind][0]
-    return [n for n, encoding in encodings.items() if encoding not in (wanted, Encoding.F32)]
+    requested = TYPES[kind][0]
+    return [n for n, encoding in encodings.items() if encoding not in (requested, Encoding.F32)]
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -202,16 +202,16 @@ def _open_cached(path: Path, mtime_ns: int, size: int) -> GGUFFile:
     return GGUFFile(path)
 
 
-def _describe(writer: gguf.GGUFWriter, about: ModelDescription, kind: GGUFType, parameters: int) -> None:
+def _describe(writer: gguf.GGUFWriter, description: ModelDescription, kind: GGUFType, parameters: int) -> None:
     writer.add_type("model")
-    writer.add_name(about.name)
-    writer.add_description(about.description)
+    writer.add_name(description.name)
+    writer.add_description(description.description)
     writer.add_size_label(gguf.size_label(parameters, parameters, 0, 0))
     writer.add_dataset_count(1)
-    writer.add_dataset_name(0, about.dataset)
-    if about.base_model is not None:
+    writer.add_dataset_name(0, description.dataset)
+    if description.base_model is not None:
         writer.add_base_model_count(1)
-        writer.add_base_model_name(0, about.base_model)
+        writer.add_base_model_name(0, description.base_model)
     writer.add_file_type(TYPES[kind][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
@@ -268,8 +268,8 @@ def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
 def _encoding(name: str, tensor: torch.Tensor, kind: GGUFType) -> Encoding:
     if tensor.ndim < 2 or name == _POSITIONS:  # llama.cpp adds these to activations in f32
         return Encoding.F32
-    wanted = TYPES[kind][0]
-    return wanted if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else Encoding.F16
+    requested = TYPES[kind][0]
+    return requested if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[requested][0] == 0 else Encoding.F16
 
 
 def _encoded(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:

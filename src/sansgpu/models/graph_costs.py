@@ -78,34 +78,34 @@ class GraphEncoderCosts(Costs):
             muon=self.layers * muon_flops(shapes.block),
         )
 
-    def traffic(self, how: Execution) -> StepTraffic:
-        memory = self.memory(how)
+    def traffic(self, execution: Execution) -> StepTraffic:
+        memory = self.memory(execution)
         update = 2.0 * (memory.weights + memory.optimizer) + memory.gradients
-        return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
+        return StepTraffic(update, 2.0 * execution.accumulation * memory.activations)
 
     def trained_matrices(self) -> int:
         in_heads = (5 if self.longest_span else 1) * self.width**2
         return self.layers * numbers_of(self.products().block) + in_heads
 
-    def saved_bytes(self, how: Execution) -> int:
+    def saved_bytes(self, execution: Execution) -> int:
         model = self.model
-        width, inner = _SAVED_BYTES[how.compile, how.precision]
+        width, inner = _SAVED_BYTES[execution.compile, execution.precision]
         per_node = width * model.d_model + inner * model.d_ff + _SAVED_BYTES_PER_HEAD * model.n_heads
-        if how.kernels == "torch":  # saves scores and weights of all graphs that a block of queries overlaps
+        if execution.kernels == "torch":  # saves scores and weights of all graphs that a block of queries overlaps
             copies = 3 if model.attention_dropout else 2
             longest = model.max_seq_len * (1 + model.leaf_slots)
             per_node += model.n_heads * (longest + ROWS) * FULL * copies
-        return how.tokens(self.window) * per_node
+        return execution.tokens(self.window) * per_node
 
-    def head_bytes(self, how: Execution) -> int:
-        model, compute, vocabulary = self.model, COMPUTE[how.precision], vocabulary_of(self.model)
-        rows = max(1, round(how.tokens(self.window) * self.target_ratio))
+    def head_bytes(self, execution: Execution) -> int:
+        model, compute, vocabulary = self.model, COMPUTE[execution.precision], vocabulary_of(self.model)
+        rows = max(1, round(execution.tokens(self.window) * self.target_ratio))
         logits = min(rows, CHUNK_ROWS) * vocabulary * (compute + FULL) + 20 * rows * model.d_model
         heads = 3 if self.longest_span else 2  # roots, leaves, spans: each holds a gradient of the embedding
-        logits += vocabulary * model.d_model * (heads * FULL + compute + (FULL if how.accumulation > 1 else 0))
+        logits += vocabulary * model.d_model * (heads * FULL + compute + (FULL if execution.accumulation > 1 else 0))
         if model.n_entities:  # entity vectors with gradients, and the logits of queries or facts
             logits += model.n_entities * model.d_model * (2 * compute + 3 * FULL)
-            facts = how.micro_batch * self.facts
+            facts = execution.micro_batch * self.facts
             logits += min(max(rows, facts), CHUNK_ROWS) * model.n_entities * (compute + FULL)
             if facts:  # another gradient of the entity vectors until backward
                 logits += model.n_entities * model.d_model * (compute + FULL) + 20 * facts * model.d_model

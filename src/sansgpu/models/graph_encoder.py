@@ -92,9 +92,9 @@ class SpanBoundary(nn.Module):
         self.first, self.second = Linear(3 * width, width), Linear(width, width)
         self.first_norm, self.second_norm = (nn.LayerNorm(width, eps=NORM_EPS) for _ in range(2))
 
-    def forward(self, before: torch.Tensor, behind: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(self, before: torch.Tensor, after: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Combines the states before and after each masked token's span (M, D) and its offset (M,) into (M, D)."""
-        x = torch.cat((before, behind, embed(offsets[None], self.offset.weight)[0]), dim=-1)
+        x = torch.cat((before, after, embed(offsets[None], self.offset.weight)[0]), dim=-1)
         x = self.first_norm(F.gelu(self.first(x)))
         out: torch.Tensor = self.second_norm(F.gelu(self.second(x)))
         return out

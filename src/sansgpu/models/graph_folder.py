@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.config.plain_data import read_object
 from sansgpu.models.entities import NORM_EPS
+from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.graph_encoder import INIT_STD, GraphEncoder
 from sansgpu.models.model_folder import require_layers, validate_model_folder
 from sansgpu.models.weights_file import load_weights
-from sansgpu.models.whole_folder import write_folder_atomically
 
 MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout
 Weights = dict[str, torch.Tensor]
@@ -57,9 +57,9 @@ class Codec(Protocol):
 
 
 def export_graph_model(
-    model: GraphEncoder, codec: Codec, folder: Path, learned: Mapping[str, Any] | None = None
+    model: GraphEncoder, codec: Codec, folder: Path, sections: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a model folder atomically, with the sections `learned` of the configuration in our own layout.
+    """Writes a model folder atomically, with the `sections` of the configuration that our own layout records.
 
     Leaves out the head of the span-boundary objective, which only training needs.
     """
@@ -71,7 +71,7 @@ def export_graph_model(
             settings, named = _bert_config(config, codec.pad_id), _to_bert(config, weights)
         else:
             shape = config.model_dump(mode="json", exclude_defaults=True)
-            settings, named = {"model_type": MODEL_TYPE, "model": shape, **(learned or {})}, weights
+            settings, named = {"model_type": MODEL_TYPE, "model": shape, **(sections or {})}, weights
         save_file(named, partial / "model.safetensors", metadata={"format": "pt"})
         (partial / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
         codec.save(partial)

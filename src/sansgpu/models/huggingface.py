@@ -16,12 +16,12 @@ from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.config.plain_data import first_line, read_object
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.models.decoder import TransformerLM
+from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.model_folder import require_layers, validate_model_folder
 from sansgpu.models.text import TextCodec
 from sansgpu.models.weights_file import load_weights, readable_weights
-from sansgpu.models.whole_folder import write_folder_atomically
 
 
 def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
@@ -52,13 +52,13 @@ def load_decoder(folder: Path) -> TransformerLM | None:
 
 def _fp32_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in load_weights(file).items():
-        with readable_weights(file):  # torch cannot convert all of its dtypes
+        with readable_weights(file):  # torch cannot convert some of its own dtypes to fp32
             converted = tensor.float()
         yield name, converted
 
 
 def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
-    """Loads a GGUF file as our decoder; returns None for another architecture. Raises as `load_decoder`."""
+    """Loads a GGUF file as our decoder; returns None for other architectures. Raises ConfigError as `load_decoder`."""
     config = _config_from(file.settings, file.path)
     return _build_decoder(config, file.weights(), file.path) if config is not None else None
 

@@ -197,8 +197,8 @@ def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) 
     layout = LAYOUTS[config.decoder.name]
     modules = {hf_name: name for name, hf_name in layout.modules.items()}
     renamed: Weights = {}
-    for given, value in weights.items():
-        hf_name = given if given.startswith((layout.prefix, "lm_head.")) else layout.prefix + given
+    for name_in_file, value in weights.items():
+        hf_name = name_in_file if name_in_file.startswith((layout.prefix, "lm_head.")) else layout.prefix + name_in_file
         if _MASK.search(hf_name) or (hf_name == "lm_head.weight" and config.tie_embeddings):
             continue
         name = _translate(hf_name, modules)

@@ -10,7 +10,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from sansgpu.config import ModelConfig
-from sansgpu.models.whole_folder import write_folder_atomically
+from sansgpu.models.folder_writer import write_folder_atomically
 
 
 class SavedTokenizer(Protocol):

@@ -12,7 +12,7 @@ from sansgpu.machine.compilation import expect_shapes
 
 
 class Table(nn.Embedding):
-    """nn.Embedding without initialization on the meta device, which would import torch's compiler for a second."""
+    """nn.Embedding that skips initialization on the meta device: it would import torch's compiler, which takes 1 s."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:

@@ -18,10 +18,10 @@ from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
+from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.model_folder import validate_model_folder
-from sansgpu.models.whole_folder import write_folder_atomically
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -156,7 +156,7 @@ def prepare_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrai
                 f"{model.name_or_path} does not support gradient checkpointing; set model.gradient_checkpointing=false."
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # its new name is missing in some transformers 5 releases
+            warnings.simplefilter("ignore", FutureWarning)  # the new name of this method is missing in some releases
             loaded.gradient_checkpointing_enable({"use_reentrant": False})
     loaded.config.use_cache = False
     for parameter in loaded.parameters():  # autocast covers matmuls, but not sums and norms
@@ -182,7 +182,7 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
     try:
         with _seeded(seed, "adapter"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft corrects it by itself
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft warns that it corrects this setting
             return get_peft_model(loaded, config)
     except ValueError as error:
         raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None
@@ -232,7 +232,7 @@ def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in adapted.modules():
-        if isinstance(layer, BaseTunerLayer):  # layer by layer, as the whole model in fp32 may not fit into memory
+        if isinstance(layer, BaseTunerLayer):  # layer by layer, because the full model in fp32 may not fit into memory
             base: Any = layer.get_base_layer()
             base.float()
             layer.merge(safe_merge=True)
@@ -254,12 +254,12 @@ def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
     write_folder_atomically(folder, write)
 
 
-def save_pretrained(whole: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Writes a model to a folder that transformers loads, atomically."""
 
     def write(partial: Path) -> None:
-        whole.config.use_cache = True
-        whole.save_pretrained(partial)
+        model.config.use_cache = True
+        model.save_pretrained(partial)
         save_tokenizer(tokenizer, partial)
 
     write_folder_atomically(folder, write)

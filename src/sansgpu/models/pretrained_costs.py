@@ -36,13 +36,13 @@ class PretrainedCosts(ModuleCosts):
     def work(self, tokens: float) -> StepWork:
         return replace(super().work(tokens), muon=0.0)
 
-    def head_bytes(self, how: Execution) -> int:
+    def head_bytes(self, execution: Execution) -> int:
         trained = self.model.adapter == "none" and self.shape.outputs == self.shape.vocabulary
-        return cross_entropy_bytes(how, how.tokens(self.window), self.products().head, trained)
+        return cross_entropy_bytes(execution, execution.tokens(self.window), self.products().head, trained)
 
-    def weight_bytes(self, how: Execution) -> int:
+    def weight_bytes(self, execution: Execution) -> int:
         frozen = sum(self.parameters().values()) - self.trained()
-        return super().weight_bytes(how) + COMPUTE[how.precision] * frozen
+        return super().weight_bytes(execution) + COMPUTE[execution.precision] * frozen
 
-    def overhead_bytes(self, how: Execution, needed: int) -> int:
+    def overhead_bytes(self, execution: Execution, needed: int) -> int:
         return _PROCESS_BYTES

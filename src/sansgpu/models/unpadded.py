@@ -70,8 +70,8 @@ class UnpaddedModel:
             return inputs, lambda output: output[0]
         shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
 
-        def padded(value: torch.Tensor, filler: int) -> torch.Tensor:
-            out = value.new_full(shape, filler)
+        def padded(value: torch.Tensor, fill_value: int) -> torch.Tensor:
+            out = value.new_full(shape, fill_value)
             out[examples, positions] = value
             return out
 
@@ -119,9 +119,9 @@ class UnpaddedModel:
         starts, ends = self._by_token(lengths, start_and_end).unbind(dim=1)
         return starts, ends
 
-    def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of a masked LM at the M tokens where `gaps` (N,) is true: (M, V)."""
-        parts = [(p[gaps[p]], self._masked_logits(tokens[p], group, gaps[p])) for p, group in self._groups(lengths)]
+    def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of a masked LM at the M tokens where `masked` (N,) is true: (M, V)."""
+        parts = [(p[masked[p]], self._masked_logits(tokens[p], group, masked[p])) for p, group in self._groups(lengths)]
         return _in_order(parts)
 
     def _masked_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

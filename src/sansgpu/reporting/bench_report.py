@@ -8,18 +8,20 @@ from pathlib import Path
 from markupsafe import Markup
 
 from sansgpu.config.atomic import write_text
+from sansgpu.config.by_task import settings_of
 from sansgpu.reporting.bench_table import BenchResult
 from sansgpu.reporting.page import page, templates
 from sansgpu.reporting.plots import Plot, Series
-from sansgpu.reporting.tables import count, gigabytes
+from sansgpu.reporting.tables import count, counted, storage
 from sansgpu.reporting.terminal import clock, duration
 
 
 def write_report(result: BenchResult, folder: Path) -> None:
     """Writes report.md and report.html. Raises OSError."""
     facts = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
-    words = {"count": count, "gigabytes": gigabytes, "duration": duration, "seconds": seconds, "clock": _clock}
-    text = templates().get_template("bench.md").render(r=facts, **words)
+    words = {"count": count, "counted": counted, "storage": storage, "duration": duration, "seconds": seconds}
+    varying = settings_of(result["task"]).varying_length
+    text = templates().get_template("bench.md").render(r=facts, varying=varying, clock=_clock, **words)
     write_text(folder / "report.md", text.strip() + "\n")
     plots, title = _plots(result), f"{result['name']}: benchmark"
     write_text(folder / "report.html", page("bench.html", plots, title=title, body=as_html(text)))
@@ -51,7 +53,7 @@ def _plots(result: BenchResult) -> list[Plot]:
     steps = [p["steps"] for p in result["projections"]]
     hours = [p["seconds"] / 3600 for p in result["projections"]]
     measured = [Series("", list(range(1, len(times) + 1)), times, marked=True)]
-    shares = [Series(name, parts, values, color=place) for place, (name, values) in enumerate(seconds_of.items())]
+    shares = [Series(name, parts, values, color=index) for index, (name, values) in enumerate(seconds_of.items())]
     found = [
         Plot("steps", "Every measured step", "step", "seconds", measured, from_zero=True),
         Plot("parts", "Time per step, measured and at the hardware limit", "", "seconds", shares, "bars"),

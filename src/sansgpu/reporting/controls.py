@@ -23,7 +23,7 @@ class Controls:
     def __init__(self) -> None:
         self._one_time: deque[Request] = deque()
         self.paused = self.stopping = False
-        self.leaving: Callable[[], None] = lambda: None  # called before the process exits within a step
+        self.on_exit: Callable[[], None] = lambda: None  # called before the process exits within a step
 
     def pause(self) -> None:
         """Pauses the run, or resumes a paused run."""

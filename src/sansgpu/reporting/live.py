@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.live import Live
 
 from sansgpu.config import RunPaths
+from sansgpu.config.metrics import LOSS
 from sansgpu.reporting.controls import Controls
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.jsonl import read_events
 from sansgpu.reporting.live_screen import Point, ScreenState, screen
-from sansgpu.reporting.results import evaluation_words
 from sansgpu.reporting.terminal import REDRAWS_PER_SECOND, Terminal
 
-CPU_SHARE = 0.0012  # of one core, spent on drawing; a step is delayed by two to three times as much
+CPU_SHARE = 0.0012  # share of one core spent on drawing; it slows training by two to three times this share
 MAX_REDRAW_SECONDS = 8.0
 LAST_EVALUATIONS = 5  # printed when the view ends
 _ENTER = b"\x1b[?1049h\x1b[?25l"  # alternate screen, cursor hidden
@@ -35,7 +35,7 @@ _LEAVE = b"\x1b[?1049l\x1b[?25h"  # normal screen, cursor visible
 
 
 class LiveView:
-    """A sink that fills the terminal during a run, and prints a summary in plain lines at its end."""
+    """A sink that draws the run on the full terminal while it trains, and prints a summary in plain lines after it."""
 
     def __init__(
         self, console: Console, controls: Controls, system: Callable[[], dict[str, Any] | None] = lambda: None
@@ -92,7 +92,7 @@ class LiveView:
     def _begin(self) -> None:
         self._keys.open()
         self._screen.keys = self._keys.available
-        self._controls.leaving = self.leave_at_once
+        self._controls.on_exit = self.leave_at_once
         self._live = Live(console=self._console, screen=True, auto_refresh=False, transient=True)
         self._live.start()
         if hasattr(signal, "SIGTSTP") and threading.current_thread() is threading.main_thread():
@@ -112,7 +112,7 @@ class LiveView:
         elif kind == "eval":
             shown.evaluation = event
             shown.validation += _point(event)
-            shown.news.append((f"step {event['step']:,}: validation {' '.join(evaluation_words(event)[0])}", ""))
+            shown.news.append((f"step {event['step']:,}: validation {LOSS.words(event)}", ""))
         elif kind == "snapshot":
             shown.snapshot = event["path"], time.monotonic()
             shown.news.append((f"step {event['step']:,}: snapshot {event['path']}", "dim"))
@@ -139,12 +139,12 @@ class LiveView:
 
     def _run(self) -> None:
         """Draws as often as CPU_SHARE allows, and reads keys in between."""
-        costs: deque[float] = deque(maxlen=5)  # of the last frames; the very first one imports modules
+        frame_seconds: deque[float] = deque(maxlen=5)  # a median, because the first frame also imports modules
         while not self._ended.is_set():
             began, spent = time.monotonic(), time.thread_time()
             self._draw()
-            costs.append(time.thread_time() - spent)
-            pause = min(MAX_REDRAW_SECONDS, max(1 / REDRAWS_PER_SECOND, median(costs) / CPU_SHARE))
+            frame_seconds.append(time.thread_time() - spent)
+            pause = min(MAX_REDRAW_SECONDS, max(1 / REDRAWS_PER_SECOND, median(frame_seconds) / CPU_SHARE))
             self._listen(began + 1 / REDRAWS_PER_SECOND, began + pause)
 
     def _listen(self, earliest: float, latest: float) -> None:

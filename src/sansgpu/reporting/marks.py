@@ -1,6 +1,6 @@
 """The mark of an output folder: `.sansgpu.json`, which lists the files that sansgpu wrote there.
 
-Each file has a fingerprint, which shows whether it was changed by somebody else.
+Each file has a fingerprint, which shows whether it was changed since.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def write_mark(folder: Path, mark: FolderMark) -> None:
 def is_unchanged(folder: Path, name: str, known: Sequence[str]) -> bool:
     """Returns True if `folder`/`name` is a file with a `known` fingerprint and no symlink on its path."""
     path = folder / name
-    return not is_behind_link(folder, name) and path.is_file() and fingerprint(path) in known
+    return not has_link_in_path(folder, name) and path.is_file() and fingerprint(path) in known
 
 
-def is_behind_link(folder: Path, name: str) -> bool:
+def has_link_in_path(folder: Path, name: str) -> bool:
     """Returns True if a path in a folder, or one of its parents within the folder, is a symlink."""
     steps = PurePosixPath(name)
     return any((folder / step).is_symlink() for step in (steps, *steps.parents[:-1]))

@@ -25,7 +25,7 @@ from sansgpu.reporting.marks import (
     FolderMark,
     fingerprint,
     fingerprint_of,
-    is_behind_link,
+    has_link_in_path,
     is_unchanged,
     read_mark,
     write_mark,
@@ -36,14 +36,14 @@ Files = dict[str, list[str]]  # valid fingerprints of sansgpu's files, by relati
 
 REPLACED_KINDS = "model", "tokenizer"  # kinds of folders whose files are replaced together: old ones are deleted
 LOCK = ".lock"  # commands that are rejected leave an empty one
-README = "README.md"  # an edited model card is kept
+README = "README.md"  # an edited model card is not replaced
 # Text near the start of files that sansgpu wrote. Pages of version 0.1.0 have only the second.
 PAGE = (
     b'<meta name="generator" content="sansgpu">',
     b"style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'",
 )
 GGUF = (b", trained with sansgpu.",)
-_HEAD_BYTES = 1 << 16  # searched for these
+_HEAD_BYTES = 1 << 16  # at the start of a file, searched for these texts
 
 
 def require_folder(folder: Path, kind: str, option: str = "--output-dir") -> None:
@@ -90,7 +90,7 @@ def replace_folder(folder: Path, kind: str, option: str = "--output") -> Iterato
     """Yields a hidden temporary folder, whose files then replace those of `folder`.
 
     Files of a model or a tokenizer that an earlier command wrote and this one does not are deleted. Files that sansgpu
-    did not write are kept. `folder` always exists in between, and is replaced atomically if it is new or contains only
+    did not write stay. An existing `folder` is never missing meanwhile, and is replaced atomically if it contains only
     files of sansgpu. File modes follow the umask. Raises ConfigError if `folder` may not be written, and OSError.
     """
     require_folder(folder, kind, option)
@@ -158,7 +158,7 @@ def _own_files(folder: Path, kind: str) -> Files:
 
 def _is_taken(folder: Path, name: str, known: list[str]) -> bool:
     """Returns True if the path exists and is not an unchanged file of sansgpu."""
-    return is_behind_link(folder, name) or (os.path.lexists(folder / name) and not is_unchanged(folder, name, known))
+    return has_link_in_path(folder, name) or (os.path.lexists(folder / name) and not is_unchanged(folder, name, known))
 
 
 def _others(folder: Path, ours: Files) -> Iterator[str]:
@@ -251,7 +251,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _keep_late_files(old: Path, folder: Path, ours: Files) -> None:
-    """Moves files that somebody added to the old folder in the meantime to the new one."""
+    """Moves files that were added to the old folder during the replacement to the new one."""
     for name in list(_others(old, ours)):
         if not os.path.lexists(folder / name):
             make_folder((folder / name).parent)

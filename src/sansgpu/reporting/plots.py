@@ -53,11 +53,11 @@ class Plot:
         return list(dict.fromkeys(str(name) for s in sorted(self.series, key=lambda s: s.run) for name in s.y))
 
 
-def downsample(values: Sequence[float | None], most: int = MAX_POINTS) -> list[int]:
+def downsample(values: Sequence[float | None], max_count: int = MAX_POINTS) -> list[int]:
     """Returns the indices of at most `most` values: all, or the minimum and maximum of equal buckets."""
-    if len(values) <= most:
+    if len(values) <= max_count:
         return list(range(len(values)))
-    size = -(-len(values) * 2 // most)
+    size = -(-len(values) * 2 // max_count)
     return list(_extremes(values, size))
 
 
@@ -68,8 +68,8 @@ def _extremes(values: Sequence[float | None], size: int) -> Iterator[int]:
             yield from sorted({min(valid)[1], max(valid)[1]})
 
 
-def evenly(count: int, most: int) -> list[int]:
+def evenly(count: int, max_count: int) -> list[int]:
     """Returns at most `most` evenly spaced indices below `count`, including the first and the last."""
-    if count <= most:
+    if count <= max_count:
         return list(range(count))
-    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+    return sorted({round(i * (count - 1) / (max_count - 1)) for i in range(max_count)})

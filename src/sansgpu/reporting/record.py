@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, RunPaths, recorded_values, require_identity
+from sansgpu.config import ConfigError, RunPaths, TaskSettings, recorded_values, require_identity
+from sansgpu.config.by_task import kind_of, settings_of
 from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.reporting.event_schema import RecordedEnvironment
 from sansgpu.reporting.events import Event
@@ -61,6 +62,11 @@ class RunRecord:
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
+    @cached_property
+    def settings(self) -> TaskSettings:
+        """What the run's task declares."""
+        return settings_of(kind_of(str(self.config.get("task")), self.section("model").get("name_or_path")))
+
     @property
     def name(self) -> str:
         return self.paths.root.absolute().name
@@ -90,7 +96,7 @@ class RunRecord:
     @property
     def end_reason(self) -> str | None:
         """done, interrupted or out_of_time; None if the run is active or was killed."""
-        ends = self.events_of_kind("end")  # a resumed run removes it
+        ends = self.events_of_kind("end")  # a resumed run removes the end event of the interrupted process
         return str(ends[-1]["reason"]) if ends else None
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
+
 Parameters = dict[str, Any]  # values of a trial by configuration key
 
 
@@ -52,7 +54,7 @@ class TrialStep:
 
 @dataclass(frozen=True)
 class TrialEnd:
-    """A trial ended, and what is left of the search."""
+    """A trial ended. `left` estimates the rest of the search."""
 
     trial: int
     state: str
@@ -92,11 +94,15 @@ class SearchResult:
     folder: str
     best: TrialRow
     default: TrialRow | None  # the unchanged configuration
-    gain: float | None  # of the best trial's loss over the default's
+    gain: float | None  # relative decrease of the loss from the unchanged configuration to the best trial
     importance: dict[str, float]
     seconds: float
     trials: list[TrialRow]
     files: list[str]
+
+    @property
+    def measure_label(self) -> str:
+        return next(metric.label for metric in (LOSS, BITS_PER_BYTE) if metric.name == self.measure)
 
     @property
     def keys(self) -> list[str]:

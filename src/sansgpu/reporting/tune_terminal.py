@@ -9,7 +9,8 @@ from rich.progress import BarColumn, Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.reporting.tables import grid
+from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
+from sansgpu.reporting.tables import counted, grid
 from sansgpu.reporting.terminal import DESCRIPTION, FIGURES, clock, duration
 from sansgpu.reporting.tune_events import (
     Parameters,
@@ -22,8 +23,6 @@ from sansgpu.reporting.tune_events import (
     TrialRow,
     TrialStep,
 )
-
-NAMES = {"loss": "loss", "bits_per_byte": "bits per byte"}
 
 
 def value(chosen: object) -> str:
@@ -39,33 +38,33 @@ def state(row: TrialRow) -> str:
 
 
 def parameters(chosen: Parameters) -> str:
-    """Formats the parameters of a trial by the last part of their keys. No parameters are the given configuration."""
+    """Formats a trial's parameters, e.g. "learning_rate 0.003"; "baseline" if the trial changes none."""
     return ", ".join(f"{key.rpartition('.')[2]} {value(v)}" for key, v in chosen.items()) or "baseline"
 
 
-def print_estimate(console: Console, about: SearchEstimate) -> None:
+def print_estimate(console: Console, estimate: SearchEstimate) -> None:
     """Prints the search space and the estimated time."""
     table = grid()
-    for key, values in about.space.items():
+    for key, values in estimate.space.items():
         table.add_row(key, values)
     console.print(table)
-    console.print(_length(about), soft_wrap=True, highlight=False)
+    console.print(_length(estimate), soft_wrap=True, highlight=False)
 
 
-def _length(about: SearchEstimate) -> str:
-    each, whole, trials = about.trial_seconds, about.seconds, about.trials
-    text = f"{trials:,} trial{'s' if trials > 1 else ''}" if trials else "trials"
+def _length(estimate: SearchEstimate) -> str:
+    each, seconds, trials = estimate.trial_seconds, estimate.seconds, estimate.trials
+    text = counted(trials, "trial") if trials else "trials"
     if each is not None:
         text += f" of about {duration(each)}"
-    if whole == 0:
+    if seconds == 0:
         return text + ", all finished"
-    if whole is None:
+    if seconds is None:
         return text + "; no time estimate, because the model does not fit into memory here"
-    return f"{text}, about {duration(whole)} total (less with pruning), done {_finish(about)}"
+    return f"{text}, about {duration(seconds)} total (less with pruning), done {_finish(estimate)}"
 
 
-def _finish(about: SearchEstimate) -> str:
-    return clock(datetime.fromisoformat(about.finish)) if about.finish else "unknown"
+def _finish(estimate: SearchEstimate) -> str:
+    return clock(datetime.fromisoformat(estimate.finish)) if estimate.finish else "unknown"
 
 
 class TuneTerminal:
@@ -118,8 +117,8 @@ class TuneTerminal:
     def _begin_trial(self, event: TrialBegin) -> None:
         self._running[event.trial] = "starting"
         if event.resumed:
-            how = f"resumes from step {event.step}" if event.step else "restarts"
-            self._say(f"trial {event.trial} {how}: {parameters(event.parameters)}")
+            action = f"resumes from step {event.step}" if event.step else "restarts"
+            self._say(f"trial {event.trial} {action}: {parameters(event.parameters)}")
         self._redraw()
 
     def _end_trial(self, event: TrialEnd) -> None:
@@ -146,9 +145,9 @@ class TuneTerminal:
 
 def print_tune(console: Console, result: SearchResult) -> None:
     """Prints the trials, best first, the gain, and the importance of the parameters."""
-    bits = result.measure == "loss" and any(row.bits_per_byte is not None for row in result.trials)
+    bits = result.measure == LOSS.name and any(row.bits_per_byte is not None for row in result.trials)
     table = Table(box=None, pad_edge=False)
-    for name in ("trial", "", NAMES[result.measure], *(["bits per byte"] if bits else [])):
+    for name in ("trial", "", result.measure_label, *([BITS_PER_BYTE.label] if bits else [])):
         table.add_column(name, justify="left" if not name else "right", no_wrap=not name)
     for name in (*(key.rpartition(".")[2].replace("_", " ") for key in result.keys), "minutes"):  # spaces let them wrap
         table.add_column(name, justify="right")
@@ -178,7 +177,7 @@ def chosen_values(row: TrialRow, result: SearchResult) -> list[str]:
 
 def sentences(result: SearchResult) -> list[str]:
     """Describes the result of the search."""
-    best, default, measure = result.best, result.default, NAMES[result.measure]
+    best, default, measure = result.best, result.default, result.measure_label
     found = []
     if best.trial == 0:
         found.append(f"the given configuration was the best: {measure} {best.loss:.4f}")

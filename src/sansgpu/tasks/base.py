@@ -25,7 +25,17 @@ from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedM
 from sansgpu.tasks.vocabulary import with_expected_vocabulary
 
 
-class TaskBase:
+class ObjectiveBase:
+    """A model and its loss, without other training metrics."""
+
+    def step_sums(self) -> Sums:
+        return {}
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        return {}
+
+
+class TaskBase(ObjectiveBase):
     """A task with defaults. The corpus is a `TokenizedCorpus`; without one, the task is only a model and its loss.
 
     A task of its own kind has `settings`, `model_class`, `prepare`, `loss`, `random_batch`, `evaluate` and `metrics`.
@@ -81,12 +91,6 @@ class TaskBase:
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
         batch: ExampleBatch = part.batch(indices)
         return batch
-
-    def step_sums(self) -> Sums:
-        return {}
-
-    def step_metrics(self, sums: Sums) -> dict[str, float]:
-        return {}
 
     def compile(self, on: bool) -> None:
         """Compiles each block separately, for inputs of any length."""

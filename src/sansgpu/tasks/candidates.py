@@ -39,11 +39,11 @@ class Candidates(ABC):
         np.minimum.at(self._first, self.column[self.column >= 0], np.flatnonzero(self.column >= 0))
 
     @abstractmethod
-    def pieces(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
+    def pieces(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
         """Yields the ranges [start, stop) of questions for which one call of `scores` fits into memory."""
 
     @abstractmethod
-    def scores(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
+    def scores(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
         """Returns the log-probability of each column, (Q, S) fp32 on the CPU."""
 
     def best(self, scores: np.ndarray, count: int, without: str) -> list[PredictedTail]:
@@ -74,14 +74,14 @@ class SpelledCandidates(Candidates):
             if rows := [tokens for tokens in distinct if len(tokens) == length]:
                 self._by_length.append(torch.tensor(rows))
 
-    def pieces(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
-        return filler.pieces(questions, self._leaves, self._leaves * filler.vocabulary + 2 * self.columns)
+    def pieces(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
+        return predictor.pieces(questions, self._leaves, self._leaves * predictor.vocabulary + 2 * self.columns)
 
-    def scores(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
+    def scores(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
         found = [torch.zeros(len(questions), 0)]
         for rows in self._by_length:  # one forward pass for each number of tokens
             length = rows.shape[1]
-            log_probs = filler.log_probabilities(questions, filler.empty(questions, length)).cpu()
+            log_probs = predictor.log_probabilities(questions, predictor.empty(questions, length)).cpu()
             total = log_probs[:, 0].index_select(1, rows[:, 0])
             for slot in range(1, length):
                 total += log_probs[:, slot].index_select(1, rows[:, slot])
@@ -96,23 +96,25 @@ class EntityCandidates(Candidates):
     """
 
     def __init__(
-        self, filler: TailPredictor, tokenizer: MaskTokenizer, table: EntityTableIndex, asked: Sequence[Entity]
+        self, predictor: TailPredictor, tokenizer: MaskTokenizer, table: EntityTableIndex, entities: Sequence[Entity]
     ):
-        names = [entity.name for entity in asked]
+        names = [entity.name for entity in entities]
         ids = [tuple(tokens) for tokens in tokenizer.encode_names(names)]
-        keys = [(number, tokens) for number, tokens in zip(map(table.number, asked), ids, strict=True)]
+        keys = [(number, tokens) for number, tokens in zip(map(table.number, entities), ids, strict=True)]
         distinct = list(dict.fromkeys(keys))
         super().__init__(names, keys, distinct)
         with torch.no_grad():
-            self._table = filler.objective.entity_vectors()
-        self._vectors = filler.candidate_vectors([tokens for _, tokens in distinct], [number for number, _ in distinct])
+            self._table = predictor.objective.entity_vectors()
+        self._vectors = predictor.candidate_vectors(
+            [tokens for _, tokens in distinct], [number for number, _ in distinct]
+        )
 
-    def pieces(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
-        return filler.pieces(questions, 1, 3 * self.columns)
+    def pieces(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
+        return predictor.pieces(questions, 1, 3 * self.columns)
 
-    def scores(self, filler: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
+    def scores(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
         """Returns log-probabilities normalized over the candidates, (Q, S) fp32 on the CPU, from one forward pass."""
-        return filler.entity_log_probabilities(questions, self._vectors, self._table).cpu()
+        return predictor.entity_log_probabilities(questions, self._vectors, self._table).cpu()
 
 
 class EntityTableIndex:
@@ -139,9 +141,9 @@ class EntityTableIndex:
 
 
 def candidates_of(
-    filler: TailPredictor, codec: GraphCodec, table: EntityTableIndex, leaves: int, names: Sequence[str]
+    predictor: TailPredictor, codec: GraphCodec, table: EntityTableIndex, leaves: int, names: Sequence[str]
 ) -> Candidates:
     """Builds candidates that use the model's entity table if it has one, else the tokens of the names."""
     if table:
-        return EntityCandidates(filler, codec.tokenizer, table, table.named(names))
+        return EntityCandidates(predictor, codec.tokenizer, table, table.named(names))
     return SpelledCandidates(codec.tokenizer, names, leaves)

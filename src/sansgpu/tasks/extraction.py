@@ -35,7 +35,7 @@ class ExtractionRules:
     relations: tuple[str, ...]  # of the model, in training order: the first has id 1
     only: tuple[str, ...] = ()  # relations to extract; empty: all except inverse ones
     heads: tuple[str, ...] = ()  # empty: each document's entities, else the heads of its triples, else its words
-    closed: bool = False  # choose tails from the document's entities, or from `tails` if it has none
+    closed: bool = False  # choose tails from the document's entities, or from `tails` if the document has no entities
     tails: tuple[str, ...] = ()
     beams: int = 10
     per_query: int = 1  # number of tails per head, relation and window
@@ -102,12 +102,12 @@ class _DocumentQueries:
 class TripleExtractor:
     """Extracts triples from texts with an encoder."""
 
-    def __init__(self, filler: TailPredictor, codec: GraphCodec, rules: ExtractionRules) -> None:
-        self._filler, self._codec, self._tokenizer, self._rules = filler, codec, codec.tokenizer, rules
+    def __init__(self, predictor: TailPredictor, codec: GraphCodec, rules: ExtractionRules) -> None:
+        self._predictor, self._codec, self._tokenizer, self._rules = predictor, codec, codec.tokenizer, rules
         self._table = EntityTableIndex(codec.entities)
         self._numbers = {name: number for number, name in enumerate(rules.relations, 1)}
-        self._search = BeamSearch(filler, codec.tokenizer, rules.windows.leaves, rules.beams, rules.per_query)
-        self._names = candidates_of(filler, codec, self._table, rules.windows.leaves, rules.tails)
+        self._search = BeamSearch(predictor, codec.tokenizer, rules.windows.leaves, rules.beams, rules.per_query)
+        self._names = candidates_of(predictor, codec, self._table, rules.windows.leaves, rules.tails)
 
     def read(self, documents: Sequence[GraphDocument], progress: ReportProgress) -> Iterator[DocumentTriples]:
         """Yields the extracted triples of each document, in order."""
@@ -169,11 +169,11 @@ class TripleExtractor:
         entities, leaves = queries.document.entities, self._rules.windows.leaves
         names = self._names
         if entities:
-            names = candidates_of(self._filler, self._codec, self._table, leaves, entities)
+            names = candidates_of(self._predictor, self._codec, self._table, leaves, entities)
         keys, questions, heads = list(queries.questions), list(queries.questions.values()), queries.head_names()
         answers: dict[_Query, list[PredictedTail]] = {}
-        for start, stop in names.pieces(self._filler, questions):
-            scores = names.scores(self._filler, questions[start:stop]).numpy()
+        for start, stop in names.pieces(self._predictor, questions):
+            scores = names.scores(self._predictor, questions[start:stop]).numpy()
             for query, row in zip(keys[start:stop], scores, strict=True):
                 answers[query] = names.best(row, self._rules.per_query, heads[query])
         return answers

@@ -31,14 +31,14 @@ from sansgpu.models.pretrained import (
     stored_dtype,
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
-from sansgpu.tasks.base import TaskWithEvaluator
+from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
 
 
-class FineTuning(ABC):
+class FineTuning(ObjectiveBase, ABC):
     """A pretrained model and its loss. With `random`, the weights are random and `layers` may replace its depth."""
 
     head: Head
@@ -53,21 +53,21 @@ class FineTuning(ABC):
         else:
             self.model = load_pretrained(settings, self.head, seed)
         self._loaded_as = {n: p.dtype for n, p in self.model.named_parameters(remove_duplicate=False)}
-        kept = patch_model(self.model)
+        unpatched = patch_model(self.model)
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
         self._adapted = add_adapter(self.model, settings, seed) if settings.adapter != "none" else None
-        patch_layers(self.model)  # for the adapter
-        self.notes: Sequence[str] = list(self._notes(kept))
+        patch_layers(self.model)  # again, for the layers of the adapter
+        self.notes: Sequence[str] = list(self._notes(unpatched))
         self._blocks = blocks_of(self.model)
         self._callback: Callable[[], None] = lambda: None
         self._in_forward = False  # True in the forward pass of training, but not when backward recomputes a block
         for block in self._blocks:
             block.register_forward_pre_hook(lambda *_: self._callback() if self._in_forward else None)
 
-    def _notes(self, kept: Sequence[str]) -> Iterator[str]:
+    def _notes(self, unpatched: Sequence[str]) -> Iterator[str]:
         name, pack = self.config.model.name_or_path, self.config.data.pack_sequences
-        if kept:
-            yield f"{name}: sansgpu has no kernels for its {' and '.join(kept)}, so transformers' own code runs."
+        if unpatched:
+            yield f"{name}: sansgpu has no kernels for its {' and '.join(unpatched)}, so transformers' own code runs."
         if pack and not self.unpadded.packs:
             yield f"{name} does not support several examples in one row, so short examples are padded."
 
@@ -86,7 +86,7 @@ class FineTuning(ABC):
         """Compiles each block separately, with dynamic sequence lengths."""
         if on:
             expect_shapes()
-        for block in self._blocks:  # not `__call__`, which also runs the hooks
+        for block in self._blocks:  # compiles `forward` only, because hooks run in `__call__`
             if on:
                 block.forward = torch.compile(block.forward, dynamic=True)
             else:
@@ -99,7 +99,7 @@ class FineTuning(ABC):
     def between_blocks(self, callback: Callable[[], None]) -> None:
         self._callback = callback
 
-    def whole_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    def merged_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Returns the transformers model in `dtype` on the CPU, with the adapter merged. It cannot be trained further.
 
         Training in bf16 rounds frozen weights, so they are reloaded from the model's files before the merge.
@@ -127,7 +127,7 @@ class FineTuning(ABC):
         if self._adapted is not None and not merge:
             save_adapter(self._adapted, tokenizer, folder)
         else:
-            save_pretrained(self.whole_model(stored_dtype(settings)), tokenizer, folder)
+            save_pretrained(self.merged_model(stored_dtype(settings)), tokenizer, folder)
 
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:
@@ -152,7 +152,7 @@ class FineTuning(ABC):
 
 
 class FineTuningTask(TaskWithEvaluator):
-    """Base of a task's class next to its objective: examples of one corpus, and models of transformers."""
+    """Second base class of a fine-tuning task: training batches, and loading and saving of transformers models."""
 
     objective_class: ClassVar[type[FineTuning]]
     corpus: Any
@@ -180,7 +180,7 @@ class FineTuningTask(TaskWithEvaluator):
 
     @classmethod
     def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
-        """Loads a run's weights, of which a snapshot holds those that were trained, or a model of transformers."""
+        """Loads a transformers model and, for a run, the weights of its snapshot, which holds only the trained ones."""
         settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
         config = source.config or Config.model_validate(settings)
         model = config.model.model_copy(update={"trust_remote_code": source.remote_code})

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sansgpu.config import SETTINGS, Config, ConfigError, change_config, derive_seed, problems
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
-from sansgpu.data.graph_batch import ASKED, HEAD_ENTITY, RELATION, TAIL, GraphBatch
+from sansgpu.data.graph_batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, GraphBatch
 from sansgpu.data.leafy import LeafyExample, PlacedTriple
 from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.data.masking import MaskRules, mask_example
@@ -57,7 +57,7 @@ class GraphObjective:
     def __init__(
         self, config: Config, model: GraphEncoder | None = None, names: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Uses `names`, the tokens of each entity's name; without data, they are made up."""
+        """`names` are the tokens of each entity's name; None, without data, gives each entity one arbitrary token."""
         self.config, self._sums = config, MetricSums()
         self.model = model or GraphEncoder(
             config.model, derive_seed(config.training.seed, "model"), longest_span(config)
@@ -108,11 +108,13 @@ class GraphObjective:
     ) -> torch.Tensor:
         """Computes the summed cross-entropy of entity queries over all entities."""
         triples = batch.placed_triples()
-        rows = triples[triples[:, ASKED] > 0]
+        rows = triples[triples[:, QUERY_TAIL] > 0]
         if not len(rows):
             return states.sum() * 0.0
-        predicted = self.predicted_entities(states[rows[:, TAIL]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors)
-        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, ASKED] - 1)
+        predicted = self.predicted_entities(
+            states[rows[:, TAIL_START]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors
+        )
+        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, QUERY_TAIL] - 1)
         sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
         return loss
 
@@ -150,8 +152,8 @@ class GraphObjective:
             return states.sum() * 0.0
         bounds = batch.bounds[chosen]
         offsets = batch.nodes[chosen, 0].long() - bounds[:, 0] - 1
-        before, behind = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
-        rows = self.model.boundary(embed(before[None], states)[0], embed(behind[None], states)[0], offsets)
+        before, after = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
+        rows = self.model.boundary(embed(before[None], states)[0], embed(after[None], states)[0], offsets)
         loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen])
         self._sums.add(SBO, loss=float(loss.detach()), count=float(len(rows)))
         return self.config.training.sbo_weight * loss
@@ -252,11 +254,11 @@ class Graph(GraphObjective, TaskWithEvaluator):
 
     def export(self, folder: Path) -> None:
         """Writes BERT's layout if it can represent the model, else sansgpu's own."""
-        export_graph_model(self.model, self.corpus.codec, folder, how_learned(self.config))
+        export_graph_model(self.model, self.corpus.codec, folder, exported_settings(self.config))
 
     @classmethod
     def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
-        """A run older than a key keeps it disabled."""
+        """Returns overrides for keys that a run did not record because it is older than they are: they are disabled."""
         model = {"leaves": None, "n_entities": 0, **(recorded.get("model") or {})}
         open_keys = [key for key in ("leaves", "n_entities") if getattr(config.model, key) is None]
         older = "long_tails" not in (recorded.get("data") or {})
@@ -277,7 +279,7 @@ class Graph(GraphObjective, TaskWithEvaluator):
             assert source.tokenizer is not None
             config, codec = source.config, GraphCodec.load(source.tokenizer)
             model = GraphEncoder(config.model, seed=None, longest_span=longest_span(config))
-            _load_whole(model, source.snapshot)
+            _load_weights(model, source.snapshot)
         return GraphObjective(config, model.float(), names_of(codec)), codec, config
 
     @classmethod
@@ -297,13 +299,13 @@ class Graph(GraphObjective, TaskWithEvaluator):
         progress: ReportProgress,
         warn: Callable[[str], None],
     ) -> dict[str, Any]:
-        from sansgpu.tasks.link_prediction import rank_tails  # needs this module
+        from sansgpu.tasks.link_prediction import rank_tails  # imports this module
 
         return rank_tails(loaded, data, limit, progress, warn)
 
     @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
-        export_graph_model(loaded.objective.model, loaded.tokenizer, folder, how_learned(loaded.config))
+        export_graph_model(loaded.objective.model, loaded.tokenizer, folder, exported_settings(loaded.config))
 
 
 def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Config:
@@ -316,7 +318,7 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
         raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error))}.") from None
 
 
-def _load_whole(model: GraphEncoder, snapshot: SavedState) -> None:
+def _load_weights(model: GraphEncoder, snapshot: SavedState) -> None:
     try:
         model.load_state_dict(snapshot.weights(), assign=True)
     except RuntimeError as error:
@@ -324,7 +326,7 @@ def _load_whole(model: GraphEncoder, snapshot: SavedState) -> None:
         raise ConfigError(f"{snapshot.folder} does not contain the whole model: {reason}") from None
 
 
-def how_learned(config: Config) -> dict[str, dict[str, Any]]:
+def exported_settings(config: Config) -> dict[str, dict[str, Any]]:
     """Returns the settings that an exported model needs for extraction and evaluation."""
     data = ["max_length", "doc_stride", "triples", "inverse_relations", "mask_ratio", "max_span"]
     data += ["leaf_mask_ratio", "min_leaf_groups", "entity_query_ratio", "kge_triples"]
@@ -351,11 +353,11 @@ def _with_data_settings(config: Config, corpus: GraphCorpus) -> Config:
     model, codec = config.model, corpus.codec
     if model.leaves == 0:
         return config
-    found = {"n_relations": max(1, len(codec.relations)), "n_entities": len(codec.entities)}
-    for key, count in found.items():
-        if (given := getattr(model, key)) is not None and given < count:
-            raise ConfigError(f"model.{key} is {given}, but the data has {count}; raise it or leave it out.")
-    settled = {key: count for key, count in found.items() if getattr(model, key) is None} | {"leaves": corpus.leaves}
+    counts = {"n_relations": max(1, len(codec.relations)), "n_entities": len(codec.entities)}
+    for key, count in counts.items():
+        if (configured := getattr(model, key)) is not None and configured < count:
+            raise ConfigError(f"model.{key} is {configured}, but the data has {count}; raise it or leave it out.")
+    settled = {key: count for key, count in counts.items() if getattr(model, key) is None} | {"leaves": corpus.leaves}
     return change_config(config, [f"model.{key}={count}" for key, count in settled.items()])
 
 
@@ -375,13 +377,13 @@ def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> L
     roots = min(config.roots, nodes - 1 if entities else nodes)
     tokens = draws.integers(model.vocab_size, size=roots)
     placed, left = [], nodes - roots
-    for place in range(roots):
+    for root in range(roots):
         leaves = min(model.leaf_slots, left)
         if leaves:
             tail = draws.integers(model.vocab_size, size=leaves)
             relation = 1 + int(draws.integers(model.n_relations or 1))
-            numbers = (1, 1 + int(draws.integers(entities))) if entities and not place else (0, 0)
-            is_query = entities > 0 and not place
-            placed.append(PlacedTriple(place, 1, relation, tail, Triple("", "", ""), numbers, is_query))
+            numbers = (1, 1 + int(draws.integers(entities))) if entities and not root else (0, 0)
+            is_query = entities > 0 and not root
+            placed.append(PlacedTriple(root, 1, relation, tail, Triple("", "", ""), numbers, is_query))
             left -= leaves
     return LeafyExample(tokens, np.ones(roots, bool), placed)

@@ -38,7 +38,7 @@ class GraphCorpus(VariableLengthCorpus[LeafyDataset]):
 
 
 def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: GraphCodec | None = None) -> GraphCorpus:
-    """Reads, splits and tokenizes the data, with `codec` or else as configured. Raises ConfigError."""
+    """Reads, splits and tokenizes the data, with a codec built from it if `codec` is None. Raises ConfigError."""
     notes: list[str] = []
     data, given_codec = config.data, codec
     sources = open_graphs(data, notes.append, data.inverse_relations)
@@ -98,8 +98,8 @@ def count_targets(graphs: LeafyDataset, config: Config) -> float:
 
 def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts: tuple[LeafyDataset, ...]) -> str:
     """Identifies the examples of both splits."""
-    held = sources.validation.fingerprint if sources.validation else ""
-    inputs = (held, codec.tokenizer.backend.to_str(), codec.relations, config.data.validation_split)
+    validation = sources.validation.fingerprint if sources.validation else ""
+    inputs = (validation, codec.tokenizer.backend.to_str(), codec.relations, config.data.validation_split)
     counts = f"{len(parts[0])}-{int(parts[0].lengths.sum())}-{config.window}"
     return f"{sources.train.fingerprint[:16]}-{counts}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]}"
 
@@ -120,7 +120,7 @@ def read_graphs(source: GraphSource, config: Config, progress: ReportProgress) -
 
 
 def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
-    """Yields the training text of a tokenizer: texts, and tails with the leading space they have on leaves."""
+    """Yields the texts to train a tokenizer on: documents, and tails with the space that precedes them on leaves."""
     for document in documents:
         yield document.text
         if document.triples:
@@ -128,13 +128,13 @@ def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
 
 
 def split_by_group(documents: Sequence[GraphDocument], share: float) -> tuple[list[GraphDocument], list[GraphDocument]]:
-    """Splits documents into training and validation by the hash of their group's name; groups stay whole."""
+    """Splits documents into training and validation by the hash of their group's name, never cutting a group."""
     sizes: dict[str, int] = {}
     for document in documents:
         sizes[document.group] = sizes.get(document.group, 0) + len(document.text)
     names = list(sizes)
     if len(names) < 2:
         return list(documents), []
-    _, held = split_examples([name.encode() for name in names], np.array(list(sizes.values())), share)
-    chosen = frozenset(names[number] for number in held)
+    _, held_out = split_examples([name.encode() for name in names], np.array(list(sizes.values())), share)
+    chosen = frozenset(names[number] for number in held_out)
     return [d for d in documents if d.group not in chosen], [d for d in documents if d.group in chosen]

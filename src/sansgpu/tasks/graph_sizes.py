@@ -10,13 +10,13 @@ from sansgpu.data.graph import Entity, GraphDocument, entities_of
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 
 FITTING = 0.99  # share of tails whose tokens all get a slot
-MAX_ENTITIES = 100_000  # in a table that was not requested: each query is compared with all of them
+MAX_ENTITIES = 100_000  # in the default table, because each query is compared with all entities
 
 Note = Callable[[str], None]
 
 
 def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, config: Config, note: Note) -> Config:
-    """Sets model.leaves to fit 99% of the tails, unless it is configured.
+    """Sets model.leaves to fit a share FITTING of the tails, unless it is configured.
 
     Raises ConfigError if a configured value fits fewer tails and data.long_tails is "refuse".
     """
@@ -27,8 +27,8 @@ def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, co
     if not triples:
         return change_config(config, [f"model.leaves={config.model.leaf_slots}"])
     needed = next(n for n in sorted(tokens) if _share_within(tokens, n) >= FITTING)
-    given = config.model.leaves
-    leaves = min(max(1, needed), MAX_LEAVES) if given is None else given
+    configured = config.model.leaves
+    leaves = min(max(1, needed), MAX_LEAVES) if configured is None else configured
     lost = sum(count for length, count in tokens.items() if length > leaves)
     if lost > (1 - FITTING) * triples and config.data.long_tails == "refuse":
         remedy = f"raise it to {needed}, or leave it out" if needed <= MAX_LEAVES else "shorten the tails"
@@ -36,7 +36,7 @@ def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, co
             f"model.leaves {leaves} has too few slots for the tails of {lost:,} of {triples:,} training triples "
             f"({lost / triples:.0%}), which would be dropped; {remedy}, or set data.long_tails to drop."
         )
-    if given is None:
+    if configured is None:
         note(_cost_note(tokens, leaves, documents, tokenizer))
     return change_config(config, [f"model.leaves={leaves}"])
 
@@ -50,12 +50,12 @@ def _tail_tokens(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer) -
     return found
 
 
-def _share_within(tokens: Counter[int], most: int) -> float:
-    return sum(count for length, count in tokens.items() if length <= most) / sum(tokens.values())
+def _share_within(tokens: Counter[int], max_length: int) -> float:
+    return sum(count for length, count in tokens.items() if length <= max_length) / sum(tokens.values())
 
 
 def _cost_note(tokens: Counter[int], leaves: int, documents: Sequence[GraphDocument], tokenizer: MaskTokenizer) -> str:
-    """Describes how many tails fit, and how many nodes the tails add, on which memory and time depend."""
+    """Describes how many tails fit and how many nodes they add, because nodes take memory and time."""
     mean = sum(length * count for length, count in tokens.items()) / sum(tokens.values())
     return (
         f"model.leaves is {leaves}, enough for {_share_within(tokens, leaves):.1%} of the tails. Empty slots cost "

@@ -90,18 +90,18 @@ class LinkPrediction:
 
     def __init__(
         self,
-        filler: TailPredictor,
+        predictor: TailPredictor,
         codec: GraphCodec,
         rules: LeafyRules,
         known: KnownFacts,
     ) -> None:
-        self._filler, self._codec, self._known = filler, codec, known
-        self._rules = replace(rules, triples="all")  # evaluate every triple
+        self._predictor, self._codec, self._known = predictor, codec, known
+        self._rules = replace(rules, triples="all")  # also evaluate triples that training would have dropped
         self._candidates: Candidates
         if codec.entities:  # entity vectors allow tails of any length
             self._rules = replace(self._rules, leaves=ANY_LENGTH)
             index = EntityTableIndex(codec.entities)
-            self._candidates = EntityCandidates(filler, codec.tokenizer, index, known.entities)
+            self._candidates = EntityCandidates(predictor, codec.tokenizer, index, known.entities)
         else:
             names = [entity.name for entity in known.entities]
             self._candidates = SpelledCandidates(codec.tokenizer, names, rules.leaves)
@@ -130,7 +130,7 @@ class LinkPrediction:
         for window, placed in graphs.examples:
             tokens = graphs.windows[window][0].astype(np.int64)
             for p in placed:
-                questions[p.triple].append(TailQuery(tokens, p.place, p.head_length, p.relation, p.entities[0]))
+                questions[p.triple].append(TailQuery(tokens, p.root, p.head_length, p.relation, p.entities[0]))
         triples = _triples(documents)
         return [LinkQuery(triple, questions[triple].popleft() if questions[triple] else None) for triple in triples]
 
@@ -139,15 +139,15 @@ class LinkPrediction:
         ranks = np.full(len(queries), (len(self._known.entities) + 1) / 2)
         numbers = [number for number, query in enumerate(queries) if query.question is not None]
         questions = [query.question for query in queries if query.question is not None]
-        for start, stop in self._candidates.pieces(self._filler, questions):
-            scores = self._candidates.scores(self._filler, questions[start:stop])
+        for start, stop in self._candidates.pieces(self._predictor, questions):
+            scores = self._candidates.scores(self._predictor, questions[start:stop])
             part = numbers[start:stop]
             ranks[part] = self._ranked(scores, [queries[number].triple for number in part])
             progress("ranking entities", stop, len(questions))
         return ranks
 
     def _ranked(self, scores: torch.Tensor, triples: list[Triple]) -> np.ndarray:
-        """Computes ranks from the scores (Q, S) of columns, each counted once per entity in it."""
+        """Computes filtered ranks from scores (Q, S); a column counts as often as there are entities that share it."""
         column = self._candidates.column
         gold = scores.gather(1, torch.from_numpy(column[[self._known.tail(t) for t in triples]])[:, None])
         zero = torch.zeros((), dtype=torch.int32)
@@ -265,7 +265,7 @@ def run_parts(loaded: TrainedModel, progress: ReportProgress, warn: Callable[[st
 
 
 def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts:
-    """Returns a source's splits. Splits off validation documents only for the run's own data without such a split."""
+    """Returns the splits of a source. If the run's own data has no validation split, splits one off as in training."""
     own = name == config.data.dataset_name
     data = config.data.model_copy(
         update={} if own else {"dataset_name": name, "dataset_config": None, "validation_name": None}
@@ -282,7 +282,7 @@ def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable
 
 
 def _unseen(parts: GraphParts) -> Documents:
-    """Returns the test or validation documents without triples that also occur in training."""
+    """Returns the test or validation documents; triples that also occur in training are removed."""
     known = frozenset(triple.fact for document in parts.train for triple in document.triples)
     return [
         document._replace(triples=tuple(triple for triple in document.triples if triple.fact not in known))

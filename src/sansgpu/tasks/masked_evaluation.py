@@ -14,7 +14,7 @@ EVALUATION_EXAMPLES = 16  # per micro-batch
 
 
 def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: EvaluationRequest) -> MaskedEvaluation:
-    """Masks held-out examples. A run's baselines come from its training data. Raises ConfigError."""
+    """Evaluates on masked held-out examples. The baselines of a run come from its training data. Raises ConfigError."""
     config, source = loaded.config, loaded.source
     if request.objective:
         raise ConfigError(f"--objective has no effect on a run of task {config.task}; leave it out.")
@@ -41,11 +41,11 @@ def _read(data: str, loaded: TrainedModel, codec: GraphCodec, request: Evaluatio
     settings = config.data.model_copy(update={"dataset_config": None})
     source = open_graph_part(data, settings, notes.append, config.data.inverse_relations)
     documents = read_graphs(source, config, request.progress)
-    found = build_leafy(documents, codec.tokenizer, codec.relations, leafy_rules(config), entities=codec.entities)
-    if note := found.note():
+    graphs = build_leafy(documents, codec.tokenizer, codec.relations, leafy_rules(config), entities=codec.entities)
+    if note := graphs.note():
         notes.append(f"{data}: {note}.")
     for note in notes:
         request.warn(note)
-    if not len(found):
+    if not len(graphs):
         raise ConfigError(f"{data} has no examples to evaluate on.")
-    return found
+    return graphs

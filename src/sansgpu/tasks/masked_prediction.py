@@ -15,7 +15,7 @@ from torch import nn
 
 from sansgpu.config import Config, derive_seed
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.graph_batch import LEAVES, TAIL, GraphBatch
+from sansgpu.data.graph_batch import TAIL_LENGTH, TAIL_START, GraphBatch
 from sansgpu.data.leafy import LeafyDataset
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 from sansgpu.data.masking import MaskRules, add_entity_queries, mask_example
@@ -171,17 +171,17 @@ class MaskedEvaluation:
 
     def __init__(
         self,
-        filler: MaskedModel,
+        masked_model: MaskedModel,
         masking: Masking,
         majority: Majority,
         weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
     ) -> None:
         """Uses `weights` for masked tokens, masked leaves and entity queries in `loss`."""
-        self._filler, self._masking, self._majority, self._weights = filler, masking, majority, weights
+        self._model, self._masking, self._majority, self._weights = masked_model, masking, majority, weights
 
     @property
     def model(self) -> nn.Module:
-        return self._filler.model
+        return self._model.model
 
     def validation_batches(self, size: int) -> Iterator[GraphBatch]:
         """Yields all examples in order, `size` at a time, with the same masks every time."""
@@ -193,10 +193,10 @@ class MaskedEvaluation:
         """Sums losses, hits and counts of masked tokens and leaves, and counts tails with all tokens correct."""
         chosen = batch.targets != IGNORE
         targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
-        sums = self._filler.query_sums(batch)
+        sums = self._model.query_sums(batch)
         if not len(targets):
             return sums
-        logits = self._filler.masked_logits(batch).float()
+        logits = self._model.masked_logits(batch).float()
         losses, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=1) == targets
         for name, rows, majority in zip(
             KINDS, (~leaves, leaves), (self._majority.root, self._majority.leaf), strict=True
@@ -205,7 +205,7 @@ class MaskedEvaluation:
             sums[f"{name}_hits"] = float(correct[rows].sum())
             sums[f"{name}_usual"] = float((targets[rows] == majority).sum())
             sums[f"{name}_count"] = float(rows.sum())
-        return sums | _whole_tails(batch, chosen, correct)
+        return sums | _complete_tails(batch, chosen, correct)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Computes means. `loss` is their weighted sum as in training, but never pools tokens and leaves."""
@@ -216,8 +216,8 @@ class MaskedEvaluation:
             if count := sums.get(f"{name}_count"):
                 metrics[f"{name}_majority_acc"] = sums[f"{name}_usual"] / count
         if tails := sums.get("tails"):
-            whole = sums["whole_tails"]
-            metrics |= {"tail_acc": whole / tails, "tail_hits": whole, "tail_count": tails}
+            tail_hits = sums["whole_tails"]
+            metrics |= {"tail_acc": tail_hits / tails, "tail_hits": tail_hits, "tail_count": tails}
         return metrics
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
@@ -237,13 +237,13 @@ def wilson(share: float, count: float) -> list[float]:
     return [max(0.0, middle - half), min(1.0, middle + half)]
 
 
-def _whole_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor) -> Sums:
+def _complete_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor) -> Sums:
     """Counts masked tails, and those with all tokens correct."""
     hit = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
     hit[chosen] = correct.long()
     hits_before = torch.cat((hit.new_zeros(1), hit.cumsum(0)))
     tails = batch.placed_triples()
-    tails = tails[chosen[tails[:, TAIL]]]
-    first, leaves = tails[:, TAIL], tails[:, LEAVES]
-    whole = (hits_before[first + leaves] - hits_before[first]) == leaves
-    return {"tails": float(len(tails)), "whole_tails": float(whole.sum())}
+    tails = tails[chosen[tails[:, TAIL_START]]]
+    first, leaves = tails[:, TAIL_START], tails[:, TAIL_LENGTH]
+    all_correct = (hits_before[first + leaves] - hits_before[first]) == leaves
+    return {"tails": float(len(tails)), "whole_tails": float(all_correct.sum())}

@@ -31,7 +31,7 @@ from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
 from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
-from sansgpu.tasks.base import TaskWithEvaluator
+from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.language_modeling import LanguageModeling
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
@@ -67,7 +67,7 @@ class TextCorpus:
         return None  # every token has a loss
 
 
-class PretrainObjective:
+class PretrainObjective(ObjectiveBase):
     """A decoder and its loss."""
 
     def __init__(self, config: Config, model: Any = None) -> None:
@@ -170,7 +170,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        """Returns True for a folder or GGUF file in the layout of our decoders, or a missing path, to name it."""
+        """Returns True for folders and GGUF files with one of our decoders, and for paths that `load` will reject."""
         path = Path(target).expanduser()
         if is_gguf(target):
             return decoder_config(path) is not None
@@ -236,7 +236,9 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
     def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], Weights, TokenizerParts]:
         decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
         weights = to_hugging_face(decoder.config, decoder.state_dict())
-        parts = TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)  # documents start with it, too
+        parts = TokenizerParts(
+            tokenizer.backend.to_str(), end, end, end, begins=True
+        )  # the end-of-text token also starts a document
         return hugging_face_config(decoder.config, end), weights, parts
 
 

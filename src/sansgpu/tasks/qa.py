@@ -88,8 +88,8 @@ class QAObjective(FineTuning):
         return zip(starts.split(lengths), ends.split(lengths), batch.targets, strict=True)
 
 
-def _position_loss(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[None], place[None], reduction="sum")
+def _position_loss(logits: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[None], position[None], reduction="sum")
 
 
 class QA(QAObjective, FineTuningTask):
@@ -127,16 +127,16 @@ class QA(QAObjective, FineTuningTask):
             )
         if not train or not held:
             raise too_few(sources.train.name, len(questions), "questions")
-        asked = []
+        splits = []
         for part in (train, held):
             size = sum(len(question.context) for question in part)
             progress("tokenizing", size, size)
-            asked.append(tokenize_questions(part, config, tokenizer))
+            splits.append(tokenize_questions(part, config, tokenizer))
         if data.null_answers is None:
             null = any(question.impossible for question in train)
             config = config.model_copy(update={"data": data.model_copy(update={"null_answers": null})})
-        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(asked[0])}-{asked[0].lengths.sum()}"
-        return config, QuestionCorpus(asked[0], asked[1], notes, fingerprint, tokenizer)
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(splits[0])}-{splits[0].lengths.sum()}"
+        return config, QuestionCorpus(splits[0], splits[1], notes, fingerprint, tokenizer)
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
@@ -159,7 +159,7 @@ class QA(QAObjective, FineTuningTask):
             return QAEvaluator(loaded.objective, part, loaded.config.data)
         notes: list[str] = []
         settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
-        part = whole_source(open_single(request.data, settings), loaded.config, loaded.tokenizer, notes)
+        part = tokenize_source(open_single(request.data, settings), loaded.config, loaded.tokenizer, notes)
         for note in notes:
             request.warn(note)
         require_rows(part, request.data)
@@ -190,8 +190,8 @@ class QA(QAObjective, FineTuningTask):
 class QAEvaluator:
     """Answers questions with a model and computes exact match and F1."""
 
-    def __init__(self, objective: QAObjective, asked: TokenizedQuestions, data: DataConfig) -> None:
-        self._objective, self._asked = objective, asked
+    def __init__(self, objective: QAObjective, tokenized: TokenizedQuestions, data: DataConfig) -> None:
+        self._objective, self._tokenized = objective, tokenized
         self._rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
         self._may_be_null = bool(data.null_answers)
         self.answers: dict[str, Answer] = {}  # by question id, for the questions answered so far
@@ -203,17 +203,17 @@ class QAEvaluator:
     def validation_batches(self, size: int) -> Iterator[PackedSequences]:
         """Yields about `size` windows at a time; all windows of a question are in one batch."""
         self.answers = {}
-        windows_of = self._asked.by_question()
-        lengths = self._asked.lengths
+        windows_of = self._tokenized.by_question()
+        lengths = self._tokenized.lengths
         longest = np.array([lengths[numbers].max() for numbers in windows_of])
         pending: list[int] = []
         for question in self._objective.ordered(np.arange(len(windows_of)), longest):
             pending += windows_of[question]
             if len(pending) >= size:
-                yield self._asked.batch(np.array(pending))
+                yield self._tokenized.batch(np.array(pending))
                 pending = []
         if pending:
-            yield self._asked.batch(np.array(pending))
+            yield self._tokenized.batch(np.array(pending))
 
     def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the loss, the counts of windows and questions, and the sums of exact match and F1."""
@@ -225,10 +225,10 @@ class QAEvaluator:
         }
         by_question: dict[int, list[int]] = {}
         for number in logits:
-            by_question.setdefault(self._asked.windows[number].question, []).append(number)
-        questions = [self._asked.questions[place] for place in by_question]
+            by_question.setdefault(self._tokenized.windows[number].question, []).append(number)
+        questions = [self._tokenized.questions[number] for number in by_question]
         for question, numbers in zip(questions, by_question.values(), strict=True):
-            windows = [self._asked.windows[number] for number in numbers]
+            windows = [self._tokenized.windows[number] for number in numbers]
             rules, null = self._rules, self._may_be_null
             self.answers[question.id] = best_answers(question, windows, [logits[n] for n in numbers], rules, null)
         right = exact_match_f1(questions, {q.id: self.answers[q.id].text for q in questions})
@@ -243,15 +243,15 @@ class QAEvaluator:
     def predictions(self) -> list[dict[str, Any]]:
         """Returns each question's answer, its probability, its start in the context, and the n best candidates."""
         found = []
-        for answer in (self.answers[question.id] for question in self._asked.questions):
-            place = {"start": answer.chosen["start"]} if "start" in answer.chosen else {}
-            row = {"answer": answer.text, "probability": answer.chosen["probability"], **place, "nbest": answer.nbest}
+        for answer in (self.answers[question.id] for question in self._tokenized.questions):
+            start = {"start": answer.chosen["start"]} if "start" in answer.chosen else {}
+            row = {"answer": answer.text, "probability": answer.chosen["probability"], **start, "nbest": answer.nbest}
             found.append(row)
         return found
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Adds exact match and F1, also separately for questions with and without answer."""
-        answered = [question for question in self._asked.questions if question.id in self.answers]
+        answered = [question for question in self._tokenized.questions if question.id in self.answers]
         return metrics | exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
 
     def collect(self, gather: Gather) -> None:
@@ -262,7 +262,7 @@ class QAEvaluator:
     def save(self, folder: Path) -> list[Path]:
         """Writes run_qa.py's prediction files and returns their paths."""
         written = []
-        in_order = {q.id: self.answers[q.id] for q in self._asked.questions if q.id in self.answers}
+        in_order = {q.id: self.answers[q.id] for q in self._tokenized.questions if q.id in self.answers}
         predictions, nbest, null_odds = predictions_json(in_order)
         for name, value in zip(PREDICTION_FILES, (predictions, nbest, null_odds), strict=True):
             if value:
@@ -279,7 +279,7 @@ def _questions(source: Source, data: DataConfig, notes: list[str]) -> list[Quest
     return read_questions(source.rows(), data.on_bad_row, lambda note: notes.append(f"{source.name}: {note}"))
 
 
-def whole_source(source: Source, config: Config, tokenizer: Any, notes: list[str]) -> TokenizedQuestions:
+def tokenize_source(source: Source, config: Config, tokenizer: Any, notes: list[str]) -> TokenizedQuestions:
     """Reads all questions of a source. Raises ConfigError if one is invalid."""
     return tokenize_questions(_questions(source, config.data, notes), config, tokenizer)
 

@@ -115,7 +115,7 @@ class SFT(SFTObjective, FineTuningTask):
         examples = _examples(sources.train, config, tokenizer, progress, notes)
         if sources.validation is not None:
             train = ConversationExamples(examples, np.arange(len(examples)))
-            validation = whole_source(sources.validation, config, tokenizer, progress, notes)
+            validation = tokenize_source(sources.validation, config, tokenizer, progress, notes)
         else:
             if len(examples) < 2:
                 raise too_few(sources.train.name, len(examples), "rows")
@@ -148,7 +148,7 @@ class SFT(SFTObjective, FineTuningTask):
         notes: list[str] = []
         settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
         source = open_single(request.data, settings)
-        part = whole_source(source, loaded.config, loaded.tokenizer, request.progress, notes)
+        part = tokenize_source(source, loaded.config, loaded.tokenizer, request.progress, notes)
         for note in notes:
             request.warn(note)
         require_rows(part, request.data)
@@ -209,7 +209,7 @@ class SFTEvaluator:
         return text_metrics(sums)
 
 
-def whole_source(
+def tokenize_source(
     source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
 ) -> ConversationExamples:
     """Reads all rows of a source. Raises ConfigError if one is invalid."""

@@ -21,8 +21,8 @@ from sansgpu.data.masking import MaskedExample
 from sansgpu.models.entities import NameBags
 from sansgpu.tasks.graph import GraphObjective
 
-NODES = 8192  # maximum nodes of a forward pass
-NUMBERS = 1 << 24  # maximum fp32 values kept for the questions of one pass: 64 MiB
+MAX_NODES = 8192  # nodes of a forward pass
+MAX_VALUES = 1 << 24  # fp32 values in memory for the questions of one forward pass: 64 MiB
 _NO_TRIPLE = Triple("", "", "")  # a question has no tail
 NONE = float("-inf")  # score of an impossible answer
 
@@ -38,7 +38,7 @@ class TailQuery(NamedTuple):
     """A (head, relation, ?) question about a head in its window."""
 
     tokens: np.ndarray  # (R,) int64, of the window, including its first and last special token
-    place: int  # the head's first root
+    root: int  # the head's first root
     head_length: int  # in tokens
     relation: int  # 1, 2, ...
     entity: int = 0  # the head's row in the entity table, or 0
@@ -63,7 +63,7 @@ class TailPredictor:
         start = nodes = 0
         for stop, question in enumerate(questions):
             size = len(question.tokens) + leaves
-            if stop > start and (nodes + size > NODES or (stop + 1 - start) * numbers > NUMBERS):
+            if stop > start and (nodes + size > MAX_NODES or (stop + 1 - start) * numbers > MAX_VALUES):
                 yield start, stop
                 start, nodes = stop, 0
             nodes += size
@@ -120,7 +120,7 @@ class TailPredictor:
 
 def _leafy(question: TailQuery, leaves: np.ndarray) -> LeafyExample:
     placed = PlacedTriple(
-        question.place, question.head_length, question.relation, leaves, _NO_TRIPLE, (question.entity, 0)
+        question.root, question.head_length, question.relation, leaves, _NO_TRIPLE, (question.entity, 0)
     )
     return LeafyExample(question.tokens, np.zeros(len(question.tokens), bool), [placed])
 
@@ -137,12 +137,12 @@ class BeamSearch:
     the same token on each of them.
     """
 
-    def __init__(self, filler: TailPredictor, tokenizer: MaskTokenizer, leaves: int, width: int, count: int) -> None:
+    def __init__(self, predictor: TailPredictor, tokenizer: MaskTokenizer, leaves: int, width: int, count: int) -> None:
         """Searches for the `count` best tails of up to `leaves` tokens, with `width` beams for each length."""
-        self._filler, self._tokenizer, self._leaves = filler, tokenizer, leaves
-        self._width, self._count = min(width, filler.vocabulary), count
-        self._allowed = torch.full((filler.vocabulary,), NONE, device=filler.device)
-        self._allowed[torch.from_numpy(tokenizer.ordinary_ids()).to(filler.device)] = 0.0
+        self._predictor, self._tokenizer, self._leaves = predictor, tokenizer, leaves
+        self._width, self._count = min(width, predictor.vocabulary), count
+        self._allowed = torch.full((predictor.vocabulary,), NONE, device=predictor.device)
+        self._allowed[torch.from_numpy(tokenizer.ordinary_ids()).to(predictor.device)] = 0.0
 
     def predict_tails(self, questions: Sequence[TailQuery], floors: np.ndarray) -> list[list[PredictedTail]]:
         """Returns the best tails of each question with scores above its floor (Q,), best first."""
@@ -167,14 +167,14 @@ class BeamSearch:
         This does not change the result.
         """
         rows, totals = np.arange(len(questions)), np.zeros(len(questions))
-        ids = self._filler.empty(questions, length)
+        ids = self._predictor.empty(questions, length)
         for slot in range(length):
             values, tokens = self._top_tokens([questions[row] for row in rows.tolist()], ids, slot)
             sums, parents = (totals[:, None] + values).ravel(), np.repeat(np.arange(len(rows)), self._width)
             order = np.lexsort((-sums, rows[parents]))  # by question, best first
-            asked = rows[parents[order]]
-            place = np.arange(len(order)) - np.searchsorted(asked, asked)
-            selected = order[(place < self._width) & (sums[order] / length > bounds[asked])]
+            question = rows[parents[order]]
+            rank = np.arange(len(order)) - np.searchsorted(question, question)
+            selected = order[(rank < self._width) & (sums[order] / length > bounds[question])]
             ids, rows, totals = ids[parents[selected]], rows[parents[selected]], sums[selected]
             ids[:, slot] = tokens.ravel()[selected]
         return rows.tolist(), ids.tolist(), (totals / length).tolist()
@@ -182,8 +182,8 @@ class BeamSearch:
     def _top_tokens(self, questions: Sequence[TailQuery], ids: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the log-probabilities and ids of the best tokens of one leaf, each (M, width)."""
         values, tokens = np.zeros((len(questions), self._width)), np.zeros((len(questions), self._width), np.int64)
-        for start, stop in self._filler.pieces(questions, ids.shape[1], 2 * self._filler.vocabulary):
-            log_probs = self._filler.log_probabilities(questions[start:stop], ids[start:stop], slice(slot, slot + 1))
+        for start, stop in self._predictor.pieces(questions, ids.shape[1], 2 * self._predictor.vocabulary):
+            log_probs = self._predictor.log_probabilities(questions[start:stop], ids[start:stop], slice(slot, slot + 1))
             log_probs = log_probs[:, 0] + self._allowed
             if slot:
                 log_probs.scatter_(1, torch.from_numpy(ids[start:stop, slot - 1 : slot]).to(log_probs.device), NONE)

@@ -38,7 +38,7 @@ class ModelSource:
 
     target: str
     remote_code: bool = False
-    config: Config | None = None  # of a run, as are the following
+    config: Config | None = None  # this and the following fields are set for a run only
     snapshot: SavedState | None = None
     tokenizer: Path | None = None
 
@@ -70,7 +70,7 @@ class EvaluationRequest:
 
     data: str | None
     window: int | None
-    objective: str | None  # class that the command line allows to prepare the data
+    objective: str | None  # `package.module:Class` that the user allows to be imported to prepare the data
     own_corpus: Callable[[], Corpus]  # prepares the run's own data
     cache: Path
     progress: ReportProgress

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from sansgpu.config import ConfigError, TrainingConfig
 
 FIRST_STEPS = 25  # re-plan after every step until this many were timed
-RECENT_STEPS = 100  # the mean duration of these predicts future steps
+RECENT_STEPS = 100  # steps whose mean duration predicts that of future steps
 DISK_BYTES_PER_SECOND = 100e6  # assumed rate of hashing and writing the last snapshot and the export; slow for a disk
 MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # reserve for the unforeseen: a share of the total budget, plus seconds
 # Extra time of the first evaluation, which compiles: seconds, and at most this share of the total budget.
@@ -89,10 +89,10 @@ class Budget:
             return 0
         if not self._steps:
             return None
-        room, step = left - self._reserve(), self._step()
-        if room < 0:
+        usable, step = left - self._reserve(), self._step()
+        if usable < 0:
             return 0
-        return bisect_right(range(int(room / step) + 1), room, key=lambda n: n * step + self._pauses(done, n)) - 1
+        return bisect_right(range(int(usable / step) + 1), usable, key=lambda n: n * step + self._pauses(done, n)) - 1
 
     def idle_ratio(self, steps: int) -> float:
         """Returns the share of the total budget that would be unused after `steps` more steps."""

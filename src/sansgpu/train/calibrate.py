@@ -28,7 +28,9 @@ SHORT, LONG = 1, 3  # depths of the models that are timed
 MAX_FULL_DEPTH_SECONDS = 1.0  # time the model at full depth if a pass is estimated to take less
 REPEATS = 3  # timed repeats after one warm-up
 ENOUGH_SECONDS = 1.0  # stop repeating after this much timed work
-COMPILED_CANDIDATE_RATIO = 0.9  # also time sizes compiled if the best eager time is at least this share of theirs
+COMPILED_CANDIDATE_RATIO = (
+    0.9  # sizes are also timed compiled if (best eager time) / (their eager time) is at least this
+)
 MARGIN = 0.97  # a time above this share of the best so far counts as equal; the smaller micro-batch is then preferred
 
 
@@ -61,27 +63,27 @@ def measure(
     plan: StepPlan,
     sizes: list[int],
     compile_wanted: str,
-    whole: bool,
+    all_layers_fit: bool,
     tokens: int | None = None,
 ) -> Timing:
     """Returns the timing of the fastest micro-batch size; with `compile_wanted="measure"`, eager and compiled compete.
 
     Sizes are timed in ascending order until a larger one is slower per example; of these, the ones close to the best
-    are also timed compiled. `whole` states that memory suffices for all layers. `tokens` is the length of an example
-    if it is shorter than the maximum.
+    are also timed compiled. `all_layers_fit` is True if memory suffices for the full depth. `tokens` is the length of
+    an example if it is shorter than the maximum.
     """
     layers = task.costs(config).layers
     first = "off" if compile_wanted == "measure" else compile_wanted
     tried: list[Timing] = []
     for size in sorted(sizes):
-        tried.append(time_parts(task, config, plan, size, first, whole, tokens))
+        tried.append(time_parts(task, config, plan, size, first, all_layers_fit, tokens))
         if _seconds_per_example(layers, tried[-1]) * MARGIN > _seconds_per_example(layers, _best(layers, tried)):
             break
     best = _best(layers, tried)
     if compile_wanted == "measure":
         limit = _seconds_per_example(layers, best)
         close = [t.micro_batch for t in tried if _seconds_per_example(layers, t) * COMPILED_CANDIDATE_RATIO <= limit]
-        compiled = _best(layers, [time_parts(task, config, plan, size, "on", whole, tokens) for size in close])
+        compiled = _best(layers, [time_parts(task, config, plan, size, "on", all_layers_fit, tokens) for size in close])
         if _seconds_per_example(layers, compiled) < _seconds_per_example(layers, best) * MARGIN:
             return compiled
     return best
@@ -102,12 +104,18 @@ def _seconds_per_example(layers: int, timing: Timing) -> float:
 
 
 def time_parts(
-    task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, whole: bool, tokens: int | None = None
+    task: TaskKind,
+    config: Config,
+    plan: StepPlan,
+    size: int,
+    compiled: str,
+    all_layers_fit: bool,
+    tokens: int | None = None,
 ) -> Timing:
     """Times one micro-batch size."""
     short_pass, short_update = _timed(task, config, plan, size, compiled, SHORT, tokens)
-    whole = whole and task.costs(config).layers * short_pass < MAX_FULL_DEPTH_SECONDS
-    deep = max(LONG, task.costs(config).layers) if whole else LONG
+    full_depth = all_layers_fit and task.costs(config).layers * short_pass < MAX_FULL_DEPTH_SECONDS
+    deep = max(LONG, task.costs(config).layers) if full_depth else LONG
     long_pass, long_update = _timed(task, config, plan, size, compiled, deep, tokens)
     more = deep - SHORT
     block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more

@@ -30,11 +30,11 @@ class Interrupt:
     ignored.
     """
 
-    def __init__(self, grace_seconds: float = 0.0, leaving: Callable[[], None] = lambda: None) -> None:
-        """`leaving` is called before a second signal ends the process."""
+    def __init__(self, grace_seconds: float = 0.0, on_exit: Callable[[], None] = lambda: None) -> None:
+        """`on_exit` is called before a second signal ends the process."""
         self.signal: int | None = None
         self._grace_seconds, self._received_at = grace_seconds, 0.0
-        self._leaving = leaving
+        self._on_exit = on_exit
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
@@ -51,7 +51,7 @@ class Interrupt:
         if self.signal is None:
             self.signal, self._received_at = number, time.monotonic()
         elif time.monotonic() - self._received_at >= self._grace_seconds:
-            self._leaving()
+            self._on_exit()
             os._exit(128 + number)
 
 
@@ -68,7 +68,7 @@ class RunControl:
     def __init__(self, controls: Controls, group: Group) -> None:
         self._controls, self._group = controls, group
         grace_seconds = SIGNAL_GRACE_SECONDS if group.size > 1 else 0.0
-        self.interrupt = Interrupt(grace_seconds, lambda: controls.leaving())
+        self.interrupt = Interrupt(grace_seconds, lambda: controls.on_exit())
 
     def command(self) -> Command:
         """Returns the next command; all ranks must call it."""

@@ -41,8 +41,8 @@ def evaluate(
                 if group.all_reduce_max(float(stop())):
                     return None
                 # In a short last round all ranks still run a forward pass, but each batch counts once.
-                mine = turn[min(group.rank, len(turn) - 1)]
-                found = task.evaluate(mine.to(plan.device))
+                batch = turn[min(group.rank, len(turn) - 1)]
+                found = task.evaluate(batch.to(plan.device))
                 if group.rank < len(turn):
                     add_sums(sums, found)
     finally:

@@ -1,7 +1,8 @@
 """Gradient reduction over ranks, overlapped with backward (Li et al. 2020, arXiv 2006.15704).
 
-It serves three contracts that torch's DistributedDataParallel does not keep by default: a lost rank is named, a resumed
-run has the same bytes (buckets never change), and a gradient that one rank owns is summed for that rank only.
+torch's DistributedDataParallel is not used, because by default it does not guarantee three things: an error names the
+lost rank, a resumed run has the same bytes (buckets never change), and a gradient that one rank owns is summed for that
+rank only.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _buckets(weights: list[TrainedWeight], dtype: torch.dtype) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     size = 0
     for weight in reversed(weights):
-        owner = weight.place.owner if isinstance(weight.place, OwnedByRank) else None
+        owner = weight.placement.owner if isinstance(weight.placement, OwnedByRank) else None
         more = weight.master.numel() * dtype.itemsize
         if not buckets or buckets[-1].owner != owner or size + more > BUCKET_BYTES:
             buckets.append(_Bucket([], owner))

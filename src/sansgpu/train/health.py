@@ -15,7 +15,7 @@ MIN_WINDOW = 5  # smallest number of step events in a mean loss
 RISE_RATIO = 0.03  # warn if the mean loss exceeds the lowest mean by this share of it,
 RISE_STANDARD_ERRORS = 4.0  # and by this many standard errors
 FLAT_RATIO = 0.003  # relative change of the loss between two halves; under a power law of -0.1 it would be 1.7 %
-FLAT_WINDOW_RATIO = 0.3  # the last share of the run so far that is tested for a flat loss
+FLAT_WINDOW_RATIO = 0.3  # share of the steps so far, the last ones, that is tested for a flat loss
 FLAT_EXPECTED_RATIO = 0.8  # after this share of all steps a flat loss is normal
 SPIKE_FACTOR = 10.0  # gradient norm / median gradient norm
 SPIKE_WINDOW = 50  # step events in the median
@@ -38,7 +38,7 @@ class _ObservedStep(NamedTuple):
 
 
 class Health:
-    """Derives warnings from a run's events, which it must see in order.
+    """Derives warnings from a run's events, which `observe` must receive in order.
 
     Warnings about losses depend on the events alone, so a resumed run that replays the earlier ones gets the same.
     """
@@ -72,8 +72,8 @@ class Health:
             for cause, message in self._new(found)
         ]
 
-    def _new(self, found: list[tuple[str, str | None, int]]) -> Iterator[tuple[str, str]]:
-        for cause, message, times in found:
+    def _new(self, checks: list[tuple[str, str | None, int]]) -> Iterator[tuple[str, str]]:
+        for cause, message, times in checks:
             self._streaks[cause] = self._streaks.get(cause, 0) + 1 if message else 0
             if message and self._streaks[cause] == times:
                 yield cause, message

@@ -18,7 +18,6 @@ from sansgpu.train.snapshots import Snapshot, find_snapshot
 
 _REFUSALS: dict[Verb, str] = {
     "generate": "which cannot generate text; this command",
-    "chat": "which was not trained on conversations; this command",
     "gguf": "but --format gguf",
 }
 
@@ -38,15 +37,7 @@ def open_model(
     """
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
-        config = open_run(folder)[0]
-        if config.outside_class is not None:
-            with_objective(config, folder, objective)  # raises if `objective` does not name it
-            task_class(config.outside_class)
-        elif objective is not None and verb != "evaluate":
-            raise ConfigError(f"{target} is a run of task {config.task}; leave out --objective.")
-        kind = task_of(open_run(folder)[0])
-        if verb not in kind.verbs:
-            raise _refusal(target, open_run(folder)[0], verb)
+        kind = kind_of_run(folder, verb, objective)
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
         source = ModelSource(target, remote_code, config, snapshot, open_run(folder)[1].tokenizer)
     else:
@@ -62,6 +53,20 @@ def open_model(
     loaded, tokenizer, config = kind.load(source)
     loaded.model.eval().to(device)
     return TrainedModel(kind, source, loaded, tokenizer, config, device, precision)
+
+
+def kind_of_run(folder: Path, verb: Verb, objective: str | None) -> TaskKind:
+    """Returns the task of a run. Raises ConfigError if it cannot do `verb`, or needs a class that was not named."""
+    config = open_run(folder)[0]
+    if config.outside_class is not None:
+        with_objective(config, folder, objective)  # raises if `objective` does not name it
+        task_class(config.outside_class)
+    elif objective is not None and verb != "evaluate":
+        raise ConfigError(f"{folder} is a run of task {config.task}; leave out --objective.")
+    kind = task_of(config)
+    if verb not in kind.verbs:
+        raise _refusal(str(folder), config, verb)
+    return kind
 
 
 def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[Config, Snapshot]:
@@ -84,6 +89,8 @@ def _kind_of_model(target: str, verb: Verb) -> TaskKind:
 
 
 def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
+    if verb == "chat" and "generate" in task_of(config).verbs:
+        return ConfigError(f"{target} was not trained on conversations; use `sansgpu generate` to continue a text.")
     clause = _REFUSALS.get(verb, "but this command")
     return ConfigError(f"{target} is a run of task {config.task}, {clause} needs one of task {_tasks_with(verb)}.")
 

@@ -201,7 +201,10 @@ class Trainer:
     def _finish_step(self, request: Request = Request.NONE) -> None:
         """Evaluates and saves if due or requested. An evaluation that an interrupt cuts short is repeated on resume."""
         step, training, start = self._progress.step, self._training, time.perf_counter()
-        is_last, has_metrics = self._length.is_finished(), self._metrics is not None  # a snapshot may restore metrics
+        is_last, has_metrics = (
+            self._length.is_finished(),
+            self._metrics is not None,
+        )  # a resumed run has those of its snapshot
         to_evaluate = is_last or _is_due(training.eval_steps, step) or Request.EVALUATE in request
         if to_evaluate:
             self._evaluate(stop=self._control.is_interrupted)

@@ -62,7 +62,7 @@ class Optimizer:
                 master=parameter.detach(),
                 rule=rule_for(parameter, name in matrices, training),
                 decay=0.0 if name in undecayed else training.weight_decay,
-                place=places[name],
+                placement=places[name],
             )
             for number, (name, parameter) in enumerate([*groups.matrices, *groups.filters, *groups.others])
         ]
@@ -86,18 +86,18 @@ class Optimizer:
 
     def _reducer_of(self, model: nn.Module) -> Reducer:
         """Returns a reducer for all weights except those whose gradients fully_shard reduces."""
-        by_name = {w.name: w for w in self.weights if not isinstance(w.place, RowSharded)}
+        by_name = {w.name: w for w in self.weights if not isinstance(w.placement, RowSharded)}
         in_order = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
         narrow = self._training.gradient_reduction == "bf16"
         reducer = Reducer(self._group, in_order, torch.bfloat16 if narrow else torch.float32)
         for weight in in_order:
-            weight.gathered = reducer.arrived
+            weight.on_gradient = reducer.arrived
         return reducer
 
     def _set_dtypes(self, weight: TrainedWeight) -> None:
         """Gives a weight its master copy, casts its parameter to the compute dtype and collects its gradients."""
         parameter = weight.parameter
-        if isinstance(weight.place, RowSharded):
+        if isinstance(weight.placement, RowSharded):
             weight.master = local_tensor(parameter)
             return
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -106,7 +106,7 @@ class Optimizer:
             parameter.data = parameter.data.to(self._compute_dtype)
             parameter.grad_dtype = None  # gradients are fp32 from the loss and the embedding, bf16 from matmuls
             narrow = self._training.master_weights == "bf16"
-            weight.master = parameter.detach() if narrow else weight.place.shard(weight.master)
+            weight.master = parameter.detach() if narrow else weight.placement.shard(weight.master)
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
 
     def mark_last_backward(self) -> None:
@@ -126,7 +126,7 @@ class Optimizer:
         self._reducer.close()
         unused = self._group.all_reduce_sums({w.name: 1.0 for w in self.weights if not w.used})
         for weight in self.weights:
-            if isinstance(weight.place, RowSharded):
+            if isinstance(weight.placement, RowSharded):
                 weight.gradient = None if weight.parameter.grad is None else local_tensor(weight.parameter.grad)
                 weight.parameter.grad = None
             if unused.get(weight.name) == self._group.size:
@@ -163,7 +163,7 @@ class Optimizer:
 
     def _share(self) -> None:
         """Broadcasts each parameter from the rank that updated it."""
-        owned = [(w, w.place.owner) for w in self.weights if isinstance(w.place, OwnedByRank)]
+        owned = [(w, w.placement.owner) for w in self.weights if isinstance(w.placement, OwnedByRank)]
         for work in [self._group.broadcast_async(w.parameter.detach(), owner) for w, owner in owned]:
             self._group.wait(work)
 
@@ -185,36 +185,36 @@ class Optimizer:
         return name in self._state
 
     @torch.no_grad()
-    def load(self, name: str, whole: torch.Tensor) -> None:
-        """Loads a master weight or moment by its name in a snapshot; `whole` is the unsharded tensor."""
+    def load(self, name: str, full: torch.Tensor) -> None:
+        """Loads a master weight or moment by its name in a snapshot; `full` is the unsharded tensor."""
         weight, kind = self._state[name]
-        cut = isinstance(weight.place, RowSharded)
+        cut = isinstance(weight.placement, RowSharded)
         if kind is not None:
-            mine = weight.place.shard(whole)
-            weight.moments[kind] = mine if mine.is_meta else mine.to(weight.master.device, copy=True)
+            local = weight.placement.shard(full)
+            weight.moments[kind] = local if local.is_meta else local.to(weight.master.device, copy=True)
             return
         if not weight.master.is_meta:
-            weight.master.copy_(weight.place.shard(whole) if cut else whole)
+            weight.master.copy_(weight.placement.shard(full) if cut else full)
         if not cut:
-            weight.parameter.detach().copy_(whole)
+            weight.parameter.detach().copy_(full)
 
     def gather_tensor(self, name: str) -> torch.Tensor:
         """Returns an unsharded master weight or moment on rank 0; all ranks must call it in the same order."""
         weight, kind = self._state[name]
         tensor = weight.master if kind is None else weight.moments[kind]
-        return weight.place.gather_to_main(tensor, weight.as_unsharded(tensor).shape)
+        return weight.placement.gather_to_main(tensor, weight.as_unsharded(tensor).shape)
 
     def release_state(self) -> None:
         """Writes the fp32 weights back to the model (on rank 0 only if sharded) and ends training."""
         for weight in self.weights:
             if weight.hook is not None:
                 weight.hook.remove()
-            whole = self.gather_tensor(weight.name)
-            if self._sharding == "none" or (self._group.is_main and not isinstance(weight.place, RowSharded)):
-                weight.parameter.data = whole
+            full = self.gather_tensor(weight.name)
+            if self._sharding == "none" or (self._group.is_main and not isinstance(weight.placement, RowSharded)):
+                weight.parameter.data = full
             elif self._group.is_main:
                 path, _, last = weight.name.rpartition(".")
-                setattr(self._model.get_submodule(path), last, nn.Parameter(whole))
+                setattr(self._model.get_submodule(path), last, nn.Parameter(full))
 
     def state_names(self) -> set[str]:
         """Returns the names in `state_tensors`."""
@@ -225,12 +225,12 @@ class Optimizer:
         return {f"{kind}.{w.name}": w.as_unsharded(value) for w in self.weights for kind, value in w.moments.items()}
 
 
-def choose_optimizer(wanted: str, step_flops: float, muon_flops: float) -> str:
+def choose_optimizer(configured: str, step_flops: float, muon_flops: float) -> str:
     """Returns `muon` or `adamw`; `auto` becomes Muon if orthogonalization takes less than a tenth of a step.
 
     Decides by FLOPs rather than a measurement, so that the choice is reproducible.
     """
-    if wanted != "auto":
-        return wanted
+    if configured != "auto":
+        return configured
     cost = muon_flops * MUON_RELATIVE_FLOP_COST
     return "muon" if cost < MUON_MAX_TIME_RATIO * (step_flops + cost) else "adamw"

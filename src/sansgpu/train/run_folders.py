@@ -32,7 +32,7 @@ from sansgpu.train.snapshots import snapshots
 
 RUNS = Path("runs")  # default parent folder of runs
 PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
-PROBE_SECONDS = 0.5  # `is_locked` may hold the lock for a moment
+PROBE_SECONDS = 0.5  # to wait for the lock, because `is_locked` in another process takes it for a moment
 
 
 def run_paths(folder: Path, config: Config) -> RunPaths:

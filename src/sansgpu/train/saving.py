@@ -27,7 +27,7 @@ class _Stage(Enum):
 
 
 class Saver:
-    """Keeps the `newest` snapshot, None before the first one, and moves it through its stages.
+    """Writes snapshots one at a time. `newest` is the last one, None before the first, and passes through the stages.
 
     `save` starts WRITING, from any stage; `flush` waits for the disk and makes it REPORTED. Because events are held
     back in between, their order does not depend on how long writing takes.
@@ -100,7 +100,7 @@ class Saver:
             record,
             progress.best_step,
             in_background=in_background and not is_sharded,
-            whole=state.gather_tensor if is_sharded else unchanged,
+            gather=state.gather_tensor if is_sharded else unchanged,
         )
 
     def flush_if_written(self) -> None:

@@ -31,8 +31,8 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
 
 def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
     """Returns the number of warm-up steps, at most a tenth of the steps of a time-limited run."""
-    most = total_steps // MAX_WARMUP_DIVISOR if training.time_limited else training.warmup_steps
-    return min(training.warmup_steps, most)
+    limit = total_steps // MAX_WARMUP_DIVISOR if training.time_limited else training.warmup_steps
+    return min(training.warmup_steps, limit)
 
 
 def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch: int) -> int:

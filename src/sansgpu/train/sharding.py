@@ -4,8 +4,8 @@
 weight has its master weight and moments (ZeRO-1, arXiv 1910.02054). `full`: in addition, the matrices of the blocks and
 their gradients are split by rows and gathered only while in use (ZeRO-3, with torch's fully_shard).
 
-Placements exist beside torch's ZeroRedundancyOptimizer and DTensor because a snapshot holds whole, named tensors
-whatever the sharding, so that a run resumes with any other, and because every transfer must name a lost rank.
+torch's ZeroRedundancyOptimizer and DTensor are not used for two reasons. A snapshot holds unsharded, named tensors, so
+that a run can be resumed with another sharding. And an error in any transfer must name the lost rank.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 class Placement(Protocol):
     """The placement of a tensor on ranks. `shape` is always the unsharded shape."""
 
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part, on the meta device if it has none."""
 
-    def gather_to_main(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def gather_to_main(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns the unsharded tensor on rank 0, undefined on other ranks. All ranks call it in the same order."""
 
-    def all_gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def all_gather(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns the unsharded tensor on every rank that updates a part of it."""
 
 
 class Replicated:
     """Replicated on every rank."""
 
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole
+    def shard(self, full: torch.Tensor) -> torch.Tensor:
+        return full
 
-    def gather_to_main(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        return mine
+    def gather_to_main(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return local
 
-    def all_gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        return mine
+    def all_gather(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return local
 
 
 REPLICATED = Replicated()
@@ -59,14 +59,14 @@ class OwnedByRank:
     def __init__(self, group: Group, owner: int) -> None:
         self._group, self.owner = group, owner
 
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole if self._group.rank == self.owner else whole.to("meta")
+    def shard(self, full: torch.Tensor) -> torch.Tensor:
+        return full if self._group.rank == self.owner else full.to("meta")
 
-    def gather_to_main(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        return self._group.transfer(mine, self.owner, 0)
+    def gather_to_main(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return self._group.transfer(local, self.owner, 0)
 
-    def all_gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        return mine
+    def all_gather(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return local
 
 
 class RowSharded:
@@ -75,27 +75,27 @@ class RowSharded:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        return self._split(whole)[self._group.rank]
+    def shard(self, full: torch.Tensor) -> torch.Tensor:
+        return self._split(full)[self._group.rank]
 
-    def gather_to_main(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        pieces = self._split(torch.empty(shape, dtype=mine.dtype, device="meta"))
+    def gather_to_main(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        pieces = self._split(torch.empty(shape, dtype=local.dtype, device="meta"))
         got = [
-            self._group.transfer(mine if rank == self._group.rank else piece, rank, 0)
+            self._group.transfer(local if rank == self._group.rank else piece, rank, 0)
             for rank, piece in enumerate(pieces)
             if len(piece)
         ]
-        return torch.cat(got) if self._group.is_main else mine
+        return torch.cat(got) if self._group.is_main else local
 
-    def all_gather(self, mine: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def all_gather(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         max_rows = -(-shape[0] // self._group.size)
-        padded = mine.new_zeros(max_rows, *shape[1:])
-        padded[: len(mine)] = mine
+        padded = local.new_zeros(max_rows, *shape[1:])
+        padded[: len(local)] = local
         return torch.cat(self._group.all_gather(padded))[: shape[0]]
 
-    def _split(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        pieces = list(whole.chunk(self._group.size))
-        return pieces + [whole[:0]] * (self._group.size - len(pieces))
+    def _split(self, full: torch.Tensor) -> list[torch.Tensor]:
+        pieces = list(full.chunk(self._group.size))
+        return pieces + [full[:0]] * (self._group.size - len(pieces))
 
 
 def assign_owners(sizes: dict[str, int], ranks: int) -> dict[str, int]:
@@ -122,9 +122,9 @@ def shard_blocks(model: nn.Module, group: Group, compute_dtype: torch.dtype) -> 
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     cut: set[str] = set()
     for block in blocks:
-        whole = {p for p in block.parameters() if p.ndim < 2 or not p.requires_grad}
-        cut |= {names[id(p)] for p in block.parameters() if p not in whole}
-        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
+        unsharded = {p for p in block.parameters() if p.ndim < 2 or not p.requires_grad}
+        cut |= {names[id(p)] for p in block.parameters() if p not in unsharded}
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=unsharded, reshard_after_forward=True)
         assert isinstance(block, FSDPModule)
         block.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of all ranks
         block.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction

@@ -28,7 +28,7 @@ from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.machine.disk import file_sha256
 from sansgpu.models.weights_file import load_weights, readable_weights
 from sansgpu.train.snapshot_schema import SnapshotManifest, SnapshotState
-from sansgpu.train.tensor_file import Whole, save_tensors, unchanged
+from sansgpu.train.tensor_file import GatherTensor, save_tensors, unchanged
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 TIME_DEPENDENT_KEY = "total_steps"  # the key of `progress` that depends on the time left, not on what was learned
@@ -186,12 +186,12 @@ def save_snapshot(
     moments: dict[str, torch.Tensor],
     state: dict[str, Any],
     record: Path,
-    whole: Whole = unchanged,
+    gather: GatherTensor = unchanged,
 ) -> Snapshot:
-    """Writes `folder`/step-N. Raises SansGPUError if the disk refuses; an existing snapshot then stays in place.
+    """Writes `folder`/step-N. Raises SansGPUError if that fails; an existing snapshot then stays in place.
 
-    `whole` returns each tensor when it is written; `weights` and `moments` may hold only shapes and dtypes. The metrics
-    file `record` is synced first if it exists, so that a snapshot's metrics are on the disk with it.
+    `gather` is called for each tensor when it is written, so `weights` and `moments` may hold only shapes and dtypes.
+    The metrics file `record` is synced first if it exists, so that the disk has a snapshot's metrics, too.
     """
     final = Snapshot.of(folder, step).folder
     partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
@@ -199,7 +199,7 @@ def save_snapshot(
         make_folder(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        files = {file: save_tensors(t, partial / file, whole) for file, t in ((WEIGHTS, weights), (MOMENTS, moments))}
+        files = {file: save_tensors(t, partial / file, gather) for file, t in ((WEIGHTS, weights), (MOMENTS, moments))}
         (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         files[STATE] = file_sha256(partial / STATE)
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n", encoding="utf-8")

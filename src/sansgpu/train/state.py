@@ -83,12 +83,12 @@ class TrainState:
         return self.optimizer.gather_tensor(name) if self.optimizer.has_state(name) else tensor
 
     @torch.no_grad()
-    def load(self, name: str, whole: torch.Tensor) -> None:
+    def load(self, name: str, full: torch.Tensor) -> None:
         """Loads a weight or moment of a snapshot."""
         if self.optimizer.has_state(name):
-            self.optimizer.load(name, whole)
+            self.optimizer.load(name, full)
         else:
-            self._buffers()[name].copy_(whole)
+            self._buffers()[name].copy_(full)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Returns the state_dict entries that are not parameters."""

@@ -14,7 +14,9 @@ import torch
 from sansgpu.machine.disk import Bytes, write_hashed
 
 Tensors = dict[str, torch.Tensor]
-Whole = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor with its shape and dtype) -> unsharded tensor
+GatherTensor = Callable[
+    [str, torch.Tensor], torch.Tensor
+]  # (name, tensor with its shape and dtype) -> unsharded tensor
 
 # Dtype names of the format (github.com/huggingface/safetensors, "Format").
 _DTYPES = {
@@ -35,10 +37,10 @@ def in_file_order(tensors: Tensors) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def save_tensors(tensors: Tensors, path: Path, whole: Whole = unchanged) -> str:
+def save_tensors(tensors: Tensors, path: Path, gather: GatherTensor = unchanged) -> str:
     """Writes tensors to a safetensors file, waits until it is on the disk and returns its SHA-256.
 
-    `whole` returns each tensor in file order; `tensors` may hold only shapes and dtypes.
+    `gather` is called for each tensor in file order, so `tensors` may hold only shapes and dtypes.
     """
     names = in_file_order(tensors)
     header, end = {}, 0
@@ -49,7 +51,7 @@ def save_tensors(tensors: Tensors, path: Path, whole: Whole = unchanged) -> str:
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     first = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-    return write_hashed(path, chain([first], (bytes_of(whole(name, tensors[name])) for name in names)))
+    return write_hashed(path, chain([first], (bytes_of(gather(name, tensors[name])) for name in names)))
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:

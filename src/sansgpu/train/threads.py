@@ -25,12 +25,12 @@ class AdaptiveThreads:
         system = event["system"] or {}
         others = ((system.get("other_percent") or 0.0) + (system.get("stolen_percent") or 0.0)) / 100
         self._suggested = [*self._suggested, max(1, self._max_threads - round(others))][-AGREEING_EVENTS:]
-        wanted = self._suggested[-1]
-        if not self._enabled or wanted == self.count or self._suggested != [wanted] * AGREEING_EVENTS:
+        suggested = self._suggested[-1]
+        if not self._enabled or suggested == self.count or self._suggested != [suggested] * AGREEING_EVENTS:
             return None
-        before, self.count = self.count, wanted
-        torch.set_num_threads(wanted)
+        before, self.count = self.count, suggested
+        torch.set_num_threads(suggested)
         return (
-            f"other programs use {others:.1f} cores: training.threads is now {wanted} instead of {before}; results "
+            f"other programs use {others:.1f} cores: training.threads is now {suggested} instead of {before}; results "
             "are no longer bit-identical to those of an undisturbed run."
         )

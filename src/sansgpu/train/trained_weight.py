@@ -39,7 +39,7 @@ class TrainedWeight:
     """A trained tensor.
 
     `parameter` is the tensor the model computes with. `master` is its fp32 copy, or the parameter itself if there is no
-    copy. `master` and `moments` hold only the part that `place` assigns to this rank.
+    copy. `master` and `moments` hold only the part that `placement` assigns to this rank.
     """
 
     name: str
@@ -48,13 +48,13 @@ class TrainedWeight:
     master: torch.Tensor
     rule: UpdateRule
     decay: float
-    place: Placement = REPLICATED
+    placement: Placement = REPLICATED
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
     used: bool = False  # this rank computed a gradient in one of the step's micro-batches
     summed: bool = False  # accumulate gradients of several micro-batches in fp32; otherwise use them as computed
     hook: RemovableHandle | None = None
-    gathered: Callable[[TrainedWeight], None] | None = None  # called with the weight after each gradient
+    on_gradient: Callable[[TrainedWeight], None] | None = None  # called with the weight after each gradient
 
     def mark_used(self) -> None:
         """Records that this rank computed a gradient of the weight in this step."""
@@ -71,14 +71,14 @@ class TrainedWeight:
             self.gradient = new.to(torch.promote_types(new.dtype, torch.float32)) if self.summed else new
         else:
             self.gradient = add_product(self.gradient, new)
-        if self.gathered is not None:
-            self.gathered(self)
+        if self.on_gradient is not None:
+            self.on_gradient(self)
 
     def allocate_moments(self) -> None:
         """Sets the moments to zero unless they exist."""
         if not self.moments:
-            mine = self.master if isinstance(self.place, RowSharded) else self.place.shard(self.master)
-            self.moments = dict(zip(self.rule.moments, self.rule.zeros(mine), strict=True))
+            local = self.master if isinstance(self.placement, RowSharded) else self.placement.shard(self.master)
+            self.moments = dict(zip(self.rule.moments, self.rule.zeros(local), strict=True))
 
     @property
     def working(self) -> torch.Tensor | None:
@@ -87,6 +87,6 @@ class TrainedWeight:
 
     def as_unsharded(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns `tensor`, or an empty meta tensor with the unsharded shape if `tensor` is this rank's rows of it."""
-        if not isinstance(self.place, RowSharded):
+        if not isinstance(self.placement, RowSharded):
             return tensor
         return torch.empty(self.parameter.shape, dtype=tensor.dtype, device="meta")

@@ -18,15 +18,15 @@ ADAM_EPS = 1e-8
 MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantized, as it would save nothing
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # the typical update size of AdamW, so that both share one learning rate (arXiv 2502.16982)
-MUON_CHUNK_ELEMENTS = 1 << 22  # orthogonalized at once; needs about five times their memory
+MUON_CHUNK_ELEMENTS = 1 << 22  # elements orthogonalized at once, which takes about five times their memory
 
 
 def _zeros(count: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
-    """Returns a function that allocates `count` moments of a weight in at least fp32."""
+    """Returns a function that allocates `count` zero moments for a weight, in fp32 or wider."""
 
-    def zeros(mine: torch.Tensor) -> Sequence[torch.Tensor]:
-        dtype = torch.promote_types(mine.dtype, torch.float32)
-        return [torch.zeros_like(mine, dtype=dtype) for _ in range(count)]
+    def zeros(weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return [torch.zeros_like(weight, dtype=dtype) for _ in range(count)]
 
     return zeros
 
@@ -75,12 +75,12 @@ def _muon_chunk(weights: list[TrainedWeight], step: UpdateStep) -> None:
         momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
         updates.append(gradient.lerp_(momentum, MUON_MOMENTUM))  # Nesterov
     size = MUON_UPDATE_RMS * max(weights[0].parameter.shape[-2:]) ** 0.5
-    whole = torch.stack([w.place.all_gather(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
-    matrices = whole.view(-1, *whole.shape[-2:])
+    full = torch.stack([w.placement.all_gather(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
+    matrices = full.view(-1, *full.shape[-2:])
     for some in matrices.split(max(1, MUON_CHUNK_ELEMENTS // matrices[0].numel())):
         some.copy_(newton_schulz(some, step.compute_dtype))
-    for weight, update in zip(weights, whole, strict=True):
-        weight.master.mul_(1 - step.lr * weight.decay).add_(weight.place.shard(update), alpha=-step.lr * size)
+    for weight, update in zip(weights, full, strict=True):
+        weight.master.mul_(1 - step.lr * weight.decay).add_(weight.placement.shard(update), alpha=-step.lr * size)
         if weight.working is not None:
             weight.working.copy_(weight.master)
 
@@ -88,7 +88,7 @@ def _muon_chunk(weights: list[TrainedWeight], step: UpdateStep) -> None:
 ADAMW = UpdateRule(("exp_avg", "exp_avg_sq"), _zeros(2), _adamw_with(adamw))
 ADAMW8 = UpdateRule(  # 8-bit codes, and one scale per block
     ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
-    lambda mine: [*quantized_zeros(mine), *quantized_zeros(mine)],
+    lambda weight: [*quantized_zeros(weight), *quantized_zeros(weight)],
     _adamw_with(adamw8),
 )
 MUON = UpdateRule(("momentum",), _zeros(1), _muon)
@@ -96,7 +96,7 @@ MATRIX_RULES = {"adamw": ADAMW, "muon": MUON}  # rules of the hidden matrices, b
 
 
 def rule_for(parameter: nn.Parameter, is_matrix: bool, training: TrainingConfig) -> UpdateRule:
-    """Returns the rule that updates a parameter. Only hidden matrices depend on the chosen optimizer."""
+    """Returns the rule that updates a parameter: the configured optimizer for hidden matrices, else AdamW."""
     rule = MATRIX_RULES[training.optimizer] if is_matrix else ADAMW
     if rule is ADAMW and training.optimizer_state == "8bit" and parameter.numel() >= MIN_QUANTIZED_ELEMENTS:
         return ADAMW8

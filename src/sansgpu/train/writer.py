@@ -14,7 +14,7 @@ import torch
 
 from sansgpu.machine.probe import available_memory
 from sansgpu.train.snapshots import Snapshot, prune, save_snapshot
-from sansgpu.train.tensor_file import Tensors, Whole, bytes_of, unchanged
+from sansgpu.train.tensor_file import GatherTensor, Tensors, bytes_of, unchanged
 
 MIN_FREE_BYTES = 512 << 20  # memory that must stay free next to a copy; an assumption
 _ALIGNMENT = 64  # bytes: a cache line
@@ -33,27 +33,27 @@ class SnapshotWriter:
         keep_last: int,
         record: Path,
         warn: Callable[[str], None],
-        room: Callable[[], int] = lambda: available_memory(torch.device("cpu")),
+        available: Callable[[], int] = lambda: available_memory(torch.device("cpu")),
     ) -> None:
         self._folder, self._keep_last, self._record = folder, keep_last, record
-        self._warn, self._room = warn, room
+        self._warn, self._available = warn, available
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: Future[None] | None = None
         self._copies: tuple[_Copy, _Copy] | None = None
         self.prepared = False
 
     def reserve_copies(self, weights: Tensors, moments: Tensors) -> None:
-        """Allocates and touches memory for a copy, because the first touch is many times slower than the copying."""
+        """Allocates memory for a copy and faults in its pages, which takes many times longer than the copying."""
         self.prepared = True
-        needed, room = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values()), self._room()
-        if room >= needed + MIN_FREE_BYTES:
+        needed, available = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values()), self._available()
+        if available >= needed + MIN_FREE_BYTES:
             with contextlib.suppress(OSError, MemoryError):
                 self._copies = _Copy(weights), _Copy(moments)
                 self._writing = self._thread.submit(self._touch)
                 return
         self._warn(
             f"a copy of weights and moments needs {(needed + MIN_FREE_BYTES) / 1e9:.1f} GB of memory, but "
-            f"{room / 1e9:.1f} GB are available: training waits while each snapshot is written."
+            f"{available / 1e9:.1f} GB are available: training waits while each snapshot is written."
         )
 
     def submit(
@@ -64,18 +64,18 @@ class SnapshotWriter:
         state: dict[str, Any],
         best_step: int | None,
         in_background: bool = True,
-        whole: Whole = unchanged,
+        gather: GatherTensor = unchanged,
     ) -> Snapshot:
         """Writes the snapshot of `step` with the current weights and moments and prunes old snapshots.
 
-        The snapshot is complete once `wait` returns. Without `in_background` no copy is made, and `whole` returns each
-        tensor when it is written, which gathers sharded ones. Raises the error of an earlier write that failed.
+        The snapshot is complete once `wait` returns. Without `in_background` no copy is made; each tensor is gathered
+        with `gather` when it is written. Raises the error of an earlier write that failed.
         """
         if in_background and not self.prepared:
             self.reserve_copies(weights, moments)
-        self.wait()  # also for the touching of the memory, which zeroes it
+        self.wait()  # also for `_touch`, which would overwrite the copy with zeros
         if self._copies is None or not in_background:
-            self._write(step, weights, moments, state, best_step, whole)
+            self._write(step, weights, moments, state, best_step, gather)
         else:
             weights, moments = (c.take(t) for c, t in zip(self._copies, (weights, moments), strict=True))
             self._writing = self._thread.submit(self._write, step, weights, moments, state, best_step, unchanged)
@@ -95,7 +95,7 @@ class SnapshotWriter:
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
-        """Waits for the snapshot being written. Raises SansGPUError, once, if the disk refused it."""
+        """Waits for the snapshot being written. Raises SansGPUError, once, if it could not be written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -105,9 +105,15 @@ class SnapshotWriter:
             copy.touch()
 
     def _write(
-        self, step: int, weights: Tensors, moments: Tensors, state: dict[str, Any], best: int | None, whole: Whole
+        self,
+        step: int,
+        weights: Tensors,
+        moments: Tensors,
+        state: dict[str, Any],
+        best: int | None,
+        gather: GatherTensor,
     ) -> None:
-        save_snapshot(self._folder, step, weights, moments, state, self._record, whole)
+        save_snapshot(self._folder, step, weights, moments, state, self._record, gather)
         prune(self._folder, self._keep_last, keep=(best, step))
 
 

@@ -14,7 +14,7 @@ from sansgpu.tasks import task_of
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND
 from sansgpu.train.optim import choose_optimizer
 
-STEPS = 2.0  # the current step, at half the assumed speed, because a hyper-thread is half a core
+STEPS = 2.0  # time to finish the current step; doubled because a CPU of a pod may be a hyper-thread, half a core
 SNAPSHOTS = 2.0  # the final snapshot waits for one that is still being written
 START_SECONDS = 30.0  # for torchrun to signal its processes, and a reserve
 ROUND_SECONDS = 10
@@ -49,7 +49,7 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
         config = task.with_vocabulary(config)
         work = task.costs(config).work(tokens)
         training = config.training
-        how = Execution(
+        execution = Execution(
             micro_batch=micro_batch_choices(training, config.window, world_size)[0],
             accumulation=1,
             precision="fp32" if training.wanted_precision == "fp32" else "bf16",
@@ -58,8 +58,10 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
             optimizer=choose_optimizer(training.optimizer, work.needed, work.muon),
             world_size=world_size,
         )
-        memory = estimate_memory(config, how).least
-        snapshot = estimate_memory(config, replace(how, world_size=1)).snapshot  # written whole even if sharded
+        memory = estimate_memory(config, execution).least
+        snapshot = estimate_memory(
+            config, replace(execution, world_size=1)
+        ).snapshot  # rank 0 writes all of it even if sharded
     except SansGPUError as error:  # the model is on the claim, or on a Hub that cannot be reached from here
         warn(
             f"{str(error).rstrip('.')}; the grace period of pods assumes a model of "

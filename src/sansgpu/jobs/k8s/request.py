@@ -16,7 +16,7 @@ from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, s
 from sansgpu.jobs.k8s.manifests import DATA, ClusterJob
 from sansgpu.jobs.k8s.pod_needs import PodNeeds, needs_of
 
-# CPUs left to torchrun, data loading, snapshot writing and communication, on pods of up to SMALL_POD_CPUS or more.
+# Up to SMALL_POD_CPUS and above: CPUs reserved for torchrun, data loading, snapshots and communication.
 SMALL_POD_CPUS, SPARE_CPUS_SMALL, SPARE_CPUS_LARGE = 16, 1, 2
 SHARED_MEMORY_DIVISOR = 8  # /dev/shm may use an eighth of a pod's memory
 MIN_MEMORY = 1 << 30
@@ -164,18 +164,18 @@ def _check_image(image: str, warn: Callable[[str], None]) -> None:
         warn(f"{image} has no tag, so pods may run different versions; use --image {image}:{__version__}.")
 
 
-def _node_selector(given: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for pair in given:
+def _node_selector(pairs: Sequence[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for pair in pairs:
         key, _, value = pair.partition("=")
         if (
             not re.fullmatch(rf"({_DOMAIN}/)?{_WORD}=({_WORD})?", pair)
             or len(key.rpartition("/")[0]) > MAX_DOMAIN_LENGTH
         ):
             raise ConfigError(f"--node-selector {pair!r} is not a valid node label; write KEY=VALUE.")
-        if found.setdefault(key, value) != value:
-            raise ConfigError(f"--node-selector sets {key} to both {found[key]} and {value}; leave one out.")
-    return found
+        if labels.setdefault(key, value) != value:
+            raise ConfigError(f"--node-selector sets {key} to both {labels[key]} and {value}; leave one out.")
+    return labels
 
 
 def _bytes_of(memory: str) -> int:
@@ -205,7 +205,7 @@ def _threads(config: Config, request: ClusterRequest) -> int:
         return max(1, (cpus - (SPARE_CPUS_SMALL if cpus <= SMALL_POD_CPUS else SPARE_CPUS_LARGE)) // processes)
     if threads * processes > cpus:
         total = f"{threads} threads in each of {processes} processes" if processes > 1 else f"{threads} threads"
-        raise ConfigError(f"training.threads asks for {total}, but --cpus is {cpus}; set it to auto or raise --cpus.")
+        raise ConfigError(f"training.threads is {total}, but --cpus is {cpus}; set it to auto or raise --cpus.")
     return threads
 
 

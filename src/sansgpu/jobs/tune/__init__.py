@@ -39,7 +39,8 @@ from sansgpu.reporting.outputs import require_folder, require_no_links
 from sansgpu.reporting.tune_events import SearchBegin, SearchEstimate, SearchResult
 from sansgpu.train.run_folders import RUNS, require_writable
 
-MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8  # per trial: with fewer than the first, pruning needs the second
+# Evaluations per trial. A configuration with fewer than the minimum gets the default, because pruning needs several.
+MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8
 
 Values = dict[str, Any]
 

@@ -54,7 +54,7 @@ class Study:
         self.optuna = optuna.create_study(storage=self._storage, study_name=NAME, load_if_exists=True)
 
     def begin(self, default: Values) -> None:
-        """Enqueues the startup trials that are missing. Trial 0 is the unchanged configuration; the sampler sees only
+        """Enqueues the startup trials that are missing. Trial 0 is the unchanged configuration; the sampler uses only
         its values that lie inside the space.
         """
         inside = {key: value for key, value in default.items() if self._space[key].contains(value)}
@@ -202,6 +202,6 @@ def _suggest(trial: optuna.Trial, parameter: SearchParameter) -> Any:
     if parameter.choices:
         return trial.suggest_categorical(parameter.key, parameter.choices)
     low, high, log = parameter.low, parameter.high, parameter.log
-    if parameter.whole:
+    if parameter.is_integer:
         return trial.suggest_int(parameter.key, int(low), int(high), step=int(parameter.step or 1), log=log)
     return trial.suggest_float(parameter.key, low, high, step=parameter.step, log=log)
