@@ -195,6 +195,8 @@ def test_a_space_is_read_as_it_is_meant() -> None:
     assert space["model.d_ff"] == SearchParameter("model.d_ff", (), 64, 256, is_integer=True, step=64)
     assert space["training.compile"].choices == ("on", "off")
     assert measure_of(space) == "bits_per_byte"
+    with pytest.raises(ConfigError, match=r"model\.vocab_size cannot be searched"):
+        load_space(written({"model.vocab_size": [300, 600]}), load_config(None, ("task=graph",))[0])
     assert space["model.d_ff"].contains(128)
     assert not space["model.d_ff"].contains(100)
 

@@ -107,6 +107,19 @@ def test_a_card_of_a_snapshot_tells_of_that_step(home: Path, monkeypatch: pytest
     assert "was not evaluated" in model_card(record, step=4)
 
 
+def test_a_card_of_a_task_outside_the_package_claims_only_what_is_known(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cache(monkeypatch, home / "cache")
+    record = RunRecord.open(train(home, "outside", training__max_steps=2))
+    record.config["task"] = "somewhere.tasks:Order"
+    card = ModelCard(model_card(record))
+    assert "This is a model trained with the task `somewhere.tasks:Order`." in card.text
+    assert "transformers" not in card.text.split("## Versions")[0]
+    assert (card.data.library_name, card.data.pipeline_tag, card.data.eval_results) == ("sansgpu", None, None)
+    assert "| loss |" in card.text
+
+
 @pytest.mark.parametrize(
     ("name", "datasets"),
     [

@@ -78,8 +78,8 @@ def evaluate(
     from sansgpu.jobs.evaluate import evaluate_model
 
     with preparation_bar() as bar:
-        event = finite(evaluate_model(run, data, snapshot, window, bar, warn, trust_remote_code, objective))
-    print_result(event, as_json, lambda console, event: Terminal(console).emit(event))
+        event, settings = evaluate_model(run, data, snapshot, window, bar, warn, trust_remote_code, objective)
+    print_result(finite(event), as_json, lambda console, event: Terminal(console, settings).emit(event))
 
 
 def generate(

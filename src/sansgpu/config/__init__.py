@@ -19,6 +19,7 @@ from sansgpu.config.load import (
     save_config,
     setting,
 )
+from sansgpu.config.metrics import Metric
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
 from sansgpu.config.schema import Config, DataConfig
@@ -30,6 +31,7 @@ from sansgpu.config.task_settings import (
     PYTHON_STDLIB_CHAT,
     PYTHON_STDLIB_GRAPH,
     SIMPLE_TEMPLATE,
+    CardText,
     TaskSettings,
 )
 from sansgpu.config.training import TrainingConfig
@@ -44,9 +46,11 @@ __all__ = [
     "PYTHON_STDLIB_GRAPH",
     "SETTINGS",
     "SIMPLE_TEMPLATE",
+    "CardText",
     "Config",
     "ConfigError",
     "DataConfig",
+    "Metric",
     "ModelConfig",
     "Override",
     "RunPaths",

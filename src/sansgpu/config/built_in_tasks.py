@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.task_settings import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, TaskSettings, Values
+from sansgpu.config.architectures import ARCHITECTURES, architecture_name
+from sansgpu.config.metrics import MASKED_METRICS, QUESTION_METRICS, TEXT_METRICS
+from sansgpu.config.model import ModelConfig
+from sansgpu.config.task_settings import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, CardText, TaskSettings, Values
 
 LORA_LEARNING_RATE = 2e-4  # ten times that of full fine-tuning, because the low-rank matrices start at zero
 # Fine-tuning: small steps, no weight decay, AdamW as in pretraining, examples at full length.
@@ -84,12 +87,38 @@ def _masked_lm_problems(config: Any) -> Iterator[str]:
     yield from fine_tuning_problems(config, "texts")
 
 
+_EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"
+_CHAT = 'sansgpu chat MODEL --prompt "Hello!"'
+_ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
+
+
+def _decoder_card(model: Values) -> CardText:
+    return CardText(
+        "a decoder that continues text, trained from scratch",
+        "text-generation",
+        "CausalLM",
+        'sansgpu generate MODEL --prompt "Once"',
+        ARCHITECTURES[str(architecture_name(model))].title,
+        "In training, every document starts with the end-of-text token, so start prompts with `tokenizer.bos_token`.",
+    )
+
+
+def _graph_card(model: Values) -> CardText:
+    if ModelConfig.model_validate(model).is_plain_bert:
+        text = "an encoder of text, trained from scratch on masked tokens"
+        return CardText(text, "fill-mask", "MaskedLM", _EVALUATE_TEXTS, "BERT")
+    text = "an encoder of texts and triples, trained from scratch on masked tokens and leaves"
+    return CardText(text, "feature-extraction", "", _EVALUATE_TEXTS, "sansgpu's own")
+
+
 SETTINGS = {
     "pretrain": TaskSettings(
         "pretrain",
         ("decoder", "from scratch", "texts", "text generation", "packing"),
         problems=_window_problems,
         varying_length=False,
+        metrics=TEXT_METRICS,
+        card=_decoder_card,
     ),
     "graph": TaskSettings(
         "graph",
@@ -102,6 +131,8 @@ SETTINGS = {
         problems=_graph_problems,
         with_pretrained="masked",
         has_leaves=True,
+        metrics=MASKED_METRICS,
+        card=_graph_card,
     ),
     "masked": TaskSettings(
         "graph",
@@ -109,6 +140,8 @@ SETTINGS = {
         defaults={"training": {**_FINE_TUNED, "learning_rate": 5e-5}, "data": {**_GRAPH_DATA, "max_length": 128}},
         problems=_masked_lm_problems,
         label="graph with model.name_or_path",
+        metrics=MASKED_METRICS,
+        card=lambda model: CardText("an encoder fine-tuned on masked text", "fill-mask", "MaskedLM", _EVALUATE_TEXTS),
     ),
     "sft": TaskSettings(
         "sft",
@@ -116,11 +149,25 @@ SETTINGS = {
         defaults={"training": {**_FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
         adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
         problems=fine_tuning_problems,
+        metrics=TEXT_METRICS,
+        card=lambda model: CardText(
+            "a decoder fine-tuned on conversations",
+            "text-generation",
+            "CausalLM",
+            'sansgpu chat MODEL --prompt "Hello!"',
+        ),
     ),
     "qa": TaskSettings(
         "qa",
         ("windows", "packing", "pretrained", "rows", "adapter", "answers"),
         defaults={"training": {**_FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
         problems=fine_tuning_problems,
+        metrics=QUESTION_METRICS,
+        card=lambda model: CardText(
+            "an encoder fine-tuned for extractive question answering",
+            "question-answering",
+            "QuestionAnswering",
+            _ANSWER,
+        ),
     ),
 }

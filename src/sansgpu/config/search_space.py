@@ -12,6 +12,7 @@ from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import change_config, describe, setting
+from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
 from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
 
@@ -99,7 +100,7 @@ def spaced_values(space: Space, number: int) -> Values:
 
 def measure_of(space: Space) -> str:
     """Returns the metric to compare trials by: the loss, or bits per byte if vocabularies differ."""
-    return "bits_per_byte" if any(key in _VOCABULARY_KEYS for key in space) else "loss"
+    return (BITS_PER_BYTE if any(key in _VOCABULARY_KEYS for key in space) else LOSS).name
 
 
 def load_space(path: Path | None, config: Config) -> Space:
@@ -177,8 +178,10 @@ def _unsearchable(key: str, config: Config) -> str | None:
         return "all trials must have the same length"
     if key in _FIXED_BY_SEARCH:
         return _FIXED_BY_SEARCH[key]
-    if key in _MEASUREMENT_KEYS or (
-        key.startswith("data.") and (config.settings.varying_length or key not in _TUNABLE_DATA)
+    if (
+        key in _MEASUREMENT_KEYS
+        or (key.startswith("data.") and (config.settings.varying_length or key not in _TUNABLE_DATA))
+        or (key in _VOCABULARY_KEYS and BITS_PER_BYTE not in config.settings.metrics)
     ):
         return "it changes what the loss is measured on, so losses would not be comparable"
     return None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from sansgpu.config.metrics import Metric
+
 Values = dict[str, Any]
 
 # Built-in datasets, made from the standard library: texts, triples, conversations.
@@ -60,8 +62,20 @@ def _no_problems(config: Any) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
+class CardText:
+    """Describes the models of a task in their model cards."""
+
+    description: str  # completes "This is ..."
+    pipeline_tag: str = ""  # of the Hub
+    auto_class: str = ""  # of transformers, after `AutoModelFor`; "": transformers cannot load the model
+    command: str = ""  # that uses the model; its placeholder is `MODEL`
+    layout: str = ""  # of a model trained from scratch
+    note: str = ""  # a sentence about its use
+
+
+@dataclass(frozen=True)
 class TaskSettings:
-    """What a task's class declares about its configuration."""
+    """What a task's class declares about its configuration, metrics and model cards."""
 
     task: str  # value of the key `task`
     key_groups: tuple[str, ...]  # those of KEY_GROUPS that act
@@ -72,6 +86,8 @@ class TaskSettings:
     with_pretrained: str | None = None  # kind that replaces this one if model.name_or_path is set
     varying_length: bool = True  # False if all examples are windows of equal length
     has_leaves: bool = False  # True if the tokens of an example have leaf slots
+    metrics: tuple[Metric, ...] = ()  # besides the loss, in the order shown; with those of `with_pretrained`
+    card: Callable[[Values], CardText] | None = None  # of the section `model`
 
     @cached_property
     def keys(self) -> frozenset[str]:

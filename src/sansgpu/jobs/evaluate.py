@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, TaskSettings
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.probe import cache_dir
@@ -26,8 +26,8 @@ def evaluate_model(
     warn: Callable[[str], None],
     remote_code: bool = False,
     objective: str | None = None,
-) -> dict[str, Any]:
-    """Returns the eval event of a model on `data`, or of a run on its own validation split.
+) -> tuple[dict[str, Any], TaskSettings]:
+    """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
 
     `remote_code` allows the model's own Python code to run. `objective` names the Python class that prepares the run's
     data. Raises ConfigError if the target or the data cannot be used.
@@ -57,7 +57,7 @@ def evaluate_model(
         metrics = evaluator.detailed(metrics)
     if isinstance(evaluator, PredictionWriter):
         evaluator.save(source.path)
-    return {"event": "eval", "step": source.step, **metrics}
+    return {"event": "eval", "step": source.step, **metrics}, kind.settings
 
 
 def link_prediction(

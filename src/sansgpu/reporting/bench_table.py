@@ -8,7 +8,8 @@ from typing import NotRequired, TypedDict
 from rich.console import Console
 from rich.table import Table
 
-from sansgpu.reporting.tables import count, gigabytes, grid, pace, rate
+from sansgpu.config.by_task import settings_of
+from sansgpu.reporting.tables import count, grid, pace, rate, storage
 from sansgpu.reporting.terminal import clock, duration
 
 
@@ -116,14 +117,14 @@ def print_bench(console: Console, result: BenchResult) -> None:
         "step",
         f"{step['median']:.3g} s ({step['min']:.3g} to {step['max']:.3g}) of {result['tokens_per_step']:,} tokens: "
         f"{result['micro_batch']} x {result['gradient_accumulation_steps']} "
-        f"{'windows of' if result['task'] == 'pretrain' else 'examples of up to'} {result['window']}",
+        f"{'examples of up to' if settings_of(result['task']).varying_length else 'windows of'} {result['window']}",
     )
     table.add_row(
         "speed",
         f"{pace(result['tokens_per_second'])}, {rate(result['flops_per_second'])}, MFU {result['mfu']:.0%} of "
         f"{rate(result['gemm_flops_per_second'])}",
     )
-    table.add_row("peak memory", gigabytes(result["peak_rss_bytes"]))
+    table.add_row("peak memory", storage(result["peak_rss_bytes"]))
     table.add_row("setup", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build.items()))
     shares = result["breakdown"].items()
     table.add_row("step time", ", ".join(f"{part} {share:.0%}" for part, share in shares))
@@ -150,6 +151,6 @@ def print_forward(console: Console, result: ForwardResult) -> None:
             f"{row['tokens_per_second']:,.0f}",
             f"{row['flops_per_second'] / 1e9:,.0f}",
             f"{row['mfu']:.0%}",
-            gigabytes(row["peak_rss_bytes"]),
+            storage(row["peak_rss_bytes"]),
         )
     console.print(table)

@@ -18,9 +18,9 @@ MAX_NUMBER = 1e100  # so that sums and products of a few numbers stay finite
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Amount = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
-Metric = Annotated[float, Field(allow_inf_nan=False)]  # unbounded, because perplexity may be huge
+Finite = Annotated[float, Field(allow_inf_nan=False)]  # unbounded, because perplexity may be huge
 _Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Plain = TypeAliasType("Plain", "bool | _Integer | Metric | str | list[Plain] | dict[str, Plain] | None")
+Plain = TypeAliasType("Plain", "bool | _Integer | Finite | str | list[Plain] | dict[str, Plain] | None")
 
 
 class _ExtensibleFields(BaseModel):
@@ -92,7 +92,7 @@ class _EvaluationEvent(_Event):
     loss: Number | None  # null if not finite
     sample: str | None = None
     bits_per_byte: Number | None = None
-    perplexity: Metric | None = None
+    perplexity: Finite | None = None
 
 
 class _SnapshotEvent(_Event):

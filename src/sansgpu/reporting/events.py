@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
-from sansgpu.config import SansGPUError
+from sansgpu.config import SansGPUError, TaskSettings
+from sansgpu.config.metrics import LOSS, Metric
 
 Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 
@@ -17,6 +18,7 @@ MEASURED_KEYS = (
     "time", "tokens_per_second", "step_seconds", "mfu", "gemm_flops_per_second", "rss_bytes", "cpu_percent",
     "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
+EVALUATION_KEYS = ("event", "step", "seconds", "sample", "time")  # fields of an eval event that are not metrics
 # Warnings with these causes depend on the machine's state, so only one of two identical runs may have them.
 MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat", "report", "callback")
 
@@ -30,6 +32,21 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def metrics_in(event: Event, settings: TaskSettings) -> list[Metric]:
+    """Returns the metrics in an eval event: the loss, those that the task declares, and all other numbers."""
+    declared = {metric.name: metric for metric in (LOSS, *settings.metrics)}
+    others = [Metric(key) for key in event if key not in declared and key not in EVALUATION_KEYS]
+    return [metric for name, metric in declared.items() if name in event] + [
+        metric for metric in others if event[metric.name] is None or metric.number(event[metric.name]) is not None
+    ]
+
+
+def current_metrics(event: Event, settings: TaskSettings) -> list[tuple[Metric, str]]:
+    """Returns the metrics of a step or eval event for step lines and the live view, with the text of their values."""
+    shown = (metric for metric in settings.metrics if metric.short and event.get(metric.name) is not None)
+    return [(metric, metric.form.format(event[metric.name])) for metric in shown]
 
 
 def now() -> str:

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.live import Live
 
 from sansgpu.config import RunPaths
+from sansgpu.config.metrics import LOSS
 from sansgpu.reporting.controls import Controls
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.jsonl import read_events
 from sansgpu.reporting.live_screen import Point, ScreenState, screen
-from sansgpu.reporting.results import evaluation_words
 from sansgpu.reporting.terminal import REDRAWS_PER_SECOND, Terminal
 
 CPU_SHARE = 0.0012  # share of one core spent on drawing; it slows training by two to three times this share
@@ -112,7 +112,7 @@ class LiveView:
         elif kind == "eval":
             shown.evaluation = event
             shown.validation += _point(event)
-            shown.news.append((f"step {event['step']:,}: validation {' '.join(evaluation_words(event)[0])}", ""))
+            shown.news.append((f"step {event['step']:,}: validation {LOSS.words(event)}", ""))
         elif kind == "snapshot":
             shown.snapshot = event["path"], time.monotonic()
             shown.news.append((f"step {event['step']:,}: snapshot {event['path']}", "dim"))

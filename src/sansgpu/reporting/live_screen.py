@@ -19,8 +19,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from sansgpu.config.by_task import settings_of
 from sansgpu.reporting.escape import printable, printable_line
-from sansgpu.reporting.events import NEAR_LIMIT, Event
+from sansgpu.reporting.events import NEAR_LIMIT, Event, current_metrics
 from sansgpu.reporting.terminal import clock, duration
 
 KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
@@ -31,14 +32,6 @@ SAMPLE_ROWS, NEWS_ROWS = 4, 3  # the sample includes its frame
 TRAINING, VALIDATION = "cyan", "magenta"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MAX_LISTED_CORES = 8  # with more, only the mean load is shown
-
-_METRICS = {  # of evaluations, in addition to the loss
-    "bits_per_byte": ("bits per byte", "{:.4f}"),
-    "f1": ("F1", "{:.1f} %"),
-    "exact_match": ("exact match", "{:.1f} %"),
-    "mlm_acc": ("MLM accuracy", "{:.1%}"),
-    "mnm_acc": ("MNM accuracy", "{:.1%}"),
-}
 
 Point = tuple[int, float]
 Cell = tuple[str, RenderableType]  # a name and its value
@@ -165,9 +158,9 @@ def _progress(shown: ScreenState) -> list[Cell]:
             ("learning rate", f"{step['lr']:.3g}"),
             ("gradient norm", f"{step['grad_norm']:.3g}"),
         ]
-    for key, (name, form) in _METRICS.items():
-        if evaluation.get(key) is not None:
-            cells.append((name, f"{form.format(evaluation[key])} at {evaluation['step']:,}"))
+    settings = settings_of(str(shown.start.get("task")))
+    for metric, value in current_metrics(evaluation, settings):
+        cells.append((metric.short, f"{value} at {evaluation['step']:,}"))
     if shown.snapshot:
         name, when = shown.snapshot
         cells.append(("snapshot", f"{name}, {duration(time.monotonic() - when)} ago"))

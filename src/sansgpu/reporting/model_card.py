@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,21 @@ from sansgpu.config import (
     PYTHON_STDLIB,
     PYTHON_STDLIB_CHAT,
     PYTHON_STDLIB_GRAPH,
-    ModelConfig,
+    CardText,
 )
-from sansgpu.config.architectures import ARCHITECTURES, architecture_name
-from sansgpu.config.by_task import kind_of, settings_of
+from sansgpu.config.metrics import LOSS
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.page import templates
 from sansgpu.reporting.record import RunRecord
 from sansgpu.reporting.results import (
     energy_words,
     evaluation_words,
-    metric,
-    metric_name,
-    own_metrics,
     parameter_words,
     ran_on,
+    reported_metrics,
     summarize,
 )
-from sansgpu.reporting.tables import gigabytes
+from sansgpu.reporting.tables import storage
 from sansgpu.reporting.terminal import duration
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -38,13 +36,6 @@ _FILE = re.compile(r"\.(txt|md|py|jsonl?|csv|parquet|yaml)(\.gz)?$")
 _OWN = {PYTHON_STDLIB: "The source of Python's standard library",
         PYTHON_STDLIB_CHAT: "Questions and answers made from the docstrings of Python's standard library",
         PYTHON_STDLIB_GRAPH: "The source of Python's standard library and the triples in it"}  # fmt: skip
-_WHAT = {
-    "pretrain": ("text-generation", "a decoder that continues text, trained from scratch"),
-    "sft": ("text-generation", "a decoder fine-tuned on conversations"),
-    "qa": ("question-answering", "an encoder fine-tuned for extractive question answering"),
-    "masked": ("fill-mask", "an encoder fine-tuned on masked text"),
-    "graph": ("fill-mask", "an encoder of texts and triples, trained from scratch on masked tokens and leaves"),
-}
 
 
 @dataclass(frozen=True)
@@ -55,22 +46,17 @@ class _Model:
     step: int | None  # of the snapshot; None: the last
     adapter: bool  # True for an adapter that was not merged
 
-    @property
-    def kind(self) -> str:
-        return kind_of(str(self.record.config.get("task")), self.record.section("model").get("name_or_path"))
-
-    @property
-    def plain_bert(self) -> bool:
-        return self.kind == "graph" and ModelConfig.model_validate(self.record.section("model")).is_plain_bert
-
-    @property
-    def ours(self) -> bool:
-        """Returns True if only sansgpu can load the model."""
-        return self.kind == "graph" and not self.plain_bert
+    @cached_property
+    def text(self) -> CardText:
+        """What the task declares about the model. Of a class outside the package only the name may be known."""
+        settings = self.record.settings
+        if settings.card is None:
+            return CardText(f"a model trained with the task `{settings.task}`")
+        return settings.card(self.record.section("model"))
 
     @property
     def base(self) -> str | None:
-        return self.record.section("model").get("name_or_path") if settings_of(self.kind).fine_tunes else None
+        return self.record.section("model").get("name_or_path") if self.record.settings.fine_tunes else None
 
     @property
     def data(self) -> str:
@@ -102,7 +88,6 @@ def model_card(record: RunRecord, step: int | None = None, adapter: bool = False
     Data and models are named by their Hub names, or by a file or folder name without its path.
     """
     model = _Model(record, step, adapter)
-    what = "an encoder of text, trained from scratch on masked tokens" if model.plain_bert else _WHAT[model.kind][1]
     part = record.section("data").get("dataset_config")
     shown = _OWN.get(model.data, f"`{_shown(model.data)}`" + (f" ({part})" if part else ""))
     evaluation = model.evaluation
@@ -113,33 +98,31 @@ def model_card(record: RunRecord, step: int | None = None, adapter: bool = False
             front=yaml.safe_dump(_front_matter(model), sort_keys=False, allow_unicode=True).rstrip("\n"),
             model=model,
             name=record.name,
-            what=what,
             device="GPU" if _on_gpu(record) else "CPU",
             base=_shown(model.base) if model.base else None,
             facts=_facts(model),
-            usage=_usage(model),
+            code=_loading_code(model),
             data=shown,
             train_tokens=record.start.get("train_tokens"),
             procedure=_procedure(model),
             machine=_machine(record),
-            evaluation=evaluation_words(evaluation) if evaluation else [],
+            evaluation=evaluation_words(record, evaluation) if evaluation else [],
             versions=_versions(record),
         )
     )
 
 
 def _front_matter(model: _Model) -> dict[str, Any]:
-    pipeline = "feature-extraction" if model.ours else _WHAT[model.kind][0]
     base = model.base if model.base and _is_on_hub(model.base) else None
     task = str(model.record.config.get("task"))
     found = {
-        "library_name": "sansgpu" if model.ours else "peft" if model.adapter else "transformers",
-        "pipeline_tag": pipeline,
+        "library_name": "peft" if model.adapter else "transformers" if model.text.auto_class else "sansgpu",
+        "pipeline_tag": model.text.pipeline_tag,
         "base_model": base,
         "base_model_relation": ("adapter" if model.adapter else "finetune") if base else None,
         "tags": ["sansgpu", *([] if _on_gpu(model.record) else ["cpu"]), task, *(["lora"] if model.adapter else [])],
         "datasets": [model.data] if _is_on_hub(model.data) else None,
-        "model-index": _index(model, pipeline),
+        "model-index": _index(model),
     }
     return {key: value for key, value in found.items() if value}
 
@@ -158,19 +141,18 @@ def _shown(name: str) -> str:
     return name if _is_on_hub(name) else Path(name).name or "a local folder"
 
 
-def _index(model: _Model, pipeline: str) -> list[dict[str, Any]]:
+def _index(model: _Model) -> list[dict[str, Any]]:
     """Returns the results in the format that the Hub reads."""
     evaluation, data = model.evaluation, _shown(model.data)
-    if evaluation is None:
+    if evaluation is None or not model.text.pipeline_tag:
         return []
-    keys = ["loss", *own_metrics(evaluation)]
+    loss = [] if evaluation["loss"] is None else [(LOSS, evaluation["loss"])]
     metrics = [
-        {"type": key, "name": metric_name(key), "value": round(value, 5)}
-        for key in keys
-        if (value := metric(key, evaluation[key])) is not None
+        {"type": metric.name, "name": metric.title, "value": round(value, 5)}
+        for metric, value in (*loss, *reported_metrics(model.record, evaluation))
     ]
     result = {
-        "task": {"type": pipeline},
+        "task": {"type": model.text.pipeline_tag},
         "dataset": {"name": f"{data} (validation split)", "type": data},
         "metrics": metrics,
     }
@@ -185,38 +167,26 @@ def _facts(card: _Model) -> dict[str, str]:
         "context": f"{start['window']:,} tokens in training" if start.get("window") else "",
         "vocabulary": vocabulary,
     }
-    if not settings_of(card.kind).fine_tunes:
-        architecture = ARCHITECTURES[str(architecture_name(model))].title
-        layout = "BERT" if card.plain_bert else "sansgpu's own" if card.ours else architecture
+    if card.text.layout:
         tokenizer = str(card.record.section("data").get("tokenizer"))
         shape = {"layers": "n_layers", "wide": "d_model", "heads": "n_heads"}
         found |= {
-            "layout": layout,
+            "layout": card.text.layout,
             "shape": ", ".join(f"{model.get(key)} {what}" for what, key in shape.items()),
             "vocabulary": vocabulary + {"bpe": ", byte-level BPE", "char": ", characters"}.get(tokenizer, ""),
         }
     return {name: words for name, words in found.items() if words}
 
 
-def _usage(model: _Model) -> tuple[str, str]:
-    """Returns code that loads the model, empty if only sansgpu can, and a sansgpu command."""
-    if model.ours:
-        return "", _COMMANDS[model.kind]
-    end = {"qa": "QuestionAnswering", "masked": "MaskedLM", "graph": "MaskedLM"}.get(model.kind, "CausalLM")
-    name = ("AutoPeftModelFor" if model.adapter else "AutoModelFor") + end
+def _loading_code(model: _Model) -> str:
+    """Returns Python code that loads the model, or "" if transformers cannot."""
+    if not model.text.auto_class:
+        return ""
+    name = ("AutoPeftModelFor" if model.adapter else "AutoModelFor") + model.text.auto_class
     apart = [f"from peft import {name}", "from transformers import AutoTokenizer"]
     lines = apart if model.adapter else [f"from transformers import {name}, AutoTokenizer"]
     load = [f'{what}.from_pretrained("MODEL")' for what in (f"model = {name}", "tokenizer = AutoTokenizer")]
-    return "\n".join(["```python", *lines, "", *load, "```"]), _COMMANDS[model.kind]
-
-
-_COMMANDS = {
-    "pretrain": 'sansgpu generate MODEL --prompt "Once"',
-    "sft": 'sansgpu chat MODEL --prompt "Hello!"',
-    "qa": 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."',
-    "masked": "sansgpu eval MODEL --data TEXTS",
-    "graph": "sansgpu eval MODEL --data TEXTS",
-}
+    return "\n".join(["```python", *lines, "", *load, "```"])
 
 
 def _procedure(model: _Model) -> dict[str, str]:
@@ -243,7 +213,7 @@ def _machine(record: RunRecord) -> dict[str, str]:
     rows = {
         "ran on": ran_on(record),
         "instruction set": str(known.get("isa", "")),
-        "memory": gigabytes(known["memory_bytes"]) if known.get("memory_bytes") else "",
+        "memory": storage(known["memory_bytes"]) if known.get("memory_bytes") else "",
         "total time": duration(record.seconds),
         "processor energy": energy_words(found) or "",
     }

@@ -9,7 +9,7 @@ from typing import Any, NotRequired, TypedDict, cast
 from rich.console import Console
 from rich.table import Table
 
-from sansgpu.reporting.tables import count, gigabytes, grid, pace
+from sansgpu.reporting.tables import count, counted, grid, pace, storage
 from sansgpu.reporting.terminal import batch_shape, clock, duration
 
 
@@ -145,20 +145,20 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
     table = grid()
     table.add_row("parameters", f"{count(plan['parameters'])}: {parts}")
     memory = {name: size for name, size in plan["memory_bytes"].items() if name != "total" and size}
-    table.add_row("memory", ", ".join(f"{name} {gigabytes(size)}" for name, size in memory.items()))
+    table.add_row("memory", ", ".join(f"{name} {storage(size)}" for name, size in memory.items()))
     needed, available = plan["memory_bytes"]["total"], plan["available_bytes"]
     verdict = "fits" if plan["fits"] else "does not fit"
     if plan["fits"] and needed > available:
         verdict += ", but snapshots will block training"
-    have = f"{gigabytes(available)} available of {gigabytes(plan['machine_bytes'])}"
-    table.add_row("", f"{gigabytes(needed)} total, {have}: {verdict}", style=None if plan["fits"] else "red")
+    have = f"{storage(available)} available of {storage(plan['machine_bytes'])}"
+    table.add_row("", f"{storage(needed)} total, {have}: {verdict}", style=None if plan["fits"] else "red")
     for change in plan.get("changes", []):
         settings = " ".join(f"--set {setting}" for setting in change["set"])
-        table.add_row("  it fits with", f"{settings}: {gigabytes(change['memory'])}, {change['cost']}")
+        table.add_row("  it fits with", f"{settings}: {storage(change['memory'])}, {change['cost']}")
     table.add_row(
         "step",
         f"{batch_shape(plan['batch_size'], dict(plan))}: {plan['tokens_per_step']:,} tokens; {plan['optimizer']}, "
-        f"{plan['precision']}, {plan['threads']} threads, "
+        f"{plan['precision']}, {counted(plan['threads'], 'thread')}, "
         f"{'compiled' if plan['compile'] == 'on' else 'not compiled'}, {plan['kernels']} kernels",
     )
     if plan["tokens_per_second"] and plan["step_seconds"]:
@@ -207,12 +207,12 @@ def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
     table = grid()
     nodes, network, gloo = cluster["nodes"], cluster["network_bits_per_second"], cluster["gloo_bytes_per_second"]
     table.add_row(
-        f"{nodes:,} node{'s' if nodes > 1 else ''}",
+        counted(nodes, "node"),
         f"like this machine, connected with {network / 1e9:g} Gbit/s and {cluster['latency_seconds'] * 1e6:g} us "
         f"latency, for {cluster['gradient_bytes'] / 1e6:,.0f} MB of gradients; gloo reduces {gloo * 8e-9:.1f} Gbit/s",
     )
     verdict = "fits" if cluster["fits"] else "does not fit"
-    table.add_row("memory", f"{gigabytes(cluster['memory_bytes']['total'])} per node: {verdict}")
+    table.add_row("memory", f"{storage(cluster['memory_bytes']['total'])} per node: {verdict}")
     step, compute = round(cluster["step_seconds"], 4), round(cluster["compute_seconds"], 4)
     sent, hidden = round(cluster["communication_seconds"], 4), round(cluster["overlapped_seconds"], 4)
     small = round(cluster["collectives_seconds"], 4)
@@ -306,8 +306,8 @@ def print_presets(console: Console, rows: list[PresetPlan]) -> None:
         table.add_row(
             row["preset"],
             count(row["parameters"]),
-            gigabytes(row["memory_bytes"]["total"]) + ("" if row["fits"] else " (too much)"),
-            gigabytes(row["least_memory_bytes"]),
+            storage(row["memory_bytes"]["total"]) + ("" if row["fits"] else " (too much)"),
+            storage(row["least_memory_bytes"]),
             f"{row['batch_size']} x {row['gradient_accumulation_steps']} x {row['window']}",
             f"{speed:,.0f}" if speed else "?",
             duration(1000 * step) if step else "?",

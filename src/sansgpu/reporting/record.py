@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, RunPaths, recorded_values, require_identity
+from sansgpu.config import ConfigError, RunPaths, TaskSettings, recorded_values, require_identity
+from sansgpu.config.by_task import kind_of, settings_of
 from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.reporting.event_schema import RecordedEnvironment
 from sansgpu.reporting.events import Event
@@ -60,6 +61,11 @@ class RunRecord:
     def section(self, name: str) -> dict[str, Any]:
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
+
+    @cached_property
+    def settings(self) -> TaskSettings:
+        """What the run's task declares."""
+        return settings_of(kind_of(str(self.config.get("task")), self.section("model").get("name_or_path")))
 
     @property
     def name(self) -> str:

@@ -7,23 +7,15 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from sansgpu.config.metrics import LOSS, Metric
+from sansgpu.reporting.events import Event, metrics_in
 from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.tables import count, gigabytes
+from sansgpu.reporting.tables import count, counted, storage
 from sansgpu.reporting.terminal import duration
 
 NOT_FINITE = "not finite"  # shown for a number that is null in an event
 STATES = {"done": "done", "out_of_time": "out of time", "interrupted": "interrupted"}
-# Fields of an eval event that are not metrics of the task.
-EVALUATION_KEYS = ("event", "step", "loss", "seconds", "sample", "time")
-# Display names of metrics. Accuracies are shown in percent; those of qa are percentages already.
-_METRICS = {
-    "bits_per_byte": "bits per byte", "perplexity": "perplexity", "exact_match": "exact match (%)", "f1": "F1 (%)",
-    "mlm_loss": "masked token loss", "mnm_loss": "masked leaf loss", "tail_loss": "whole tail loss",
-    "mlm_acc": "masked token accuracy (%)", "mnm_acc": "masked leaf accuracy (%)",
-    "tail_acc": "whole tail accuracy (%)", "sbo_loss": "span boundary loss",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,29 +46,10 @@ class RunSummary:
     problem: str | None = None
 
 
-def metric_name(key: str) -> str:
-    """Returns the display name of a metric with its unit."""
-    return _METRICS.get(key, key.replace("_acc", " accuracy (%)").replace("_", " "))
-
-
-def metric(key: str, value: Any) -> float | None:
-    """Returns a value in the unit of `metric_name`, or None if it is not a number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return 100.0 * value if key.endswith("_acc") else float(value)
-
-
-def own_metrics(event: dict[str, Any]) -> list[str]:
-    """Returns the keys of the task's metrics in an eval event, without the loss."""
-    counts = ("_count", "_hits", "_interval", "_majority_acc")
-    return [
-        key
-        for key in event
-        if key not in EVALUATION_KEYS
-        and not key.endswith(counts)
-        and key not in ("questions", "answerable", "unanswerable")
-        and metric(key, event[key]) is not None
-    ]
+def reported_metrics(record: RunRecord, event: Event) -> list[tuple[Metric, float]]:
+    """Returns the task's metrics in an eval event that reports show, without the loss, with values in their units."""
+    values = [(metric, metric.number(event[metric.name])) for metric in metrics_in(event, record.settings)]
+    return [(metric, value) for metric, value in values if metric.reported and value is not None and metric != LOSS]
 
 
 def summarize(record: RunRecord, held: bool = False) -> RunSummary:
@@ -123,7 +96,7 @@ def ran_on(record: RunRecord) -> str:
         str(known.get("processor") or "unknown processor"),
         f"{cores} cores" if cores else "",
         f"{processes} processes" if processes > 1 else "",
-        f"{threads} threads" + (" each" if processes > 1 else "") if threads else "",
+        counted(threads, "thread") + (" each" if processes > 1 else "") if threads else "",
         str(known.get("precision") or ""),
         {"on": "compiled", "off": "not compiled"}.get(str(known.get("compile")), ""),
         f"{known['kernels']} kernels" if known.get("kernels") else "",
@@ -143,7 +116,7 @@ def size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
 
 
-def _median(steps: list[dict[str, Any]], key: str) -> float | None:
+def _median(steps: list[Event], key: str) -> float | None:
     values = [event[key] for event in steps if event.get(key) is not None]
     return median(values) if values else None
 
@@ -187,16 +160,15 @@ _FORMATS: dict[str, Callable[[RunSummary], str | None]] = {
     "tokens/s, median": _known("tokens_per_second", "{:,.0f}"),
     "MFU, median": _known("mfu", "{:.1f} %", 100),
     "time": lambda found: duration(found.seconds) if found.seconds else None,
-    "memory, peak": lambda found: gigabytes(found.peak_memory_bytes) if found.peak_memory_bytes else None,
+    "memory, peak": lambda found: storage(found.peak_memory_bytes) if found.peak_memory_bytes else None,
     "processor energy": energy_words,
 }
 
 
-def evaluation_words(event: dict[str, Any]) -> list[tuple[str, str]]:
+def evaluation_words(record: RunRecord, event: Event) -> list[tuple[str, str]]:
     """Returns (name, text) for the loss and the metrics of an evaluation."""
-    found = [("loss", NOT_FINITE if event["loss"] is None else f"{event['loss']:.4f}")]
-    for key in own_metrics(event):
-        value = metric(key, event[key])
-        assert value is not None
-        found.append((metric_name(key), f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"))
-    return found
+    loss = NOT_FINITE if event["loss"] is None else LOSS.form.format(event["loss"])
+    return [(LOSS.title, loss)] + [
+        (metric.title, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
+        for metric, value in reported_metrics(record, event)
+    ]

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.reporting.results import RunSummary
-from sansgpu.reporting.tables import count, gigabytes
+from sansgpu.reporting.tables import count, storage
 from sansgpu.reporting.terminal import clock, duration
 
 _COLOURS = {"training": "green", "killed": "yellow", "interrupted": "yellow", "broken": "red"}
@@ -32,7 +32,7 @@ _COLUMNS: list[tuple[str, str, Callable[[Any], str], int]] = [
     ("tokens/s", "tokens_per_second", "{:,.0f}".format, 4),
     ("params", "parameters", count, 5),
     ("time", "seconds", duration, 2),
-    ("size", "size_bytes", gigabytes, 7),
+    ("size", "size_bytes", storage, 7),
     ("changed", "changed", _when, 1),
 ]
 _TEXT_COLUMNS = ("name", "task", "state")

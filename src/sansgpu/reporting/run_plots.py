@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.plots import Plot, Series, Value, downsample
 from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.results import metric, metric_name, own_metrics
+from sansgpu.reporting.results import reported_metrics
 
 STEP, TOKENS, MINUTES, HOURS = "step", "tokens", "elapsed time (minutes)", "elapsed time (hours)"
 LONG_RUN_SECONDS = 2 * 3600.0  # of longer runs, time is shown in hours
@@ -71,12 +71,19 @@ class Drawing:
 
     def _metrics(self) -> Iterator[Plot]:
         """Yields plots of the task's metrics in training, if recorded, and validation."""
-        keys = [k for run in self.runs for event in run.record.evaluations[:1] for k in own_metrics(event)]
-        for key in dict.fromkeys(key for key in keys if key != "perplexity"):  # equivalent to the loss
-            get: Getter = lambda event, key=key: metric(key, event.get(key))  # type: ignore[misc]  # noqa: E731
-            name = metric_name(key)
+        found = [
+            metric
+            for run in self.runs
+            for event in run.record.evaluations[:1]
+            for metric, _ in reported_metrics(run.record, event)
+            if metric.plotted
+        ]
+        for metric in {metric.name: metric for metric in found}.values():
+            get: Getter = lambda event, of=metric: of.number(event.get(of.name))  # type: ignore[misc]  # noqa: E731
             roles = [("training", "step", get), ("validation", "eval", get)]
-            yield self._plot(key, name[0].upper() + name[1:].removesuffix(" (%)"), _unit(name), roles)
+            note = "Higher is better." if metric.better == "higher" else ""
+            title = metric.label[0].upper() + metric.label[1:]
+            yield self._plot(metric.name, title, metric.unit or metric.label, roles, note=note)
 
     def speed(self) -> list[Plot]:
         rate: Getter = lambda event: event.get("tokens_per_second")  # noqa: E731
@@ -236,7 +243,3 @@ def _is_informative(plot: Plot) -> bool:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-
-
-def _unit(name: str) -> str:
-    return "%" if name.endswith(" (%)") else "nats" if "loss" in name else name

@@ -17,7 +17,7 @@ from sansgpu.reporting.plots import Plot, evenly
 from sansgpu.reporting.record import RunRecord
 from sansgpu.reporting.results import describe_results, evaluation_words, ran_on, size_bytes, summarize
 from sansgpu.reporting.run_plots import Drawing, NamedRun, time_parts
-from sansgpu.reporting.tables import gigabytes
+from sansgpu.reporting.tables import storage
 from sansgpu.reporting.terminal import duration
 
 MAX_ROWS, MAX_SAMPLES, MAX_WARNINGS = 200, 20, 100
@@ -108,10 +108,11 @@ def _part(run: NamedRun) -> RunPart:
     record = run.record
     samples = [event for event in record.evaluations if event.get("sample")]
     warnings = record.events_of_kind("warning")
-    columns = list(dict.fromkeys(name for event in record.evaluations for name, _ in evaluation_words(event)))
+    words = {event["step"]: dict(evaluation_words(record, event)) for event in record.evaluations}
+    columns = list(dict.fromkeys(name for found in words.values() for name in found))
     best = record.best["step"] if record.best else None
     selected = _evenly_spaced(record.evaluations, MAX_ROWS, best)
-    rows = [(f"{event['step']:,}", [dict(evaluation_words(event)).get(c, "") for c in columns]) for event in selected]
+    rows = [(f"{event['step']:,}", [words[event["step"]].get(c, "") for c in columns]) for event in selected]
     shown = _evenly_spaced(samples, MAX_SAMPLES, None)
     seconds, all_seconds = time_parts(record), record.seconds or 1.0
     return RunPart(
@@ -161,7 +162,7 @@ def _plain(value: Any) -> str:
 def _machine(run: NamedRun) -> dict[str, str]:
     known = _flat(run.record.environment)
     if size := known.get("memory_bytes"):
-        known["memory_bytes"] = gigabytes(size)
+        known["memory_bytes"] = storage(size)
     rates = [event["gemm_flops_per_second"] for event in run.record.steps if event.get("gemm_flops_per_second")]
     if rate := max(rates, default=run.record.start.get("gemm_flops_per_second")):
         known["best matrix product rate"] = f"{rate / 1e9:,.0f} GFLOP/s"
@@ -222,11 +223,7 @@ def _files(record: RunRecord) -> list[tuple[str, str]]:
             for path in sorted(paths.snapshots.iterdir())
             if path.is_dir()
         ]
-    return [(name, _megabytes(size_bytes(path))) for name, path in found if path != paths.report]
-
-
-def _megabytes(size: int) -> str:
-    return gigabytes(size) if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+    return [(name, storage(size_bytes(path))) for name, path in found if path != paths.report]
 
 
 def default_file(records: Sequence[RunRecord], form: str) -> Path:

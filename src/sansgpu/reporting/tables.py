@@ -19,8 +19,16 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
+def counted(number: int, noun: str) -> str:
+    """Formats a number of things, e.g. 1 thread or 2 threads."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def storage(size: float) -> str:
+    """Formats a number of bytes, e.g. 1.50 GB."""
+    if size >= 1e8:
+        return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
 def rate(flops_per_second: float) -> str:
@@ -41,7 +49,7 @@ def grid() -> Table:
 def print_doctor(console: Console, facts: Result) -> None:
     table = grid()
     quota = f", of which the container may use {facts['cpu_quota']:.1f}" if facts["cpu_quota"] else ""
-    nodes = f"{facts['numa_nodes']} NUMA node{'s' if facts['numa_nodes'] > 1 else ''}"
+    nodes = f"{counted(facts['numa_nodes'], 'NUMA node')}"
     table.add_row("processor", facts["processor"])
     table.add_row("cores", f"{facts['cores']}{quota}, {nodes}; {facts['busy_cores']:.1f} used by other programs")
     table.add_row("instructions", " ".join(facts["isa"]))
@@ -49,12 +57,12 @@ def print_doctor(console: Console, facts: Result) -> None:
     rates = f"fp32 {rate(facts['gemm_flops_per_second']['fp32'])}, "
     rates += f"bf16 {rate(bf16)}" if bf16 else "bf16 only emulated"
     table.add_row("matrix products", rates)
-    limit = facts["memory_limit_bytes"]
-    container_limit = f", container limit {gigabytes(limit)}" if limit else ""
+    limit, swap = facts["memory_limit_bytes"], storage(facts["swap_bytes"]) if facts["swap_bytes"] else "none"
+    container_limit = f", container limit {storage(limit)}" if limit else ""
     table.add_row(
         "memory",
-        f"{gigabytes(facts['available_bytes'])} available of {gigabytes(facts['memory_bytes'])}{container_limit}, "
-        f"{facts['memory_bandwidth_bytes_per_second'] / 1e9:.0f} GB/s; swap {gigabytes(facts['swap_bytes'])}; "
+        f"{storage(facts['available_bytes'])} available of {storage(facts['memory_bytes'])}{container_limit}, "
+        f"{facts['memory_bandwidth_bytes_per_second'] / 1e9:.0f} GB/s; swap {swap}; "
         f"huge pages {facts['transparent_huge_pages'] or 'unknown'}",
     )
     table.add_row("GPU", facts["gpu"] or "none visible to torch")
@@ -65,7 +73,7 @@ def print_doctor(console: Console, facts: Result) -> None:
     )
     table.add_row("allocator", facts["allocator"])
     table.add_row("governor", facts["governor"] or "unknown")
-    table.add_row("cache", f"{facts['cache']}, {gigabytes(facts['cache_free_bytes'])} free")
+    table.add_row("cache", f"{facts['cache']}, {storage(facts['cache_free_bytes'])} free")
     console.print(table)
     for advice in facts["advice"]:
         gain = f"up to {1 + advice['gain']:.2g} times as fast: " if advice["gain"] else ""

@@ -12,15 +12,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.segment import Segment
 from rich.text import Text
 
+from sansgpu.config import TaskSettings
+from sansgpu.config.by_task import DEFAULT_TASK, settings_of
 from sansgpu.reporting.escape import printable
-from sansgpu.reporting.events import Event
+from sansgpu.reporting.events import Event, current_metrics, metrics_in
 from sansgpu.reporting.jsonl import redirect_to_null
+from sansgpu.reporting.tables import count, counted
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
 DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
 FIGURES = TextColumn("{task.fields[figures]}", markup=False)
-_ACCURACIES = {"mlm_acc": "tokens", "mnm_acc": "leaves"}  # masked token and leaf accuracy
 
 
 class RunConsole(Console):
@@ -46,8 +48,9 @@ class RunConsole(Console):
 class Terminal:
     """A sink that prints events as plain lines."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, settings: TaskSettings | None = None) -> None:
+        """`settings` are those of the task. Default: according to the start event."""
+        self._console, self._settings = console, settings or settings_of(DEFAULT_TASK)
         self._total = 0
 
     def emit(self, event: Event) -> None:
@@ -68,14 +71,14 @@ class Terminal:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _start(self, event: Event) -> None:
-        self._total = event["total_steps"] or 0
+        self._total, self._settings = event["total_steps"] or 0, settings_of(event["task"])
         resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
-        trained = event["trained_parameters"] / 1e6
-        adapted = f", {trained:.1f}M trainable" if event["trained_parameters"] < event["parameters"] else ""
+        trained = event["trained_parameters"]
+        adapted = f", {count(trained)} trainable" if trained < event["parameters"] else ""
         processes = f"{event['world_size']} processes of " if event.get("world_size", 1) > 1 else ""
         self._print(
             f"{event['parameters'] / 1e6:.1f}M parameters{adapted}, {event['precision']}, "
-            f"{processes}{event['threads']} threads, "
+            f"{processes}{counted(event['threads'], 'thread')}, "
             f"{'compiled' if event['compile'] == 'on' else 'not compiled'}{resumed}"
         )
         self._print(
@@ -87,20 +90,24 @@ class Terminal:
     def _step(self, event: Event) -> None:
         self._total = event["total_steps"] or 0
         of = f"/{self._total}" if self._total else ""
-        self._print(f"step {event['step']:>{len(str(self._total))}}{of}  {_figures(event)}")
+        self._print(f"step {event['step']:>{len(str(self._total))}}{of}  {self._figures(event)}")
+
+    def _figures(self, event: Event) -> str:
+        eta = event["eta_seconds"]
+        finish = datetime.now() + timedelta(seconds=eta)
+        metrics = "".join(f"{metric.short} {value}  " for metric, value in current_metrics(event, self._settings))
+        return (
+            f"loss {event['loss']:.4f}  {metrics}{event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
+            f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
+        )
 
     def _eval(self, event: Event) -> None:
-        known = {
-            "loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}", "bits_per_byte": "{:.4f} bits per byte",
-            "exact_match": "exact match {:.2f} %", "f1": "F1 {:.2f} %", "questions": "{:.0f} questions",
-            "answerable": "{:.0f} answerable", "unanswerable": "{:.0f} not",
-        }  # fmt: skip
-        parts = [_number(event, key, form) for key, form in known.items() if key in event]
-        masked, used = _masked_metrics(event)
-        others = [
-            k for k in event if k not in known and k not in used and k not in ("event", "step", "sample", "seconds")
-        ]
-        parts += masked + [_number(event, key, key.replace("_", " ") + " {:.4f}") for key in others]
+        found = [metric for metric in metrics_in(event, self._settings) if metric.text]
+        parts = []
+        for metric in found:
+            if not metric.within:
+                details = ", ".join(inner.words(event) for inner in found if inner.within == metric.name)
+                parts.append(metric.words(event) + (f" ({details})" if details else ""))
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
@@ -111,17 +118,13 @@ class Terminal:
         self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
 
 
-def _number(event: Event, key: str, form: str) -> str:
-    return form.format(event[key]) if event[key] is not None else f"{key.replace('_', ' ')} not finite"
-
-
 def batch_shape(micro_batch: int, event: Event) -> str:
     """Describes the micro-batches of a step."""
-    count, window = event["gradient_accumulation_steps"], event["window"]
+    steps, window = event["gradient_accumulation_steps"], event["window"]
     processes = event.get("world_size", 1)
-    full = micro_batch * count * processes * window == event["tokens_per_step"]
+    full = micro_batch * steps * processes * window == event["tokens_per_step"]
     over = f" on each of {processes} processes" if processes > 1 else ""
-    return f"{micro_batch} x {count} {'windows of' if full else 'examples of up to'} {window}{over}"
+    return f"{micro_batch} x {steps} {'windows of' if full else 'examples of up to'} {window}{over}"
 
 
 class Warnings:
@@ -195,35 +198,6 @@ class PreparationBar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-def _figures(event: Event) -> str:
-    eta = event["eta_seconds"]
-    finish = datetime.now() + timedelta(seconds=eta)
-    right = "".join(f"{what} {event[key]:.0%}  " for key, what in _ACCURACIES.items() if event.get(key) is not None)
-    return (
-        f"loss {event['loss']:.4f}  {right}{event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
-        f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
-    )
-
-
-def _masked_metrics(event: Event) -> tuple[list[str], set[str]]:
-    """Describes the accuracy on masked tokens, and returns the keys that the description covers."""
-    parts, used = [], set()
-    for kind, what in (("mlm", "masked tokens"), ("mnm", "masked leaves"), ("tail", "whole tails")):
-        count, share = event.get(f"{kind}_count"), event.get(f"{kind}_acc")
-        if count is None or share is None:
-            continue
-        text = f"{share:.1%} of {count:,.0f} {what} correct"
-        details = [_number(event, f"{kind}_loss", "loss {:.4f}")] if f"{kind}_loss" in event else []
-        if f"{kind}_interval" in event:
-            low, high = event[f"{kind}_interval"]
-            details.append(f"95 % interval {low:.1%} to {high:.1%}")
-        if f"{kind}_majority_acc" in event:
-            details.append(f"majority baseline: {event[f'{kind}_majority_acc']:.1%}")
-        parts.append(text + (f" ({', '.join(details)})" if details else ""))
-        used |= {f"{kind}_{key}" for key in ("count", "hits", "acc", "loss", "interval", "majority_acc")}
-    return parts, used
 
 
 def _length(event: Event) -> str:

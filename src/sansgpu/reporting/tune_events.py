@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
+
 Parameters = dict[str, Any]  # values of a trial by configuration key
 
 
@@ -97,6 +99,10 @@ class SearchResult:
     seconds: float
     trials: list[TrialRow]
     files: list[str]
+
+    @property
+    def measure_label(self) -> str:
+        return next(metric.label for metric in (LOSS, BITS_PER_BYTE) if metric.name == self.measure)
 
     @property
     def keys(self) -> list[str]:

@@ -11,7 +11,7 @@ from sansgpu.reporting.bench_report import as_html
 from sansgpu.reporting.page import PlotlyFigure, page
 from sansgpu.reporting.terminal import duration
 from sansgpu.reporting.tune_events import SearchResult
-from sansgpu.reporting.tune_terminal import NAMES, chosen_values, sentences, state, value
+from sansgpu.reporting.tune_terminal import chosen_values, sentences, state, value
 
 HEIGHT = 380  # pixels of a plot
 COLOR_SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # visible on light and dark backgrounds
@@ -44,7 +44,7 @@ def _text(result: SearchResult) -> str:
             else []
         ),
     ]
-    head = ["trial", "state", NAMES[result.measure], *(key.rpartition(".")[2] for key in result.keys), "time", ""]
+    head = ["trial", "state", result.measure_label, *(key.rpartition(".")[2] for key in result.keys), "time", ""]
     lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in result.trials:
         loss = "" if row.loss is None else f"{row.loss:.4f}"
@@ -57,7 +57,7 @@ def _figures(result: SearchResult, study: Any) -> list[PlotlyFigure]:
     """Draws Optuna's plots. Plots that compare trials need at least two finished ones."""
     from optuna import visualization
 
-    name = NAMES[result.measure]
+    name = result.measure_label
     colors = {"colorscale": COLOR_SCALE, "reversescale": False, "showscale": False}  # too wide for phones
     history = visualization.plot_optimization_history(study, target_name=name)
     intermediate = visualization.plot_intermediate_values(study)

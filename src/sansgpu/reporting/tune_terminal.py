@@ -9,7 +9,8 @@ from rich.progress import BarColumn, Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.reporting.tables import grid
+from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
+from sansgpu.reporting.tables import counted, grid
 from sansgpu.reporting.terminal import DESCRIPTION, FIGURES, clock, duration
 from sansgpu.reporting.tune_events import (
     Parameters,
@@ -22,8 +23,6 @@ from sansgpu.reporting.tune_events import (
     TrialRow,
     TrialStep,
 )
-
-NAMES = {"loss": "loss", "bits_per_byte": "bits per byte"}
 
 
 def value(chosen: object) -> str:
@@ -54,7 +53,7 @@ def print_estimate(console: Console, estimate: SearchEstimate) -> None:
 
 def _length(estimate: SearchEstimate) -> str:
     each, seconds, trials = estimate.trial_seconds, estimate.seconds, estimate.trials
-    text = f"{trials:,} trial{'s' if trials > 1 else ''}" if trials else "trials"
+    text = counted(trials, "trial") if trials else "trials"
     if each is not None:
         text += f" of about {duration(each)}"
     if seconds == 0:
@@ -146,9 +145,9 @@ class TuneTerminal:
 
 def print_tune(console: Console, result: SearchResult) -> None:
     """Prints the trials, best first, the gain, and the importance of the parameters."""
-    bits = result.measure == "loss" and any(row.bits_per_byte is not None for row in result.trials)
+    bits = result.measure == LOSS.name and any(row.bits_per_byte is not None for row in result.trials)
     table = Table(box=None, pad_edge=False)
-    for name in ("trial", "", NAMES[result.measure], *(["bits per byte"] if bits else [])):
+    for name in ("trial", "", result.measure_label, *([BITS_PER_BYTE.label] if bits else [])):
         table.add_column(name, justify="left" if not name else "right", no_wrap=not name)
     for name in (*(key.rpartition(".")[2].replace("_", " ") for key in result.keys), "minutes"):  # spaces let them wrap
         table.add_column(name, justify="right")
@@ -178,7 +177,7 @@ def chosen_values(row: TrialRow, result: SearchResult) -> list[str]:
 
 def sentences(result: SearchResult) -> list[str]:
     """Describes the result of the search."""
-    best, default, measure = result.best, result.default, NAMES[result.measure]
+    best, default, measure = result.best, result.default, result.measure_label
     found = []
     if best.trial == 0:
         found.append(f"the given configuration was the best: {measure} {best.loss:.4f}")

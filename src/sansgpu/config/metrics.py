@@ -1,0 +1,81 @@
+"""The metrics of a task: their names in events, and how reports and the terminal show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric in the eval events of a task. With the defaults, it is shown as a plain number."""
+
+    name: str  # key in events
+    label: str = ""  # default: the name in words
+    form: str = "{:.4f}"  # of the value in the terminal and the live view
+    text: str = "{label} {value}"  # in the terminal; may name other keys of the event; "": not shown there
+    within: str = ""  # name of the metric in whose parentheses the terminal shows this one
+    unit: str = ""  # in reports
+    scale: float = 1.0  # from the value in events to the unit
+    better: Literal["lower", "higher"] = "lower"
+    short: str = ""  # label of the current value in step lines and the live view; "": not shown there
+    reported: bool = True  # in reports, plots and model cards
+    plotted: bool = True  # False if its curve has the shape of the loss
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self.label or self.name.replace("_", " "))
+
+    @property
+    def title(self) -> str:
+        """The label for reports, with the unit if it is per cent."""
+        return f"{self.label} (%)" if self.unit == "%" else self.label
+
+    def number(self, value: Any) -> float | None:
+        """Converts a value of an event to the metric's unit. Returns None if it is not a number."""
+        return self.scale * value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def words(self, event: Mapping[str, Any]) -> str:
+        """Returns the text of an event's value for the terminal."""
+        if event[self.name] is None:
+            return f"{self.label} not finite"
+        return self.text.format(**{**event, "label": self.label, "value": self.form.format(event[self.name])})
+
+
+def percentage(name: str, label: str, short: str = "") -> Metric:
+    """Describes a score that events record in per cent."""
+    return Metric(name, label, "{:.2f} %", unit="%", better="higher", short=short)
+
+
+def accuracy(stem: str, target: str, targets: str, short: str = "") -> tuple[Metric, ...]:
+    """Describes `stem`_acc, the share of correct targets, and the metrics that the terminal shows beside it."""
+    name, right = f"{stem}_acc", f"{{value}} of {{{stem}_count:,.0f}} {targets} correct"
+    return (
+        Metric(f"{stem}_loss", f"{target} loss", text="loss {value}", within=name, unit="nats"),
+        Metric(name, f"{target} accuracy", "{:.1%}", right, unit="%", scale=100.0, better="higher", short=short),
+        Metric(f"{stem}_hits", text="", reported=False),
+        Metric(f"{stem}_count", text="", reported=False),
+        Metric(f"{stem}_interval", "95 % interval", "{0[0]:.1%} to {0[1]:.1%}", within=name, reported=False),
+        Metric(f"{stem}_majority_acc", "", "{:.1%}", "majority baseline: {value}", within=name, reported=False),
+    )
+
+
+LOSS = Metric("loss")  # of every task
+BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per byte")  # comparable across vocabularies
+TEXT_METRICS = (Metric("perplexity", form="{:.2f}", plotted=False), BITS_PER_BYTE)
+MASKED_METRICS = (
+    *accuracy("mlm", "masked token", "masked tokens", "masked tokens"),
+    *accuracy("mnm", "masked leaf", "masked leaves", "masked leaves"),
+    *accuracy("entity", "entity", "entity queries"),
+    *accuracy("tail", "whole tail", "whole tails"),
+)
+QUESTION_METRICS = (
+    percentage("exact_match", "exact match", "exact match"),
+    percentage("f1", "F1", "F1"),
+    Metric("questions", form="{:.0f}", text="{value} {label}", reported=False),
+    Metric("answerable", form="{:.0f}", text="{value} {label}", reported=False),
+    Metric("unanswerable", form="{:.0f}", text="{value} not", reported=False),
+    percentage("no_answer_exact_match", "no answer exact match"),
+    percentage("has_answer_exact_match", "has answer exact match"),
+    percentage("has_answer_f1", "has answer F1"),
+)

@@ -1,0 +1,33 @@
+"""The terminal shows the metrics that a task declares, and those that it does not."""
+
+import pytest
+
+from sansgpu.config.by_task import settings_of
+from sansgpu.reporting.events import Event
+from sansgpu.reporting.tables import storage
+from sansgpu.reporting.terminal import RunConsole, Terminal
+
+
+@pytest.mark.parametrize(
+    ("kind", "metrics", "text"),
+    [
+        ("pretrain", {"perplexity": 3.0, "bits_per_byte": None}, "perplexity 3.00, bits per byte not finite"),
+        ("qa", {"f1": 50.0, "exact_match": 25.0, "questions": 4.0}, "exact match 25.00 %, F1 50.00 %, 4 questions"),
+        (
+            "graph",
+            {"entity_loss": 2.5, "entity_acc": 0.5, "entity_hits": 1.0, "entity_count": 2.0, "entity_interval": [0, 1]},
+            "50.0% of 2 entity queries correct (loss 2.5000, 95 % interval 0.0% to 100.0%)",
+        ),
+        ("somewhere.tasks:Order", {"order_acc": 0.5, "named": "x", "found": [1]}, "order acc 0.5000"),
+    ],
+)
+def test_an_evaluation_is_one_line(
+    kind: str, metrics: dict[str, object], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event: Event = {"event": "eval", "step": 8, "loss": 1.5, **metrics, "seconds": 0.1}
+    Terminal(RunConsole(), settings_of(kind)).emit(event)
+    assert capsys.readouterr().out == f"validation at step 8: loss 1.5000, {text}\n"
+
+
+def test_small_sizes_have_small_units() -> None:
+    assert [storage(size) for size in (2_500, 1.5e6, 1e8, 3e9)] == ["2.5 kB", "1.5 MB", "0.10 GB", "3.00 GB"]
