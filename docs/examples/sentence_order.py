@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.config import Config, ConfigError, TaskSettings, derive_seed
+from sansgpu.config import Config, ConfigError, Metric, TaskSettings, derive_seed
 from sansgpu.data.order import generator
 from sansgpu.data.rows import row_text
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
@@ -43,7 +43,7 @@ class OrderClassifier(nn.Module):
         """Returns logits, (B, 2)."""
         firsts = batch.lengths.cumsum(0) - batch.lengths
         positions = torch.arange(len(batch.tokens), device=firsts.device) - firsts.repeat_interleave(batch.lengths)
-        nodes = torch.stack((positions, torch.zeros_like(positions)), dim=1).int()
+        nodes = F.pad(positions[:, None], (0, 1)).int()  # no leaves
         states = self.encoder.hidden(batch.tokens, nodes, batch.lengths)
         return self.head(self.encoder.predicted(states[firsts])).float()
 
@@ -55,12 +55,10 @@ class SentenceOrder(TaskBase):
         "sentence_order:SentenceOrder",
         ("from scratch", "texts"),
         defaults={"model": {"activation": "gelu", "leaves": 0, "position": "learned", "decay": "none"}},
+        metrics=(Metric("accuracy", form="{:.1%}", better="higher"),),
     )
     verbs = ("evaluate", "predict", "export")
-
-    @classmethod
-    def build(cls, config: Config) -> OrderClassifier:
-        return OrderClassifier(config)
+    model_class = OrderClassifier
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, Any]:
@@ -75,8 +73,8 @@ class SentenceOrder(TaskBase):
         draws = generator(config.training.seed, "swap")
         train, held = (joined(part, draws.integers(2, size=len(part)), tokenizer, config.window) for part in parts)
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(held)}"
-        corpus = TokenizedCorpus(train, held, (), fingerprint, tokenizer)
-        return with_vocabulary_of(config, tokenizer.vocab_size), corpus
+        config = with_vocabulary_of(config, tokenizer.vocab_size)
+        return config, TokenizedCorpus(train, held, (), fingerprint, tokenizer)
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
@@ -85,7 +83,6 @@ class SentenceOrder(TaskBase):
         return PackedSequences.of(list(drawn), np.zeros((size, 1)))
 
     def loss(self, batch: PackedSequences) -> torch.Tensor:
-        """Returns the loss summed over the pairs, ()."""
         return F.cross_entropy(self.model(batch), batch.targets[:, 0], reduction="sum")
 
     def evaluate(self, batch: PackedSequences) -> Sums:
@@ -99,8 +96,7 @@ class SentenceOrder(TaskBase):
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
         texts = [(row_text(row, "first", "the data"), row_text(row, "second", "the data")) for row in rows]
         pairs = joined(texts, np.zeros(len(rows), np.int64), loaded.tokenizer, loaded.config.window)
-        batch = pairs.batch(np.arange(len(rows))).to(loaded.device)
-        scores = loaded.objective.model(batch).softmax(dim=1)
+        scores = loaded.objective.model(pairs.batch(np.arange(len(rows))).to(loaded.device)).softmax(dim=1)
         return [{"label": LABELS[int(row.argmax())], "score": float(row.max())} for row in scores]
 
 

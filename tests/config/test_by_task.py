@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from sansgpu.config import Config, ConfigError, TrainingConfig, load_config
 from sansgpu.config.load import save_config
@@ -94,3 +95,8 @@ def test_a_saved_configuration_holds_what_acts_and_loads_as_it_was(tmp_path: Pat
     text = (tmp_path / "c.yaml").read_text()
     assert ("d_model" in text) == (task == "pretrain")
     assert ("doc_stride" in text) == (task == "qa")
+
+
+def test_a_task_outside_the_package_has_no_second_class() -> None:
+    with pytest.raises(ValidationError, match="objective replaces a class of the package"):
+        Config.model_validate({"task": "mine:Task", "objective": "other:Task"})

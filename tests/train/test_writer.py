@@ -51,7 +51,7 @@ def test_a_tensor_file_is_the_one_that_safetensors_writes(tmp_path: Path, rows: 
 
 def test_what_changes_while_a_snapshot_is_written_is_not_in_it(tmp_path: Path) -> None:
     weights, moments = tensors(1), tensors(2)
-    behind, before = a_writer(tmp_path / "behind"), a_writer(tmp_path / "before", room=lambda: 0)
+    behind, before = a_writer(tmp_path / "behind"), a_writer(tmp_path / "before", available=lambda: 0)
     for step in (1, 2, 3):
         for made in (before, behind):
             made.submit(step, weights, moments, {"step": step}, best_step=1)
@@ -66,7 +66,7 @@ def test_what_changes_while_a_snapshot_is_written_is_not_in_it(tmp_path: Path) -
 
 def test_without_room_for_a_copy_training_waits_and_is_told_once(tmp_path: Path) -> None:
     said: list[str] = ["nothing yet"]
-    made = a_writer(tmp_path, said, room=lambda: 0)
+    made = a_writer(tmp_path, said, available=lambda: 0)
     for step in (1, 2):
         made.submit(step, tensors(1), tensors(2), {}, None)
         assert not made.busy

@@ -169,6 +169,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
         found = [*self._unused_keys(), *self.settings.problems(self)]
+        if is_outside(self.task) and self.objective not in (None, self.task):
+            found.append(f"objective replaces a class of the package, but task {self.task} is not one; leave it out")
         if found:
             raise ValueError("; ".join(found))
         return self

@@ -255,8 +255,9 @@ def _cls_index(ids: list[int], tokenizer: Any) -> int:
 def _label(question: Question, offsets: np.ndarray, cls: int) -> tuple[int, int]:
     """Returns the first and last token of the first answer, or `cls` twice if the window does not contain all of it.
 
-    An answer consists of all tokens that share a character with it. run_qa differs in two cases: it leaves the context
-    if the answer is in the last token, and its end precedes its start within a character of several tokens.
+    An answer consists of all tokens that share a character with it. run_qa.py differs in two cases: if the answer is in
+    the last token, its start is outside of the context; if one character has several tokens, its end may precede its
+    start.
     """
     places = np.flatnonzero(offsets[:, 0] >= 0)
     if question.impossible or not len(places):

@@ -38,8 +38,8 @@ class ObjectiveBase:
 class TaskBase(ObjectiveBase):
     """A task with defaults. The corpus is a `TokenizedCorpus`; without one, the task is only a model and its loss.
 
-    A task of its own kind has `settings`, `build`, `prepare`, `loss`, `random_batch`, `evaluate` and `metrics`.
-    CONTRIBUTING.md shows an example.
+    A task of its own kind has `settings`, `model_class`, `prepare`, `loss`, `random_batch`, `evaluate` and `metrics`.
+    docs/examples/sentence_order.py is an example.
     """
 
     settings: ClassVar[TaskSettings]
@@ -47,21 +47,18 @@ class TaskBase(ObjectiveBase):
     verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
     verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
     has_windows: ClassVar[bool] = False
+    # Builds the model. Its weights depend on `training.seed`, not on torch's global random state.
+    model_class: ClassVar[Callable[[Config], nn.Module]]
     model: Any  # nn.Module
 
     def __init__(self, config: Config, corpus: Any = None, effective_batch: int = 1) -> None:
         self.config, self.corpus, self._effective_batch = config, corpus, effective_batch
         self.notes: Any = ()
-        self.model = self.build(config)
+        self.model = type(self).model_class(config)
         if corpus is not None:
             self.fingerprint: str = corpus.fingerprint
             costs = replace(self.costs(config), example_tokens=corpus.example_tokens)
             self.flops_per_token: float = costs.work(1).needed
-
-    @classmethod
-    def build(cls, config: Config) -> nn.Module:
-        """Builds the model. Its weights are a function of `training.seed`, not of torch's global random state."""
-        raise NotImplementedError
 
     @classmethod
     def objective(cls, config: Config, layers: int | None = None) -> Any:
@@ -74,7 +71,7 @@ class TaskBase(ObjectiveBase):
 
     @classmethod
     def costs(cls, config: Config) -> Costs:
-        shape = _shape(cls.build, config.model_dump_json())
+        shape = _shape(cls.model_class, config.model_dump_json())
         return ModuleCosts(config.model, config.training, config.window, config.window, shape=shape)
 
     @classmethod

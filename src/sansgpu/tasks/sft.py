@@ -172,7 +172,7 @@ class SFT(SFTObjective, FineTuningTask):
 
     @classmethod
     def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
-        model = loaded.objective.whole_model()
+        model = loaded.objective.merged_model()
         return model.config.to_dict(), model.state_dict(), tokenizer_parts(loaded.tokenizer)
 
 
