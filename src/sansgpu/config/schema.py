@@ -200,7 +200,7 @@ class Config(Section):
 
     @property
     def settings(self) -> TaskSettings:
-        """What the task's class declares about the configuration."""
+        """The settings that the task's class declares."""
         return settings_of(self.kind)
 
     @property

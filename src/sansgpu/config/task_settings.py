@@ -1,4 +1,4 @@
-"""What a task declares about its configuration: the keys that act, their defaults, and problems."""
+"""The settings of a task: the keys that act, their defaults, problems, metrics and model card."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CardText:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What a task's class declares about its configuration, metrics and model cards."""
+    """Declares a task's configuration, metrics and model card."""
 
     task: str  # value of the key `task`
     key_groups: tuple[str, ...]  # those of KEY_GROUPS that act

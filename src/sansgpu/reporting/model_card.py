@@ -48,7 +48,7 @@ class _Model:
 
     @cached_property
     def text(self) -> CardText:
-        """What the task declares about the model. Of a class outside the package only the name may be known."""
+        """The model text that the task declares. A class outside the package may declare only its name."""
         settings = self.record.settings
         if settings.card is None:
             return CardText(f"a model trained with the task `{settings.task}`")

@@ -64,7 +64,7 @@ class RunRecord:
 
     @cached_property
     def settings(self) -> TaskSettings:
-        """What the run's task declares."""
+        """The settings that the run's task declares."""
         return settings_of(kind_of(str(self.config.get("task")), self.section("model").get("name_or_path")))
 
     @property
