@@ -173,7 +173,7 @@ def predict(
     objective: ObjectiveOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question, or predict every row of a dataset.
+    """Answer a question from a text, or predict rows of data.
 
     With --data: prints one JSON line per row.
 
