@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_flush_denormal(True)
     keep_freed_memory()
     load_kernels(config.training.kernels, compiled_cache(say), device, say)
-    native.keep_blocks(varying=True)
+    native.install_caching_allocator(varying=True)
     config, corpus = Graph.prepare(config, cache, lambda *_: None)
     training = config.training
     work = Graph.costs(config).work(effective_batch(training) * corpus.example_tokens)

@@ -19,7 +19,7 @@ import torch
 from sansgpu.kernels import native
 from sansgpu.machine.usage import Usage, peak_rss_bytes
 assert native.load(Path(sys.argv[1])) is None
-native.keep_blocks(varying=sys.argv[2] == "varying")
+native.install_caching_allocator(varying=sys.argv[2] == "varying")
 before, draw, held, live, most = peak_rss_bytes(), random.Random(3), {}, 0, 0
 for number in range(1000):
     if held and (live > 100e6 or draw.random() < 0.45):

@@ -233,7 +233,7 @@ def _run(
     start = {"event": "start", "step": step or 0, "time": now(), "task": config.task, "output_dir": str(paths.root)}
     facts = {**prepared.facts(), **_environment_facts(environment), "gemm_flops_per_second": gemm}
     group = prepared.group
-    request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local_rank])
+    request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local_ranks])
     try:
         observed.emit({**start, **facts, **({"resumed_from": resumed_from} if resumed_from else {})})
         for event in early.events if snapshot is None else ():  # the other sinks already received them

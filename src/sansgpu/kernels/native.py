@@ -32,7 +32,7 @@ def available() -> bool:
     return _loaded
 
 
-def keep_blocks(varying: bool = False) -> None:
+def install_caching_allocator(varying: bool = False) -> None:
     """Installs the caching allocator of memory.cpp, which reuses the memory of freed large tensors, in huge pages.
 
     Set `varying` if tensor sizes change from step to step, so that the cache does not grow without bound.

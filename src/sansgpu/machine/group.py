@@ -52,7 +52,7 @@ class Group:
         return self.rank == 0
 
     @property
-    def local_rank(self) -> list[int]:
+    def local_ranks(self) -> list[int]:
         """The ranks on this machine."""
         machine = self.peers[self.rank].machine
         return [rank for rank, peer in enumerate(self.peers) if peer.machine == machine]

@@ -122,14 +122,14 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
     have more threads than there are processors.
     """
     own_cpus = group.peers[group.rank].cpus
-    same = [rank for rank in group.local_rank if group.peers[rank].cpus == own_cpus]
+    same = [rank for rank in group.local_ranks if group.peers[rank].cpus == own_cpus]
     if len(same) > 1:
         cores.bind(cores.partition(cores.cpus(), same.index(group.rank), len(same)))
-    quota, local_size = cgroup.cpu_quota(), len(group.local_rank)
+    quota, local_size = cgroup.cpu_quota(), len(group.local_ranks)
     threads = resolve_threads(training)
     if training.threads == "auto" and quota and threads_from_environment() is None:
         threads = max(1, min(threads, int(quota / local_size)))
-    cpus = len({cpu for rank in group.local_rank for cpu in group.peers[rank].cpus})
+    cpus = len({cpu for rank in group.local_ranks for cpu in group.peers[rank].cpus})
     setting = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
     if threads > (limit := max(MAX_THREADS, MAX_THREADS_PER_CPU * cpus)):  # OpenMP aborts if it cannot start them
         raise ConfigError(f"{setting} is {threads}, but at most {limit:,} threads can run here; lower it.")
@@ -143,7 +143,7 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
             f"{threads} threads share {usable} processors, which slows them down; set training.threads to {usable} or "
             "auto."
         )
-    if local_size > cpus and group.rank == group.local_rank[0]:
+    if local_size > cpus and group.rank == group.local_ranks[0]:
         host = group.peers[group.rank].host
         warn(f"{local_size} processes share {cpus} processors of {host}, which slows them down; start fewer processes.")
     return threads

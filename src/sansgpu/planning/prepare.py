@@ -130,7 +130,7 @@ def _corpus(
     config: Config, progress: ReportProgress, warn: Warn, data: Data, group: Group
 ) -> tuple[Config, Corpus | None]:
     """Prepares the data, first on one process of each machine, which fills the cache for the others."""
-    leads = group.rank == group.local_rank[0]
+    leads = group.rank == group.local_ranks[0]
     if not leads:
         group.all_gather_object(None)
     found = (config, None) if data == "unread" else _read(config, progress, warn, data)

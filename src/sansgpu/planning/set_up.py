@@ -54,10 +54,10 @@ def set_up(
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, compiled, device, warn)
     if kernels == "native":
-        native.keep_blocks(varying=config.settings.varying_length)
+        native.install_caching_allocator(varying=config.settings.varying_length)
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: precision or resolve_precision(training, device))
-    available = min(group.all_gather_object(memory_for_run(device, len(group.local_rank))))
+    available = min(group.all_gather_object(memory_for_run(device, len(group.local_ranks))))
     return Execution(
         micro_batch=1,
         accumulation=1,
@@ -73,9 +73,9 @@ def set_up(
 
 def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
     """Returns this local rank's GPU. Raises ConfigError if there are fewer GPUs than processes, or with sharding."""
-    local_rank, count = group.local_rank.index(group.rank), torch.cuda.device_count()
-    if len(group.local_rank) > count:
-        raise ConfigError(f"{len(group.local_rank)} processes share {count} GPUs; start one process per GPU.")
+    local_rank, count = group.local_ranks.index(group.rank), torch.cuda.device_count()
+    if len(group.local_ranks) > count:
+        raise ConfigError(f"{len(group.local_ranks)} processes share {count} GPUs; start one process per GPU.")
     if training.sharding != "none":
         raise ConfigError(
             f"training.sharding {training.sharding} works on CPUs only; set it to none, or set device to cpu."
