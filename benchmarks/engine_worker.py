@@ -120,7 +120,7 @@ class Torchs:
     """An engine of torch with its fused AdamW. fp32 weights are cast by autocast at every use."""
 
     averages = True  # divides the gradient by the number of ranks
-    keeps_gradients = True  # as views of the buckets, which saves a copy
+    keeps_gradients = True  # gradients are views of the buckets, which saves a copy
     ddp_settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, model: TransformerLM, dtype: torch.dtype) -> None:
@@ -208,7 +208,7 @@ class Summing(Torchs):
 
 
 class FixedBuckets(Summing):
-    """The same without new buckets after the first step, which torch makes unless it looks for unused weights."""
+    """DDP with `find_unused_parameters`, which keeps its first buckets; by default DDP makes new ones after a step."""
 
     ddp_settings = MappingProxyType({"find_unused_parameters": True})
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-SELECTING_KEYS = ("activation", "norm", "bias", "positions", "qk_norm")  # of the section `model`
+SELECTING_KEYS = ("activation", "norm", "bias", "positions", "qk_norm")  # keys of the section `model`
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ class Metric:
 
     name: str  # key in events
     label: str = ""  # default: the name in words
-    form: str = "{:.4f}"  # of the value in the terminal and the live view
-    text: str = "{label} {value}"  # in the terminal; may name other keys of the event; "": not shown there
+    form: str = "{:.4f}"  # format of the value in the terminal and the live view
+    text: str = "{label} {value}"  # template of the terminal; may name other keys of the event; "": not shown there
     within: str = ""  # name of the metric in whose parentheses the terminal shows this one
-    unit: str = ""  # in reports
-    scale: float = 1.0  # from the value in events to the unit
+    unit: str = ""  # unit of the values in reports
+    scale: float = 1.0  # factor from the value in events to the unit
     better: Literal["lower", "higher"] = "lower"
     short: str = ""  # label of the current value in step lines and the live view; "": not shown there
-    reported: bool = True  # in reports, plots and model cards
+    reported: bool = True  # whether reports, plots and model cards show it
     plotted: bool = True  # False if its curve has the shape of the loss
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ def accuracy(stem: str, target: str, targets: str, short: str = "") -> tuple[Met
     )
 
 
-LOSS = Metric("loss")  # of every task
+LOSS = Metric("loss")  # every task has it
 BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per byte")  # comparable across vocabularies
 TEXT_METRICS = (Metric("perplexity", form="{:.2f}", plotted=False), BITS_PER_BYTE)
 MASKED_METRICS = (

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from sansgpu.config.errors import ConfigError
 
-MAX_RECORD_BYTES = 1 << 20  # of a JSON file that sansgpu wrote
+MAX_RECORD_BYTES = 1 << 20  # maximum size of a JSON file that sansgpu wrote
 MAX_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
 MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
 MAX_DEPTH, MAX_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each

@@ -66,10 +66,10 @@ class CardText:
     """Describes the models of a task in their model cards."""
 
     description: str  # completes "This is ..."
-    pipeline_tag: str = ""  # of the Hub
-    auto_class: str = ""  # of transformers, after `AutoModelFor`; "": transformers cannot load the model
-    command: str = ""  # that uses the model; its placeholder is `MODEL`
-    layout: str = ""  # of a model trained from scratch
+    pipeline_tag: str = ""  # pipeline tag of the Hugging Face Hub
+    auto_class: str = ""  # suffix of the `AutoModelFor` class; "": transformers cannot load the model
+    command: str = ""  # sansgpu command that uses the model, with the placeholder `MODEL`
+    layout: str = ""  # layout of the weights of a model trained from scratch
     note: str = ""  # a sentence about its use
 
 
@@ -86,8 +86,8 @@ class TaskSettings:
     with_pretrained: str | None = None  # kind that replaces this one if model.name_or_path is set
     varying_length: bool = True  # False if all examples are windows of equal length
     has_leaves: bool = False  # True if the tokens of an example have leaf slots
-    metrics: tuple[Metric, ...] = ()  # besides the loss, in the order shown; with those of `with_pretrained`
-    card: Callable[[Values], CardText] | None = None  # of the section `model`
+    metrics: tuple[Metric, ...] = ()  # all but the loss, in the order shown, with those of `with_pretrained`
+    card: Callable[[Values], CardText] | None = None  # makes the card text from the section `model`
 
     @cached_property
     def keys(self) -> frozenset[str]:

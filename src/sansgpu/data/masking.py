@@ -79,7 +79,7 @@ def _root_spans(example: LeafyExample, rules: MaskRules, draws: np.random.Genera
     starts = np.flatnonzero(example.word_starts)
     taken = np.zeros(roots + 1, np.int64)  # number of masked tokens before each token
     masked, spans = np.zeros(roots, np.int64), []
-    ends = np.append(starts[1:], roots - 1)  # where each word ends
+    ends = np.append(starts[1:], roots - 1)  # the last position of each word
     word_end = np.repeat(ends, np.diff(np.append(starts, roots - 1)))
     chances = (1 - SPAN_END_PROBABILITY) ** np.arange(rules.max_span)
     for _ in range(MAX_DRAWS):

@@ -60,9 +60,6 @@ class Memory:
         return {**asdict(self), "total": self.total}
 
 
-MemoryOf = Callable[[int], Memory]  # micro-batch size -> memory
-
-
 def effective_batch(training: TrainingConfig) -> int:
     """Returns the examples per step over all ranks, which does not depend on the chosen micro-batch size."""
     accumulated = training.gradient_accumulation_steps

@@ -17,8 +17,8 @@ FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: master weights, an
 # Bytes of optimizer state per weight in hidden matrices, and per other weight, by (optimizer, optimizer_state).
 _8BIT = 2.0 + 8 / 256  # two codes and their block scales
 MOMENTS = {("adamw", "fp32"): (8.0, 8.0), ("adamw", "8bit"): (_8BIT, _8BIT), ("muon", "fp32"): (4.0, 8.0)}
-# Measured on Linux: the process with torch and its libraries, the memory that the compiler does not free, and the share
-# that the allocator adds by rounding up.
+# Measured on Linux: the memory of a process with torch and its libraries, the memory that the compiler does not free,
+# and the ratio by which the allocator rounds up.
 _PROCESS_BYTES, _COMPILER_BYTES, _ALLOCATOR_OVERHEAD = 434 << 20, 96 << 20, 0.05
 # Backward frees activations while it allocates gradients, so their common peak is below the sum of their sizes, by this
 # share of the smaller one.

@@ -20,7 +20,7 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.models.modules import Table, compile_blocks, materialize_empty
 
-INIT_STD = 0.02  # as in GPT-2 and Qwen
+INIT_STD = 0.02  # standard deviation of initial weights, the value of GPT-2 and Qwen
 
 
 class KeyValueCache:

@@ -22,8 +22,8 @@ _GPT4 = (
 )
 _QWEN2 = _GPT4.replace("{1,3}", "")
 _DIGIT = r"\p{N}"
-# llama.cpp's pre-tokenizer names, by (split patterns, ignore_merges). Several names stand for the split of GPT-4; dbrx
-# is the one without other effects.
+# llama.cpp's pre-tokenizer names, by (split patterns, ignore_merges). GPT-4's split has several names;
+# dbrx is the one without other effects.
 _PRE_TOKENIZERS = {
     ((_GPT4,), False): "dbrx",
     ((_GPT4,), True): "llama-bpe",
@@ -33,7 +33,7 @@ _PRE_TOKENIZERS = {
 }
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "▁"  # stands for a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
+_SPACE = "▁"  # represents a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
 
 
 @dataclass(frozen=True)

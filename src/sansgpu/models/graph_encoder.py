@@ -147,7 +147,7 @@ class GraphEncoder(nn.Module):
             else:
                 parameter.normal_(0.0, INIT_STD, generator=generator)
             if name.startswith("fusion."):
-                parameter[0] = 0.0  # row 0 stands for no relation
+                parameter[0] = 0.0  # row 0 means no relation
         if self.entities is not None:
             self.entities.initialize(INIT_STD, generator)
 

@@ -30,7 +30,7 @@ class Layout:
     """How an architecture is stored."""
 
     model_class: str  # in transformers
-    prefix: str  # of all weights but the output head's; files of a model without its head lack it
+    prefix: str  # starts the names of all weights except the output head; files of a model without its head lack it
     modules: Mapping[str, str]  # our modules with weights -> those of transformers; `{}` is the number of the block
     sizes: Mapping[str, tuple[str, str]]  # our sizes -> keys of config.json and of GGUF
     norm_eps: tuple[str, str]  # keys of config.json and of GGUF

@@ -12,7 +12,7 @@ from sansgpu.config.plain_data import read_json, read_object, require_regular_fi
 MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
 MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
 ALLOWED_LAYERS = 128  # models of up to this depth are built in any case, because torch then names the missing weights
-MAX_WIDTH = 1 << 24  # of a vocabulary or a layer
+MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a layer
 _WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
 _PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
 

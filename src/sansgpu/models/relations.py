@@ -24,7 +24,7 @@ class RelationFusion(nn.Module):
 
         e_ij = LeakyReLU(a_r . [W_r t_i || W_r x_j]),   t_i += sum_j softmax_j(e_ij) W_r x_j
 
-    Row 0 of each table stands for no relation and remains zero.
+    Row 0 of each table means no relation and remains zero.
     """
 
     def __init__(self, config: ModelConfig, relations: int) -> None:

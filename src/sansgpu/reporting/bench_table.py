@@ -46,7 +46,7 @@ class Variation(TypedDict):
 
 
 class GpuComparison(TypedDict):
-    """The same step on a GPU, measured or estimated from its FLOP/s."""
+    """A GPU's time for the benchmarked step, measured or estimated from its FLOP/s."""
 
     name: str
     estimate: bool

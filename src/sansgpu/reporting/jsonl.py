@@ -16,7 +16,7 @@ from sansgpu.reporting.escape import printable_json
 from sansgpu.reporting.event_schema import event_flaw
 from sansgpu.reporting.events import Event, RecordError
 
-MAX_LINE_BYTES = 4 << 20  # of an event, whose longest field is a sample
+MAX_LINE_BYTES = 4 << 20  # maximum size of an event, whose longest field is a sample
 
 
 def line(event: Event) -> str:

@@ -13,7 +13,7 @@ from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.tasks import TASKS, TaskKind, task_of
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel, Verb
-from sansgpu.train.run_folders import open_run, with_objective
+from sansgpu.train.run_folders import open_run, run_paths, with_objective
 from sansgpu.train.snapshots import Snapshot, find_snapshot
 
 _REFUSALS: dict[Verb, str] = {
@@ -39,7 +39,7 @@ def open_model(
     if (folder / "config.yaml").is_file():
         kind = kind_of_run(folder, verb, objective)
         config, snapshot = run_snapshot(folder, snapshot_name, warn)
-        source = ModelSource(target, remote_code, config, snapshot, open_run(folder)[1].tokenizer)
+        source = ModelSource(target, remote_code, config, snapshot, run_paths(folder, config).tokenizer)
     else:
         if objective is not None:
             raise ConfigError(f"{target} is not a run; leave out --objective.")

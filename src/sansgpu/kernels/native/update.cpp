@@ -146,8 +146,9 @@ void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor&
 constexpr int64_t BLOCK = 256;
 constexpr int DECADES = 7;
 
-// Finds the nearest code without a search: within a decade the map is linear, and value number `place` is the midpoint
-// of [place, place + 1) of x * slope + offset. The lowest decade has `lowest` values, each higher one twice as many.
+// Finds the nearest code without a search. Within a decade the map is linear: x belongs to value number `place` if
+// x * slope + offset lies in [place, place + 1). The lowest decade has `lowest` values;
+// each higher one has twice as many.
 struct Places {
   float edge[DECADES], slope[DECADES], offset[DECADES], one;  // edges and `one` are midpoints between neighbors
   constexpr explicit Places(int lowest) : edge(), slope(), offset(), one() {
