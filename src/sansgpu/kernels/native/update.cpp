@@ -102,8 +102,9 @@ struct AdamW {
 };
 
 // Updates `count` weights, and `working` if given. `place` is the index of the first weight in its row of random bits.
+// Takes `a` by value: behind a reference, every write to a float might change it, and the loop would not be vectorized.
 template <typename W, typename G>
-void update(const AdamW& a, W* weight, float* first, float* second, const G* grad, bf16* working, int64_t count,
+void update(const AdamW a, W* weight, float* first, float* second, const G* grad, bf16* working, int64_t count,
             uint32_t row, int64_t place) {
   for (int64_t i = 0; i < count; ++i) {
     const float next = a.next(load(weight + i), first[i], second[i], load(grad + i));
