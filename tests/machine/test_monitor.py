@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from sansgpu.machine import cgroup
 from sansgpu.machine.description import energy_joules
 from sansgpu.machine.monitor import Monitor, mean_of
+from sansgpu.machine.peers import this_process
+from sansgpu.machine.usage import usable_cpus
 
 
 def watched(folder: Path, work: Callable[[], object]) -> dict[str, Any]:
@@ -101,3 +104,11 @@ def test_energy_is_summed_over_readable_packages(tmp_path: Path) -> None:
     (tmp_path / "intel-rapl:0:0").mkdir()  # a part of a package
     (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("1000000")
     assert energy_joules(tmp_path) == 7.0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no processor affinity here")
+def test_processors_shared_with_the_runs_other_processes_count_once() -> None:
+    own = os.sched_getaffinity(0)
+    elsewhere = replace(this_process(), cpus=[max(own) + 1])
+    assert usable_cpus([this_process()]) == len(own)
+    assert usable_cpus([this_process(), elsewhere]) == len(own) + 1

@@ -57,7 +57,7 @@ class LoadMeter:
         own = (self._own_seconds() - self._own) / wall
         busy = sum(passed(name) for name in ("user", "nice", "system", "irq", "softirq")) / wall
         throttles = throttled()
-        usable = min(self._cpus(), cgroup.cpu_quota() or float("inf"))
+        usable = min(usable_cpus(self._peers), cgroup.cpu_quota() or float("inf"))
         return {
             "own_cores": own,
             # Load on cores that this process may not use does not count.
@@ -67,11 +67,6 @@ class LoadMeter:
             "temperature_celsius": temperature_celsius(),
             "throttled": None if throttles is None or self._throttled is None else throttles - self._throttled,
         }
-
-    def _cpus(self) -> int:
-        """Returns the number of processors that this run may use on this machine."""
-        theirs = {cpu for peer in self._peers for cpu in peer.cpus}
-        return len(theirs | set(cores.cpus())) if theirs else allowed_cpus()
 
     def _own_seconds(self) -> float:
         """Returns the CPU seconds of this process, its children and its peers."""
@@ -83,6 +78,12 @@ class LoadMeter:
                 seconds += times.user + times.system
                 seconds += getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
         return seconds
+
+
+def usable_cpus(peers: Sequence[Peer]) -> int:
+    """Returns the number of this machine's processors that this process and the run's other processes here may use."""
+    theirs = {cpu for peer in peers for cpu in peer.cpus}
+    return len(theirs | {cpu.number for cpu in cores.cpus()}) if theirs else allowed_cpus()
 
 
 def peak_rss_bytes() -> int:
