@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+ArchitectureName = Literal["gpt2", "llama", "qwen3", "apertus"]
 SELECTING_KEYS = ("activation", "norm", "bias", "positions", "qk_norm")  # keys of the section `model`
 
 
@@ -13,7 +14,7 @@ SELECTING_KEYS = ("activation", "norm", "bias", "positions", "qk_norm")  # keys 
 class Architecture:
     """Properties of a decoder, named as the configuration keys. Tuples list the possible values, the default first."""
 
-    name: str  # model_type of config.json
+    name: ArchitectureName  # model_type of config.json
     title: str
     activation: tuple[str, ...]
     norm: str
@@ -59,7 +60,8 @@ _GPT2 = Architecture(
     grouped_queries=False,
     zero_init=False,
 )
-ARCHITECTURES = {a.name: a for a in (_QWEN3, _LLAMA, _APERTUS, _GPT2)}  # the first one that fits is the default
+# In this order, the first architecture that fits a configuration is the default.
+ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (_QWEN3, _LLAMA, _APERTUS, _GPT2)}
 
 
 def architecture_name(model: Mapping[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ from sansgpu.config.architectures import (
     ARCHITECTURES,
     SELECTING_KEYS,
     Architecture,
+    ArchitectureName,
     architecture_name,
     architecture_problem,
 )
@@ -22,7 +23,7 @@ MAX_LEAVES = 64
 class ModelConfig(Section):
     """The shape of a decoder or graph encoder to train from scratch, or a pretrained model to fine-tune."""
 
-    architecture: Literal["gpt2", "llama", "qwen3", "apertus"] | None = Field(
+    architecture: ArchitectureName | None = Field(
         None,
         description="decoder: gpt2, llama, qwen3 or apertus. Default: the first of qwen3, llama, apertus and gpt2 that "
         "has the given activation, norm, bias, positions and qk_norm",

@@ -18,9 +18,7 @@ from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, lin
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
-from sansgpu.models.modules import Table, compile_blocks, materialize_empty
-
-INIT_STD = 0.02  # standard deviation of initial weights, the value of GPT-2 and Qwen
+from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
 
 
 class KeyValueCache:

@@ -21,27 +21,25 @@ from sansgpu.models.costing import (
     vocabulary_of,
 )
 
-# Bytes per token that a block saves for its backward pass, per unit of D, K and F, by architecture, compile and
+# Bytes per token that a block saves for its backward pass, per unit of D, K and F, by activation, compile and
 # precision. Counted from the code; a test compares them with real blocks.
 _SAVED_BYTES = {
-    ("qwen3", "off", "bf16"): (34, 12, 8),
-    ("qwen3", "on", "bf16"): (12, 6, 6),
-    ("qwen3", "off", "fp32"): (36, 16, 16),
-    ("qwen3", "on", "fp32"): (24, 12, 12),
-    ("llama", "off", "bf16"): (26, 4, 8),
-    ("llama", "on", "bf16"): (10, 4, 6),
-    ("llama", "off", "fp32"): (28, 8, 16),
-    ("llama", "on", "fp32"): (20, 8, 12),
-    ("apertus", "off", "bf16"): (32, 12, 4),
-    ("apertus", "on", "bf16"): (12, 6, 4),
-    ("apertus", "off", "fp32"): (36, 16, 8),
-    ("apertus", "on", "fp32"): (24, 12, 8),
-    ("gpt2", "off", "bf16"): (20, 0, 4),
-    ("gpt2", "on", "bf16"): (14, 0, 4),
-    ("gpt2", "off", "fp32"): (28, 0, 8),
-    ("gpt2", "on", "fp32"): (28, 0, 8),
+    ("swiglu", "off", "bf16"): (26, 4, 8),
+    ("swiglu", "on", "bf16"): (10, 4, 6),
+    ("swiglu", "off", "fp32"): (28, 8, 16),
+    ("swiglu", "on", "fp32"): (20, 8, 12),
+    ("relu2", "off", "bf16"): (24, 4, 4),
+    ("relu2", "on", "bf16"): (10, 4, 4),
+    ("relu2", "off", "fp32"): (28, 8, 8),
+    ("relu2", "on", "fp32"): (20, 8, 8),
+    ("gelu", "off", "bf16"): (20, 0, 4),  # also relu; of K only what D counts already
+    ("gelu", "on", "bf16"): (14, 0, 4),
+    ("gelu", "off", "fp32"): (28, 0, 8),
+    ("gelu", "on", "fp32"): (28, 0, 8),
 }
-_SAVED_BYTES_PER_HEAD = {"qwen3": 14, "llama": 8, "apertus": 14, "gpt2": 8}  # statistics of norms and softmax
+# The same for QK-norm, per unit of D and of K.
+_QK_NORM_BYTES = {("off", "bf16"): 8, ("on", "bf16"): 2, ("off", "fp32"): 8, ("on", "fp32"): 4}
+_STATISTICS_BYTES = (8, 14)  # of softmax and norms, per head; without and with QK-norm
 
 
 class DecoderCosts(Costs):
@@ -94,10 +92,12 @@ class DecoderCosts(Costs):
 
     def saved_bytes(self, execution: Execution) -> int:
         model = self.model
-        layout = model.decoder.name
-        width, kv, feed_forward = _SAVED_BYTES[layout, execution.compile, execution.precision]
-        per_token = (width + FULL) * model.d_model + kv * model.kv_heads * model.head_dim + feed_forward * model.d_ff
-        per_token += _SAVED_BYTES_PER_HEAD[layout] * model.n_heads
+        activation = "gelu" if model.activation == "relu" else model.activation
+        width, kv, feed_forward = _SAVED_BYTES[activation, execution.compile, execution.precision]
+        qk_norm = _QK_NORM_BYTES[execution.compile, execution.precision] if model.decoder.qk_norm else 0
+        per_token = (width + qk_norm + FULL) * model.d_model + feed_forward * model.d_ff
+        per_token += (kv + qk_norm) * model.kv_heads * model.head_dim
+        per_token += _STATISTICS_BYTES[model.decoder.qk_norm] * model.n_heads
         if execution.kernels == "torch":  # saves the attention weights and, with dropout, their mask
             copies = 2 if model.attention_dropout else 1
             per_token += (

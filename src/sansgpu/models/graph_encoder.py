@@ -20,10 +20,9 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.models.entities import NORM_EPS, EntityTable
-from sansgpu.models.modules import Table, compile_blocks, materialize_empty
+from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
 from sansgpu.models.relations import RelationFusion
 
-INIT_STD = 0.02
 MAX_PERIOD = 10_000.0  # base of sinusoidal positions (arXiv 1706.03762)
 
 

@@ -19,8 +19,9 @@ from sansgpu.config import ConfigError, ModelConfig, problems
 from sansgpu.config.plain_data import read_object
 from sansgpu.models.entities import NORM_EPS
 from sansgpu.models.folder_writer import write_folder_atomically
-from sansgpu.models.graph_encoder import INIT_STD, GraphEncoder
+from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.model_folder import require_layers, validate_model_folder
+from sansgpu.models.modules import INIT_STD
 from sansgpu.models.weights_file import load_weights
 
 MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout

@@ -15,7 +15,7 @@ from gguf import Keys
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.architectures import ARCHITECTURES
-from sansgpu.models.decoder import INIT_STD
+from sansgpu.models.modules import INIT_STD
 
 _MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old checkpoints
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -1,4 +1,4 @@
-"""Helpers for modules: uninitialized weights and repeated blocks."""
+"""Helpers for modules: initial and uninitialized weights, and repeated blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from sansgpu.machine.compilation import expect_shapes
+
+INIT_STD = 0.02  # standard deviation of initial weights, the value of GPT-2, BERT and Qwen
 
 
 class Table(nn.Embedding):
