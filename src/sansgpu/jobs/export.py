@@ -70,7 +70,7 @@ def export_gguf(
     if kind not in TYPES:
         raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")
     config, _ = open_run(run)
-    kind_of_run(run, "gguf", objective)  # before the output is checked
+    kind_of_run(run, config, "gguf", objective)  # before the output is checked
     path = output or run / f"{run.resolve().name}-{kind}.gguf"
     if output is None:
         require_run(run)

@@ -15,7 +15,7 @@ from sansgpu.reporting.marks import MARK, read_mark
 from sansgpu.reporting.outputs import replace_folder, require_folder
 from sansgpu.reporting.unmarked import is_unmarked
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
-from sansgpu.train.loading import run_snapshot
+from sansgpu.train.loading import require_snapshot
 from sansgpu.train.run_folders import open_run, recorded_file
 from sansgpu.train.run_marks import mark_run
 from sansgpu.train.snapshots import Snapshot, best_snapshot, clear_leftovers, prune, snapshots
@@ -46,7 +46,7 @@ def _row(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
 
 
 def show_snapshot(run: Path, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    _, snapshot = run_snapshot(run, name, warn)
+    snapshot = require_snapshot(run, open_run(run)[1], name, warn)
     known = {"name": snapshot.folder.name, "content_id": snapshot.content_id(), "bytes": snapshot.size_bytes()}
     return {**known, **snapshot.manifest(), **snapshot.state()}
 
@@ -83,11 +83,11 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
 
     Also copies the best snapshot up to that step.
     """
-    _, snapshot = run_snapshot(run, name, warn)
+    _, paths = open_run(run)
+    snapshot = require_snapshot(run, paths, name, warn)
     require_folder(output, "run")
     if read_mark(output) or is_unmarked(output, "run"):
         raise ConfigError(f"{output} already contains a run; choose another --output-dir.")
-    _, paths = open_run(run)
     file = recorded_file(run, str(snapshot.folder))
     assert file is not None  # open_run requires one
     config, _ = load_config(file)

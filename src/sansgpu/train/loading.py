@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import Config, ConfigError, task_class
+from sansgpu.config import Config, ConfigError, RunPaths, task_class
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
 from sansgpu.tasks import TASKS, TaskKind, task_of
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel, Verb
-from sansgpu.train.run_folders import open_run, run_paths, with_objective
+from sansgpu.train.run_folders import open_run, with_objective
 from sansgpu.train.snapshots import Snapshot, find_snapshot
 
 _REFUSALS: dict[Verb, str] = {
@@ -37,9 +37,10 @@ def open_model(
     """
     folder = Path(target).expanduser()
     if (folder / "config.yaml").is_file():
-        kind = kind_of_run(folder, verb, objective)
-        config, snapshot = run_snapshot(folder, snapshot_name, warn)
-        source = ModelSource(target, remote_code, config, snapshot, run_paths(folder, config).tokenizer)
+        config, paths = open_run(folder)
+        kind = kind_of_run(folder, config, verb, objective)
+        snapshot = require_snapshot(folder, paths, snapshot_name, warn)
+        source = ModelSource(target, remote_code, config, snapshot, paths.tokenizer)
     else:
         if objective is not None:
             raise ConfigError(f"{target} is not a run; leave out --objective.")
@@ -55,9 +56,8 @@ def open_model(
     return TrainedModel(kind, source, loaded, tokenizer, config, device, precision)
 
 
-def kind_of_run(folder: Path, verb: Verb, objective: str | None) -> TaskKind:
+def kind_of_run(folder: Path, config: Config, verb: Verb, objective: str | None) -> TaskKind:
     """Returns the task of a run. Raises ConfigError if it cannot do `verb`, or needs a class that was not named."""
-    config = open_run(folder)[0]
     if config.outside_class is not None:
         with_objective(config, folder, objective)  # raises if `objective` does not name it
         task_class(config.outside_class)
@@ -69,13 +69,12 @@ def kind_of_run(folder: Path, verb: Verb, objective: str | None) -> TaskKind:
     return kind
 
 
-def run_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> tuple[Config, Snapshot]:
-    """Returns a run's configuration and the snapshot called `name`. Raises ConfigError if there is none."""
-    config, paths = open_run(folder)
+def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Callable[[str], None]) -> Snapshot:
+    """Returns the snapshot of a run that is called `name`. Raises ConfigError if there is none."""
     snapshot = find_snapshot(paths.snapshots, name, warn)
     if snapshot is None:
         raise ConfigError(f"{folder} has no snapshot yet.")
-    return config, snapshot
+    return snapshot
 
 
 def _kind_of_model(target: str, verb: Verb) -> TaskKind:
