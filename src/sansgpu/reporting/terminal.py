@@ -77,7 +77,7 @@ class Terminal:
         adapted = f", {count(trained)} trainable" if trained < event["parameters"] else ""
         processes = f"{event['world_size']} processes of " if event.get("world_size", 1) > 1 else ""
         self._print(
-            f"{event['parameters'] / 1e6:.1f}M parameters{adapted}, {event['precision']}, "
+            f"{count(event['parameters'])} parameters{adapted}, {event['precision']}, "
             f"{processes}{counted(event['threads'], 'thread')}, "
             f"{'compiled' if event['compile'] == 'on' else 'not compiled'}{resumed}"
         )
