@@ -151,6 +151,8 @@ def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
         {"training__optimizer": "adamw"},
         pytest.param({"data__pack_sequences": "false"}, marks=pytest.mark.long),
         pytest.param({"training__window_warmup_ratio": 0.8, "model__max_seq_len": 128}, marks=pytest.mark.long),
+        pytest.param({"training__compile": "on"}, marks=pytest.mark.long),
+        pytest.param({"training__precision": "bf16"}, marks=pytest.mark.long),
     ],
 )
 def test_exact_with_other_choices(home: Path, changes: dict[str, object]) -> None:
@@ -159,18 +161,6 @@ def test_exact_with_other_choices(home: Path, changes: dict[str, object]) -> Non
     run = home / f"stopped-{name}"
     process = start(arguments(home, run.name, **changes), home / "cache")
     kill_when(process, after_first_snapshot(run, 0.2))
-    completed(home, run.name, "--resume", **changes)
-    assert outcome(run) == outcome(whole)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("changes", [{"training__compile": "on"}, {"training__precision": "bf16"}])
-def test_exact_when_compiled_and_in_bf16(home: Path, changes: dict[str, object]) -> None:
-    name = "-".join(map(str, changes.values()))
-    whole = completed(home, f"whole-{name}", **changes)
-    run = home / f"stopped-{name}"
-    process = start(arguments(home, run.name, **changes), home / "cache")
-    kill_when(process, after_first_snapshot(run, 0.0))
     completed(home, run.name, "--resume", **changes)
     assert outcome(run) == outcome(whole)
 
