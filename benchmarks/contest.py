@@ -222,7 +222,7 @@ def print_table(title: str, columns: dict[str, tuple[str, str]], rows: Sequence[
         if row.get("status", "measured") != "measured":
             cells[1] = row["status"]
         table.add_row(*cells)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console(width=None if sys.stdout.isatty() else 140, markup=False).print(table)
 
 
 def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[Row]) -> None:

@@ -138,11 +138,11 @@ class Fleet:
         return str(self.ask(do="save", file=str(file))[0]["sha256"])
 
     def last_error(self, rank: int) -> str:
-        """Returns the last line that a rank, once it has ended, wrote to stderr."""
+        """Returns the last line with an error that a rank, once it has ended, wrote to stderr, or its last line."""
         self._workers[rank].wait(timeout=ANSWER_SECONDS)
         self._errors[rank].seek(0)
         lines = [line for line in self._errors[rank].read().splitlines() if line.strip()]
-        return lines[-1].strip() if lines else "nothing on stderr"
+        return next((line for line in reversed(lines) if "Error" in line), ["nothing on stderr", *lines][-1]).strip()
 
     def lose_last_rank(self) -> tuple[float, str]:
         """Kills the last rank in a step. Returns the seconds until all others have ended, and rank 0's message."""
