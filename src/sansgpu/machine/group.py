@@ -102,6 +102,12 @@ class Group:
         code = error.exit_code if isinstance(error, SansGPUError) else 1
         return self._shared[1].report_failure(str(error) or type(error).__name__, code)
 
+    def diagnose(self, error: BaseException) -> BaseException:
+        """Returns an error that names the lost rank if `error` comes from a collective that torch started by itself."""
+        if self._shared is not None and isinstance(error, RuntimeError) and "gloo" in str(error):
+            return self._shared[1].diagnose(error)
+        return error
+
     def _await_keys(self, keys: dict[int, str]) -> list[Any]:
         """Waits until each rank in `keys` has set its key in the store, and returns the values."""
         assert self._shared is not None
@@ -208,13 +214,14 @@ def reporting_failure(group: Group) -> Iterator[None]:
     """Reports an error that ends this process to the other ranks; if rank 0 reports it, this process exits silently."""
     try:
         yield
-    except SansGPUError as error:
+    except BaseException as raised:
+        error = group.diagnose(raised)
+        if not isinstance(error, SansGPUError):
+            group.report_failure(error)
+            raise
         reported = isinstance(error, LostRankError) and error.reported
         if reported:
             time.sleep(REPORT_SECONDS)
         if reported or group.report_failure(error):
             raise SystemExit(error.exit_code) from None
-        raise
-    except BaseException as error:
-        group.report_failure(error)
-        raise
+        raise error from None
