@@ -102,11 +102,15 @@ class Group:
         code = error.exit_code if isinstance(error, SansGPUError) else 1
         return self._shared[1].report_failure(str(error) or type(error).__name__, code)
 
-    def diagnose(self, error: BaseException) -> BaseException:
-        """Returns an error that names the lost rank if `error` comes from a collective that torch started by itself."""
-        if self._shared is not None and isinstance(error, RuntimeError) and "gloo" in str(error):
-            return self._shared[1].diagnose(error)
-        return error
+    @contextmanager
+    def diagnosing_torch(self) -> Iterator[None]:
+        """Raises LostRankError in place of gloo's errors in collectives that torch starts, as fully_shard does."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._shared is None or "gloo" not in str(error):
+                raise
+            raise self._shared[1].diagnose(error) from None
 
     def _await_keys(self, keys: dict[int, str]) -> list[Any]:
         """Waits until each rank in `keys` has set its key in the store, and returns the values."""
@@ -214,14 +218,13 @@ def reporting_failure(group: Group) -> Iterator[None]:
     """Reports an error that ends this process to the other ranks; if rank 0 reports it, this process exits silently."""
     try:
         yield
-    except BaseException as raised:
-        error = group.diagnose(raised)
-        if not isinstance(error, SansGPUError):
-            group.report_failure(error)
-            raise
+    except SansGPUError as error:
         reported = isinstance(error, LostRankError) and error.reported
         if reported:
             time.sleep(REPORT_SECONDS)
         if reported or group.report_failure(error):
             raise SystemExit(error.exit_code) from None
-        raise error from None
+        raise
+    except BaseException as error:
+        group.report_failure(error)
+        raise
