@@ -1,6 +1,7 @@
 """Runs `sansgpu` so that one process kills itself with SIGKILL at a chosen place.
 
-FAULT is backward, all-reduce, reduce-scatter or snapshot; FAULT_RANK the process, FAULT_COUNT the time it passes there. Once a run.
+FAULT is backward, all-reduce, reduce-scatter or snapshot; FAULT_RANK the process, FAULT_COUNT the time it passes there.
+Once a run.
 """
 
 import os
