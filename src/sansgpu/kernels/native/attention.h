@@ -1,0 +1,89 @@
+// Code shared by the forward and the backward pass of attention over ranges of keys; kernels/attention.py has the
+// reference.
+//
+// B batch, T time, S keys, H query heads, K key-value heads, d head dim. Each block of 64 queries is multiplied with
+// only the keys that some query of the block may see. Scores stay in cache and are recomputed in the backward pass
+// (FlashAttention, arXiv 2205.14135). Sums have a fixed order, so that results do not depend on the threads.
+//
+// The tokens may be nodes of graphs (kernels/distances.py). Then each score, before scaling, is multiplied with an
+// entry of a table (H, M), or the entry is added to it. The head and the distance from query to key select the entry.
+// Distances are computed on the fly.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "nodes.h"
+#include "parallel.h"
+#include "tiles.h"
+
+namespace sansgpu {
+
+constexpr int64_t QUERIES = 64;  // per block; the keys of a block are rounded to a multiple of it
+constexpr float LOG2E = 1.4426950408889634f;
+
+enum Decay { NONE, TIMES, PLUS };
+
+// A (B, T, heads, d) tensor with a contiguous last dimension and any other strides.
+template <typename T>
+struct View {
+  T* data;
+  int64_t batch, time, head;
+  explicit View(const at::Tensor& t)
+      : data(t.data_ptr<T>()), batch(t.stride(0)), time(t.stride(1)), head(t.stride(2)) {}
+  T* at(int64_t b, int64_t t, int64_t h) const { return data + b * batch + t * time + h * head; }
+};
+
+struct Shape {
+  int64_t B, T, S, H, K, d;  // T queries, S keys
+  float scale;
+  Shape(const at::Tensor& q, const at::Tensor& k)
+      : B(q.size(0)), T(q.size(1)), S(k.size(1)), H(q.size(2)), K(k.size(2)), d(q.size(3)),
+        scale(1.0f / std::sqrt(static_cast<float>(q.size(3)))) {}
+};
+
+// The keys [low, high) that some query of a block may see.
+inline std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
+  int32_t low = std::numeric_limits<int32_t>::max(), high = 0;
+  for (int64_t i = 0; i < rows; ++i)
+    if (ranges[2 * i] < ranges[2 * i + 1]) {
+      low = std::min(low, ranges[2 * i]);
+      high = std::max(high, ranges[2 * i + 1]);
+    }
+  return {std::min<int64_t>(low, high), high};
+}
+
+// The nodes of all examples and the decay table.
+struct Graph {
+  const int32_t* nodes;
+  const float* table;
+  int64_t entries;  // table entries per head
+  Graph(const std::optional<at::Tensor>& n, const std::optional<at::Tensor>& t)
+      : nodes(n ? n->data_ptr<int32_t>() : nullptr),
+        table(t ? t->data_ptr<float>() : nullptr),
+        entries(t ? t->size(1) : 0) {}
+};
+
+template <Decay decay>
+inline float decayed(float score, float entry) {
+  return decay == TIMES ? score * entry : score + entry;
+}
+
+template <typename T, Decay decay>
+struct Kind {};
+
+// Calls run(Kind) for the dtype of q and the kind of decay.
+template <typename F>
+void dispatch(const at::Tensor& q, bool decayed, bool added, const F& run) {
+  const auto of = [&]<typename T>(T) {
+    !decayed ? run(Kind<T, NONE>()) : added ? run(Kind<T, PLUS>()) : run(Kind<T, TIMES>());
+  };
+  q.scalar_type() == at::kBFloat16 ? of(bf16()) : of(float());
+}
+
+}  // namespace sansgpu
