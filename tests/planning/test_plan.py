@@ -216,13 +216,6 @@ def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pyte
     assert events[-1]["seconds"] <= 36
 
 
-@pytest.mark.long
-def test_the_presets_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed(capsys, ["plan", "--presets"])["presets"]
-    assert [row["preset"] for row in rows] == ["small", "medium", "large"]
-    assert all(row["least_memory_bytes"] < row["memory_bytes"]["total"] for row in rows)
-
-
 def test_doctor_says_what_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
     result = printed(capsys, ["doctor"])
     assert result.keys() >= DOCTOR_KEYS

@@ -36,7 +36,9 @@ def doctor(as_json: JsonOption = False) -> None:
 def plan(
     config: ConfigArgument = None,
     override: OverrideOption = None,
-    presets: Annotated[bool, flag("Compare small, medium and large.", CONFIGURATION, "--presets")] = False,
+    presets: Annotated[
+        bool, flag("Compare memory and time of small, medium and large by processor.", CONFIGURATION, "--presets")
+    ] = False,
     hours: Annotated[float | None, option("Propose the best configuration for this many hours.", _PROPOSAL)] = None,
     data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None,
     output: Annotated[
@@ -58,10 +60,11 @@ def plan(
     """
     from sansgpu.config import ConfigError
     from sansgpu.jobs.plan import plan as job
-    from sansgpu.jobs.plan import plan_presets
     from sansgpu.planning.cluster import cluster_of
+    from sansgpu.planning.presets import compare_presets
     from sansgpu.planning.propose import propose
-    from sansgpu.reporting.plan_table import print_plan, print_presets
+    from sansgpu.reporting.plan_table import print_plan
+    from sansgpu.reporting.presets_table import print_presets
 
     if presets and (config or hours is not None):
         raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
@@ -75,7 +78,9 @@ def plan(
         raise ConfigError("--network, --latency and --price require --nodes.")
     cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
     if presets:
-        rows = plan_presets(override or [], warn)
+        with preparation_bar() as bar:
+            bar.show_message("estimating the presets; timing matrix products")
+            rows = compare_presets(override or [])
         print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
         return
     result: Any
