@@ -99,7 +99,21 @@ def bench(
     steps: Annotated[int, option("Number of steps to time.", _MEASUREMENT, min=2)] = 20,
     output_dir: Annotated[Path | None, path_option("Folder for the report. Default: bench/NAME.", "DIR")] = None,
     from_step: Annotated[int, option("Also project the time of a run resumed here.", _MEASUREMENT, min=0)] = 0,
-    what_if: Annotated[bool, flag("Also measure variations of the configuration.", _MEASUREMENT)] = True,
+    targets: Annotated[
+        str | None, option("Steps to project. Default: 100 to 100,000.", _MEASUREMENT, metavar="N,N,...")
+    ] = None,
+    start: Annotated[
+        str | None, option("When projected runs start, e.g. 18:00. Default: now.", _MEASUREMENT, metavar="TIME")
+    ] = None,
+    what_if: Annotated[bool, flag("Also measure usual variations of the configuration.", _MEASUREMENT)] = True,
+    vary: Annotated[
+        list[str] | None,
+        option(
+            "Also measure other values of a key, e.g. model.n_layers=4,8. Repeatable.",
+            _MEASUREMENT,
+            metavar="KEY.PATH=VALUE,...",
+        ),
+    ] = None,
     forward_only: Annotated[
         bool, flag("Time only forward passes, without data.", _MEASUREMENT, "--forward-only")
     ] = False,
@@ -112,17 +126,26 @@ def bench(
 
     Writes report.md, report.html, optimized.yaml and start.sh.
 
-    Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --steps 20
+    Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --vary training.threads=1,2
     """
+    from sansgpu.config import ConfigError
     from sansgpu.jobs.bench import BenchRequest
     from sansgpu.jobs.bench import bench as job
+    from sansgpu.planning.forecast import start_time, target_steps
     from sansgpu.reporting.bench_table import print_bench, print_forward
 
+    if forward_only and (vary or targets or start):
+        raise ConfigError("--vary, --targets and --start need training steps; leave out --forward-only.")
     folder = output_dir or Path("bench") / (config.stem if config else "default")
     request = BenchRequest(
-        config, tuple(override or ()), folder, steps, from_step, what_if, forward_only,
-        gpu_tflops * 1e12 if gpu_tflops else None,
+        config, tuple(override or ()), folder, steps, from_step,
+        targets=target_steps(targets) if targets else (),
+        start=start_time(start) if start else None,
+        what_if=what_if,
+        vary=tuple(vary or ()),
+        forward_only=forward_only,
+        gpu_flops_per_second=gpu_tflops * 1e12 if gpu_tflops else None,
     )  # fmt: skip
     with preparation_bar() as bar:
-        result: Any = job(request, bar, warn, bar.show_message)
+        result: Any = job(request, bar, warn)
     print_result(result, as_json, print_forward if forward_only else print_bench)

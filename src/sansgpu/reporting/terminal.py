@@ -15,7 +15,7 @@ from rich.text import Text
 from sansgpu.config import TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
 from sansgpu.reporting.escape import printable
-from sansgpu.reporting.events import Event, current_metrics, metrics_in
+from sansgpu.reporting.events import Event, current_metrics, metric_texts
 from sansgpu.reporting.jsonl import redirect_to_null
 from sansgpu.reporting.tables import count, counted
 
@@ -102,12 +102,7 @@ class Terminal:
         )
 
     def _eval(self, event: Event) -> None:
-        found = [metric for metric in metrics_in(event, self._settings) if metric.text]
-        parts = []
-        for metric in found:
-            if not metric.within:
-                details = ", ".join(inner.words(event) for inner in found if inner.within == metric.name)
-                parts.append(metric.words(event) + (f" ({details})" if details else ""))
+        parts = metric_texts(event, self._settings)
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
