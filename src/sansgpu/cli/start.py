@@ -27,10 +27,12 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Example: sansgpu doctor
     """
-    from sansgpu.jobs.doctor import doctor as job
-    from sansgpu.reporting.tables import print_doctor
+    with preparation_bar() as bar:
+        from sansgpu.jobs.doctor import doctor as job
+        from sansgpu.reporting.tables import print_doctor
 
-    print_result(asdict(job()), as_json, print_doctor)
+        report = job(bar)
+    print_result(asdict(report), as_json, print_doctor)
 
 
 def plan(

@@ -59,7 +59,7 @@ def prepare(
     """
     config = _with_finish(config)
     _require_share(config, group.size)
-    how, available = set_up(config, before, warn, group)
+    how, available = set_up(config, before, warn, progress, group)
     config, corpus = _corpus(config, progress, warn, data, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
     config, steps, long = _with_length(config, how, corpus)
@@ -136,6 +136,7 @@ def _corpus(
     found = (config, None) if data == "unread" else _read(config, progress, warn, data)
     if leads:
         group.all_gather_object(None)
+    progress("planning the run", 0, 0)
     return found
 
 
