@@ -61,12 +61,6 @@ def plan(
     Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
     """
     from sansgpu.config import ConfigError
-    from sansgpu.jobs.plan import plan as job
-    from sansgpu.planning.cluster import cluster_of
-    from sansgpu.planning.presets import compare_presets
-    from sansgpu.planning.propose import propose
-    from sansgpu.reporting.plan_table import print_plan
-    from sansgpu.reporting.presets_table import print_presets
 
     if presets and (config or hours is not None):
         raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
@@ -78,21 +72,32 @@ def plan(
         raise ConfigError("--nodes plans a single configuration; leave out --presets and --hours.")
     if nodes is None and (network is not None or latency is not None or price is not None):
         raise ConfigError("--network, --latency and --price require --nodes.")
-    cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
     if presets:
-        with preparation_bar() as bar:
-            bar.show_message("estimating the presets; timing matrix products")
-            rows = compare_presets(override or [])
-        print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
+        _show_presets(override or [], as_json)
         return
     result: Any
     with preparation_bar() as bar:
+        from sansgpu.jobs.plan import plan as job
+        from sansgpu.planning.cluster import cluster_of
+        from sansgpu.planning.propose import propose
+        from sansgpu.reporting.plan_table import print_plan
+
+        cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
         if hours is not None:
-            file = output or Path("proposed.yaml")
-            result = propose(hours, data or "python-stdlib", override or [], file, bar, warn, bar.show_message)
+            result = propose(hours, data or "python-stdlib", override or [], output or Path("proposed.yaml"), bar, warn)
         else:
             result = job(config, override or [], bar, warn, cluster)
     print_result(result, as_json, print_plan)
+
+
+def _show_presets(overrides: list[str], as_json: bool) -> None:
+    with preparation_bar() as bar:
+        from sansgpu.planning.presets import compare_presets
+        from sansgpu.reporting.presets_table import print_presets
+
+        bar.show_message("estimating the presets; timing matrix products")
+        rows = compare_presets(overrides)
+    print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
 
 
 def bench(
@@ -131,23 +136,24 @@ def bench(
     Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --vary training.threads=1,2
     """
     from sansgpu.config import ConfigError
-    from sansgpu.jobs.bench import BenchRequest
-    from sansgpu.jobs.bench import bench as job
-    from sansgpu.planning.forecast import start_time, target_steps
-    from sansgpu.reporting.bench_table import print_bench, print_forward
 
     if forward_only and (vary or targets or start):
         raise ConfigError("--vary, --targets and --start need training steps; leave out --forward-only.")
     folder = output_dir or Path("bench") / (config.stem if config else "default")
-    request = BenchRequest(
-        config, tuple(override or ()), folder, steps, from_step,
-        targets=target_steps(targets) if targets else (),
-        start=start_time(start) if start else None,
-        what_if=what_if,
-        vary=tuple(vary or ()),
-        forward_only=forward_only,
-        gpu_flops_per_second=gpu_tflops * 1e12 if gpu_tflops else None,
-    )  # fmt: skip
     with preparation_bar() as bar:
+        from sansgpu.jobs.bench import BenchRequest
+        from sansgpu.jobs.bench import bench as job
+        from sansgpu.planning.forecast import start_time, target_steps
+        from sansgpu.reporting.bench_table import print_bench, print_forward
+
+        request = BenchRequest(
+            config, tuple(override or ()), folder, steps, from_step,
+            targets=target_steps(targets) if targets else (),
+            start=start_time(start) if start else None,
+            what_if=what_if,
+            vary=tuple(vary or ()),
+            forward_only=forward_only,
+            gpu_flops_per_second=gpu_tflops * 1e12 if gpu_tflops else None,
+        )  # fmt: skip
         result: Any = job(request, bar, warn)
     print_result(result, as_json, print_forward if forward_only else print_bench)

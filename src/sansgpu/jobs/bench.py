@@ -97,7 +97,7 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
         baseline = measure_in_subprocess(
             MeasureRequest(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens)
         )
-    result = _summary(prepared, measured, baseline, request)
+    result = _summary(prepared, measured, baseline, request, progress)
     if prepared.corpus is None:
         result["warnings"].append(
             "the data could not be read, so the projections leave out reading it, evaluations and the export"
@@ -106,6 +106,7 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
     result["what_if"] = time_variations(chosen, prepared, baseline, changes, progress) if changes else []
     result["gpu"] = _gpu(chosen, prepared, result, request, progress)
     optimized, result["optimized"] = _optimized(chosen, result["what_if"])
+    progress("writing the report", 0, 0)
     _write_files(result, optimized, request)
     return result
 
@@ -134,7 +135,9 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
     return change_config(config, settings)
 
 
-def _summary(prepared: Prepared, measured: Measured, baseline: Measured, request: BenchRequest) -> BenchResult:
+def _summary(
+    prepared: Prepared, measured: Measured, baseline: Measured, request: BenchRequest, progress: ReportProgress
+) -> BenchResult:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
     needed = prepared.costs.work(tokens).needed
@@ -142,7 +145,7 @@ def _summary(prepared: Prepared, measured: Measured, baseline: Measured, request
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
     config = prepared.config
-    training, limits = config.training, step_limits(prepared, roofline_of(prepared))
+    training, limits = config.training, step_limits(prepared, roofline_of(prepared, progress))
     keep = (
         "own_cores", "other_cores", "stolen_cores", "frequency_hz", "temperature_celsius", "throttled", "losses",
         "evaluation_seconds", "save_seconds", "write_seconds", "export_seconds", "import_seconds", "warnings",

@@ -27,7 +27,7 @@ def plan(
     prepared = prepare(config, None, progress, warn, "report", data="wanted", timed="always")
     if cluster and prepared.total_steps == UNKNOWN_STEPS and not config.training.time_limited:
         raise ConfigError("--nodes compares whole runs, but the length of an epoch is unknown; set training.max_steps.")
-    result = plan_prepared(prepared)
+    result = plan_prepared(prepared, progress)
     if cluster:
-        result["cluster"] = plan_nodes(prepared, cluster)
+        result["cluster"] = plan_nodes(prepared, cluster, progress)
     return result
