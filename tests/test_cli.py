@@ -11,7 +11,7 @@ import typer
 
 from sansgpu.cli import run as cli
 from sansgpu.cli.running import app
-from tests.processes import environment, finish, settings, use_cache, write_corpus
+from tests.processes import environment, finish, messages, settings, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,7 @@ def train(*more: str, corpus: str = "corpus.jsonl", **changes: object) -> int:
 def sentence(capsys: pytest.CaptureFixture[str]) -> str:
     """Returns the error line that follows the progress lines."""
     captured = capsys.readouterr()
-    doing = ("tokenizing", "training the tokenizer", "reading characters", "warning: ")
-    lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]
+    lines = messages(captured.err)
     assert len(lines) == 1, captured.err
     assert lines[0].startswith("sansgpu: ")
     assert "Traceback" not in captured.err + captured.out
@@ -156,7 +155,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
     code, out, error = finish(["train", "missing.yaml"], tmp_path / "cache")
     assert (code, out) == (2, "")
-    assert error == "sansgpu: missing.yaml does not exist.\n"
+    assert messages(error) == ["sansgpu: missing.yaml does not exist."]
     assert finish(["--version"], tmp_path / "cache")[0] == 0
 
 

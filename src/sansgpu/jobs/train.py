@@ -174,6 +174,7 @@ def _train_in(
     prepared = prepare(config, target.before, progress, warn, shortage, group=group)
     if group.is_main:
         _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
+    progress("building the model", 0, 0)
     task = task_of(config)(prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
         warn(note)
@@ -181,7 +182,7 @@ def _train_in(
         warn("no text samples are generated, because with training.sharding full no process holds the whole model.")
     if request.dry_run:
         return DryRun(prepared, paths)
-    return _run(prepared, paths, task, target.snapshot, request, sinks, early)
+    return _run(prepared, paths, task, target.snapshot, request, sinks, early, progress)
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
@@ -209,6 +210,7 @@ def _run(
     request: TrainRequest,
     sinks: list[Sink],
     early: EventBuffer,
+    progress: ReportProgress,
 ) -> TrainingResult:
     config, environment, plan = prepared.config, prepared.environment, prepared.step_plan
     if environment.compile == "on":
@@ -218,7 +220,7 @@ def _run(
     observed = Sinks(sinks)
     total_steps, eval_ratio = prepared.total_steps, prepared.eval_token_ratio
     run = RunSetup(config, paths, plan, environment, total_steps, gemm, eval_ratio, request.started)
-    trainer = Trainer(task, run, observed, request.controls, request.monitor.mean)
+    trainer = Trainer(task, run, observed, request.controls, request.monitor.mean, progress)
     if snapshot:
         trainer.resume(snapshot, request.strict)  # before any file of the old run is overwritten
     if not prepared.group.is_main:
@@ -239,6 +241,7 @@ def _run(
         for event in early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()
+        progress("writing the report", 0, 0)
         write_run_report(paths, partial(observed.warn, cause="report"))
         return end
     finally:

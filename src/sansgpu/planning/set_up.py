@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
+from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
@@ -28,7 +29,11 @@ Warn = Callable[[str], None]
 
 
 def set_up(
-    config: Config, before: Environment | None, warn: Warn, group: Group = SINGLE_PROCESS
+    config: Config,
+    before: Environment | None,
+    warn: Warn,
+    progress: ReportProgress,
+    group: Group = SINGLE_PROCESS,
 ) -> tuple[Execution, int]:
     """Configures threads and memory allocation of this process and loads the kernels.
 
@@ -52,7 +57,9 @@ def set_up(
     keep_compiled(compiled, warn)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
-    kernels = load_kernels("torch" if plain else training.kernels, compiled, device, warn)
+    kernels = load_kernels(
+        "torch" if plain else training.kernels, compiled, device, warn, lambda doing: progress(doing, 0, 0)
+    )
     if kernels == "native":
         native.install_caching_allocator(varying=config.settings.varying_length)
     precision = before.precision if before and training.wanted_precision == "auto" else None

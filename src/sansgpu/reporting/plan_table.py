@@ -126,15 +126,6 @@ class ProposedPlan(RunPlan):
     file: str
 
 
-class PresetPlan(RunPlan):
-    """A preset's plan for `sansgpu plan --presets`."""
-
-    preset: str
-    least_memory_bytes: int
-    optimal_tokens: int
-    optimal_seconds: float | None
-
-
 def figure(number: float) -> str:
     """Formats a number with three significant digits, or without decimals from 100 on."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
@@ -286,32 +277,3 @@ def _about_nodes(cluster: ClusterPlan, rows: list[dict[str, Any]]) -> Iterator[s
             f"tokens, one example per node for {cluster['critical_batch_nodes']:,} nodes: a rule of thumb (Kaplan et "
             f"al. 2020) at a loss of {cluster['critical_batch_loss']:.2f} nats per token"
         )
-
-
-def print_presets(console: Console, rows: list[PresetPlan]) -> None:
-    table = Table()
-    for name in (
-        "preset",
-        "parameters",
-        "memory",
-        "at least",
-        "step",
-        "tokens/s",
-        "1,000 steps",
-        "20 tokens per parameter",
-    ):
-        table.add_column(name, justify="left" if name == "preset" else "right")
-    for row in rows:
-        speed, step, optimal = row["tokens_per_second"], row["step_seconds"], row["optimal_seconds"]
-        table.add_row(
-            row["preset"],
-            count(row["parameters"]),
-            storage(row["memory_bytes"]["total"]) + ("" if row["fits"] else " (too much)"),
-            storage(row["least_memory_bytes"]),
-            f"{row['batch_size']} x {row['gradient_accumulation_steps']} x {row['window']}",
-            f"{speed:,.0f}" if speed else "?",
-            duration(1000 * step) if step else "?",
-            f"{count(row['optimal_tokens'])}: {duration(optimal)}" if optimal else "?",
-        )
-    console.print(table)
-    console.print("at least: with micro-batch 1 and gradient checkpointing", style="dim")

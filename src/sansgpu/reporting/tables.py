@@ -20,8 +20,14 @@ def count(number: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Formats a number of things, e.g. 1 thread or 2 threads."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Formats a number of things, e.g. 1 thread, 2 threads or 3 batches."""
+    return f"{number:,} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
 
 
 def storage(size: float) -> str:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.text import Text
 
 from sansgpu.config import TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
 from sansgpu.reporting.escape import printable
-from sansgpu.reporting.events import Event, current_metrics, metrics_in
+from sansgpu.reporting.events import Event, current_metrics, metric_texts
 from sansgpu.reporting.jsonl import redirect_to_null
 from sansgpu.reporting.tables import count, counted
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
+SHOWN_AFTER_SECONDS = 2.0  # a stage of unknown size is shown if it lasts longer
+# Lines about a stage that lasts follow each other after this time, and after this share of the time it has lasted.
+REPEATED_AFTER_SECONDS, REPEATED_AFTER_RATIO = 10.0, 0.2
 DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
 FIGURES = TextColumn("{task.fields[figures]}", markup=False)
 
@@ -102,12 +107,7 @@ class Terminal:
         )
 
     def _eval(self, event: Event) -> None:
-        found = [metric for metric in metrics_in(event, self._settings) if metric.text]
-        parts = []
-        for metric in found:
-            if not metric.within:
-                details = ", ".join(inner.words(event) for inner in found if inner.within == metric.name)
-                parts.append(metric.words(event) + (f" ({details})" if details else ""))
+        parts = metric_texts(event, self._settings)
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
@@ -142,58 +142,142 @@ class Warnings:
 
 
 class PreparationBar:
-    """Shows the progress of reading and tokenizing: a bar in a terminal, otherwise one line per stage."""
+    """Shows what a command does while it prints nothing else.
+
+    A stage with a known size gets a bar in a terminal, otherwise lines. All other stages are shown only if they last:
+    with a spinner in a terminal, otherwise with lines at growing intervals.
+    """
 
     def __init__(self, console: Console, silent: bool = False) -> None:
         self._console, self._silent = console, silent
-        self._stage, self._shown, self._started = "", 0.0, 0.0
+        self.ends_at_start = False  # True if another display takes over at the start event of a run
+        self._lock, self._closed = threading.RLock(), threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._stage: _Activity | None = None
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._updated = 0.0
 
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        """Implements `data.shards.Progress`: reports `done` of `total` bytes of a stage."""
+    def __call__(self, doing: str, done: int, total: int, unit: str = "byte", /) -> None:
+        """Implements `data.shards.ReportProgress`."""
         if self._silent:
             return
-        if doing != self._stage:
-            self._finish()
-            self._stage, self._started = doing, time.monotonic()
-            if self._console.is_terminal:
-                columns = DESCRIPTION, BarColumn(), FIGURES
-                self._bar = Progress(*columns, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
-                self._task = self._bar.add_task(doing, total=total, figures="")
-                self._bar.start()
-            else:
-                # Otherwise the total is unknown, or a count instead of a size.
-                size = f" ({total / 1e6:.1f} MB)" if total > max(done, MIN_SHOWN_BYTES) else ""
-                self._console.print(doing + size, highlight=False)
-        elif time.monotonic() - self._shown < 1 / REDRAWS_PER_SECOND:
-            return
-        self._shown = time.monotonic()
-        if self._bar is not None and self._task is not None:
-            rate = done / max(self._shown - self._started, 1e-3)
-            figures = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:.1f} MB/s"
-            self._bar.update(self._task, completed=done, total=total, figures=figures)
+        with self._lock:
+            is_new = self._stage is None or self._stage.doing != doing
+            if is_new:
+                self._finish()
+                self._stage = _Activity(doing)
+                self._watch()
+            elif time.monotonic() - self._updated < 1 / REDRAWS_PER_SECOND:
+                return
+            self._updated = time.monotonic()
+            assert self._stage is not None
+            self._stage.done, self._stage.total, self._stage.unit = done, total, unit
+            if is_new and total and unit == "byte":
+                self._show(self._stage)
+            elif self._bar is not None:
+                self._bar.update(
+                    self._bar.task_ids[0], completed=done, total=total or None, figures=self._stage.figures
+                )
 
     def show_message(self, doing: str) -> None:
         """Prints a line about the current activity."""
-        self._finish()
-        self._console.print(doing, highlight=False, style="dim")
+        with self._lock:
+            self._finish()
+            self._console.print(doing, highlight=False, style="dim")
 
     def emit(self, event: Event) -> None:
-        """Ends the bar at the first event, which follows the preparation."""
-        self._finish()
+        """Ends the stage, because an event is printed."""
+        with self._lock:
+            self._finish()
+            self._silent = self._silent or (event["event"] == "start" and self.ends_at_start)
+
+    def close(self) -> None:
+        """Ends the display. A bar stays at its current position."""
+        self._closed.set()
+        with self._lock:
+            self._stop()
+
+    def _watch(self) -> None:
+        """Starts the thread that shows stages that last."""
+        if self._watcher is None or self._closed.is_set():
+            self._closed = threading.Event()
+            self._watcher = threading.Thread(target=self._show_lasting, args=[self._closed], daemon=True)
+            self._watcher.start()
+
+    def _show_lasting(self, closed: threading.Event) -> None:
+        while not closed.wait(1 / REDRAWS_PER_SECOND):
+            with self._lock:
+                if self._stage is not None and not closed.is_set() and self._stage.is_due():
+                    self._show(self._stage)
+
+    def _show(self, stage: _Activity) -> None:
+        """Starts the bar or the spinner, or prints a line."""
+        if not self._console.is_terminal:
+            self._console.print(stage.line(), highlight=False, soft_wrap=True)
+        elif self._bar is None:
+            has_size = bool(stage.total) and stage.unit == "byte"
+            columns = (BarColumn(),) if has_size else (SpinnerColumn(), TimeElapsedColumn())
+            self._bar = Progress(
+                DESCRIPTION, *columns, FIGURES, console=self._console, refresh_per_second=REDRAWS_PER_SECOND,
+                transient=not has_size,
+            )  # fmt: skip
+            self._bar.add_task(stage.doing, total=stage.total or None, completed=stage.done, figures=stage.figures)
+            self._bar.start()
+        stage.shown_at = time.monotonic()
 
     def _finish(self) -> None:
         """Marks the current stage as complete."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, total=1, completed=1)
-        self.close()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], total=1, completed=1)
+        self._stop()
 
-    def close(self) -> None:
-        """Stops the bar at its current position."""
+    def _stop(self) -> None:
+        self._stage = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+@dataclass
+class _Activity:
+    """An activity that a PreparationBar shows."""
+
+    doing: str
+    done: int = 0
+    total: int = 0  # 0: unknown
+    unit: str = "byte"
+    started: float = field(default_factory=time.monotonic)
+    shown_at: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def figures(self) -> str:
+        """How much is done, and of bytes how fast."""
+        if self.unit != "byte":
+            return f"{self.done:,} of {counted(self.total, self.unit)}" if self.total else counted(self.done, self.unit)
+        if not self.total:
+            return ""
+        speed = self.done / max(self.seconds, 1e-3)
+        return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, {speed / 1e6:.1f} MB/s"
+
+    def is_due(self) -> bool:
+        """Returns whether the stage has lasted so long that it should be shown, or shown again."""
+        if self.shown_at is None:
+            return self.seconds >= SHOWN_AFTER_SECONDS
+        shown = self.shown_at - self.started
+        return self.seconds >= shown + max(REPEATED_AFTER_SECONDS, shown * REPEATED_AFTER_RATIO)
+
+    def line(self) -> str:
+        if self.shown_at is None:
+            if self.unit != "byte" or not self.total:
+                return f"{self.doing} ..."
+            # Otherwise the size is unknown.
+            size = f" ({self.total / 1e6:.1f} MB)" if self.total > max(self.done, MIN_SHOWN_BYTES) else ""
+            return self.doing + size
+        return f"{self.doing} ... " + ", ".join(part for part in (self.figures, duration(self.seconds)) if part)
 
 
 def _length(event: Event) -> str:

@@ -143,7 +143,7 @@ class LinkPrediction:
             scores = self._candidates.scores(self._predictor, questions[start:stop])
             part = numbers[start:stop]
             ranks[part] = self._ranked(scores, [queries[number].triple for number in part])
-            progress("ranking entities", stop, len(questions))
+            progress("ranking entities", stop, len(questions), "query")
         return ranks
 
     def _ranked(self, scores: torch.Tensor, triples: list[Triple]) -> np.ndarray:

@@ -137,7 +137,7 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
 def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Length:
     """Returns a trial's length, with its duration from a timing. Raises ConfigError if it does not fit into memory."""
     prepared = prepare(config, None, progress, warn, timed="always")
-    plan = plan_prepared(prepared)
+    plan = plan_prepared(prepared, progress)
     steps, planned_tokens = plan["total_steps"], plan["total_tokens"]
     if steps is None or planned_tokens is None:
         raise ConfigError(
