@@ -232,6 +232,10 @@ class Config(Section):
     def device(self) -> Device:
         return self.training.device
 
+    def get_effective_device(self) -> Any:
+        """Returns the torch.device to train on. Raises ConfigError if a GPU is requested but not available."""
+        return self.training.get_effective_device()
+
     @property
     def window(self) -> int:
         """Tokens of one training example, including the leaves of a graph."""

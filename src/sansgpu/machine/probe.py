@@ -58,15 +58,6 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sansgpu"
 
 
-def resolve_device(training: TrainingConfig) -> torch.device:
-    """Returns the device to train on. Raises ConfigError if a GPU is requested but not available."""
-    device: torch.device = training.get_effective_device()
-    if training.device == "cuda" and not training.force_cpu and device.type != "cuda":
-        reason = "this is a CPU build of torch" if torch.version.cuda is None else "torch finds no GPU"
-        raise ConfigError(f"device is cuda, but {reason}; set device to cpu or auto.")
-    return device
-
-
 def allowed_cpus() -> int:
     """Returns the number of logical processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -71,7 +71,7 @@ def test_the_name_of_a_run_derives_from_its_configuration(stem: str, name: str) 
         ({"openmp": "tbb"}, "--openmp"),
         ({"config": Path("missing.yaml")}, "missing.yaml does not exist"),
         ({"set": "device=cuda"}, "set device to cpu"),
-        ({"set": "training.distributed_backend=nccl"}, "set it to gloo"),
+        ({"set": "training.distributed_backend=mpi"}, "set it to gloo"),
         ({"set": "training.treads=4"}, "did you mean training.threads"),
         ({"set": "data.dataset_name=/home/me/notes"}, "or /data/notes"),
         ({"set": "data.dataset_name=~/notes"}, "or /data/notes"),

@@ -128,7 +128,7 @@ def _require_pods_can_run(config: Config) -> None:
     training = config.training
     if training.device == "cuda" and not training.force_cpu:
         raise ConfigError("device is cuda, which the image's build of torch does not support; set device to cpu.")
-    if (backend := training.distributed_backend) != "gloo":
+    if (backend := training.distributed_backend) not in ("gloo", "nccl"):  # pods use gloo instead of nccl
         raise ConfigError(
             f"training.distributed_backend is {backend}, which the image's build of torch does not support; set it to "
             "gloo."
