@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sansgpu.config import SansGPUError
+from sansgpu.machine.allocation_failure import out_of_memory
 from sansgpu.machine.peers import (
     LINGER_SECONDS,
     POLL_SECONDS,
@@ -24,6 +25,7 @@ from sansgpu.machine.peers import (
     this_process,
 )
 
+SMALLER_RUN = "lower training.batch_size or set model.gradient_checkpointing"
 Answer = TypeVar("Answer")
 
 
@@ -215,7 +217,7 @@ def reporting_failure(group: Group) -> Iterator[None]:
     try:
         yield
     except BaseException as raised:
-        error = group.diagnose(raised)
+        error = out_of_memory(raised, SMALLER_RUN) or group.diagnose(raised)
         if not isinstance(error, SansGPUError):
             group.report_failure(error)
             raise
