@@ -124,6 +124,11 @@ def resolve_threads(training: TrainingConfig) -> int:
     return (threads_from_environment() or available_cores()) if training.threads == "auto" else training.threads
 
 
+def threads_of_share(cpus: float, processes: int) -> int:
+    """Returns the compute threads of each of the processes that share a container's CPUs."""
+    return max(1, int(cpus / processes))
+
+
 def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
     """Pins this process to its share of the machine's cores and returns its number of compute threads.
 
@@ -137,7 +142,7 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
     quota, local_size = cgroup.cpu_quota(), len(group.local_ranks)
     threads = resolve_threads(training)
     if training.threads == "auto" and quota and threads_from_environment() is None:
-        threads = max(1, min(threads, int(quota / local_size)))
+        threads = min(threads, threads_of_share(quota, local_size))
     cpus = len({cpu for rank in group.local_ranks for cpu in group.peers[rank].cpus})
     setting = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
     if threads > (limit := max(MAX_THREADS, MAX_THREADS_PER_CPU * cpus)):  # OpenMP aborts if it cannot start them
