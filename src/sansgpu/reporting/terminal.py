@@ -31,7 +31,10 @@ class RunConsole(Console):
     If its reader exits, as `head` does, the run continues; rich's console would end the process.
     """
 
-    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+    def __init__(self, *, stderr: bool = False, forwarded: bool = False, **options: Any) -> None:
+        """`forwarded`: a launcher forwards the output, so it gets neither colors nor moving bars."""
+        if forwarded:
+            options["force_terminal"] = False
         super().__init__(stderr=stderr, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
