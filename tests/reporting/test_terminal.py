@@ -1,5 +1,7 @@
 """The terminal shows the metrics that a task declares, and those that it does not."""
 
+import io
+
 import pytest
 
 from sansgpu.config.by_task import settings_of
@@ -31,3 +33,16 @@ def test_an_evaluation_is_one_line(
 
 def test_small_sizes_have_small_units() -> None:
     assert [storage(size) for size in (2_500, 1.5e6, 1e8, 3e9)] == ["2.5 kB", "1.5 MB", "0.10 GB", "3.00 GB"]
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "shown"),
+    [(False, ["sample: def f():\\n    return\\n"]), (True, ["sample: def f():", "    return", ""])],
+)
+def test_a_sample_is_one_line_of_a_log_and_as_generated_on_a_terminal(on_terminal: bool, shown: list[str]) -> None:
+    file = io.StringIO()
+    console = RunConsole(file=file, force_terminal=on_terminal, color_system=None)
+    Terminal(console).emit(
+        {"event": "eval", "step": 8, "loss": 1.5, "seconds": 0.1, "sample": "def f():\n    return\n"}
+    )
+    assert file.getvalue().splitlines()[1:] == shown

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sansgpu.config import TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
-from sansgpu.reporting.escape import printable
+from sansgpu.reporting.escape import printable, printable_line
 from sansgpu.reporting.events import Event, current_metrics, metrics_in
 from sansgpu.reporting.jsonl import redirect_to_null
 from sansgpu.reporting.tables import count, counted
@@ -113,8 +113,10 @@ class Terminal:
                 parts.append(metric.words(event) + (f" ({details})" if details else ""))
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
-        if event.get("sample"):
-            self._print(f"sample: {event['sample']}", style="dim")
+        if sample := event.get("sample"):
+            # In a log every line is one event, so that tools that work on lines can read it.
+            text = sample if self._console.is_terminal else printable_line(sample.replace("\n", "\\n"))
+            self._print(f"sample: {text}", style="dim")
 
     def _end(self, event: Event) -> None:
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done at its time limit"}
