@@ -11,7 +11,8 @@ import typer
 
 from sansgpu.cli import run as cli
 from sansgpu.cli.running import app
-from tests.processes import environment, finish, messages, settings, use_cache, write_corpus
+from sansgpu.config import ConfigError, TrainingConfig
+from tests.processes import environment, finish, messages, record, settings, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
         ({"corpus": "short.txt"}, "less than one window"),
         ({"model__vocab_size": 50}, "smaller than the tokenizer's"),
         ({"data__tokenizer": "none.json"}, "none.json does not exist"),
-        ({"training__distributed_backend": "nccl"}, "set it to gloo"),
+        ({"training__distributed_backend": "ccl"}, "set it to gloo"),
         ({"training__report_to": "wandb"}, "pip install 'sansgpu[wandb]'"),
         ({"training__batch_size": 10_000_000}, "memory"),
         ({"training__keep_last": 10**12}, "free"),
@@ -101,7 +102,21 @@ def test_a_message_with_a_very_long_name_keeps_its_beginning_and_end(capsys: pyt
 def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert train("--target-device", "gpu") == 2
-    assert "device is cuda, but" in sentence(capsys)
+    said = sentence(capsys)
+    assert "device is cuda, but" in said
+    assert said.endswith("; set device to auto.")
+    with pytest.raises(ConfigError) as error:
+        TrainingConfig(device="cuda").get_effective_device()
+    assert said == f"sansgpu: {error.value}"
+
+
+def test_settings_for_several_gpus_are_explained_on_one_cpu() -> None:
+    assert train("--max-steps", "1", training__distributed_backend="nccl", training__sharding="full") == 0
+    said = [event["message"] for event in record(Path("out")) if event["event"] == "warning"]
+    assert [message for message in said if "nccl" in message or "sharding" in message] == [
+        "training.distributed_backend nccl works on GPUs only, so this run on the CPU uses gloo.",
+        "training.sharding full has no effect in a single process; start several, e.g. with --processes 2.",
+    ]
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
+from sansgpu.machine.launcher_output import is_forwarded
 from sansgpu.machine.world import find_world
 from sansgpu.models.generate import Sampling
 from sansgpu.reporting.callbacks import Callback, CallbackSink
@@ -104,7 +106,7 @@ def fit(
         strict=strict,
         world=find_world(),
     )
-    console, rank = RunConsole(), request.world.rank
+    console, rank = RunConsole(forwarded=is_forwarded(sys.stdout)), request.world.rank
     bar = PreparationBar(RunConsole(stderr=True), silent=quiet or console.is_jupyter or rank > 0)
     sinks: list[Sink] = [Warnings(RunConsole(stderr=True), rank)]
     if not rank:

@@ -89,3 +89,16 @@ def test_where_another_display_takes_over_nothing_is_shown_after_the_start(monke
 )
 def test_a_number_of_things_is_singular_or_plural(number: int, noun: str, text: str) -> None:
     assert counted(number, noun) == text
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "shown"),
+    [(False, ["sample: def f():\\n    return\\n"]), (True, ["sample: def f():", "    return", ""])],
+)
+def test_a_sample_is_one_line_of_a_log_and_as_generated_on_a_terminal(on_terminal: bool, shown: list[str]) -> None:
+    file = io.StringIO()
+    console = RunConsole(file=file, force_terminal=on_terminal, color_system=None)
+    Terminal(console).emit(
+        {"event": "eval", "step": 8, "loss": 1.5, "seconds": 0.1, "sample": "def f():\n    return\n"}
+    )
+    assert file.getvalue().splitlines()[1:] == shown

@@ -59,7 +59,9 @@ def run(arguments: list[str]) -> int:
 def _explain(error: BaseException) -> tuple[str, int]:
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
     from sansgpu.config.plain_data import truncate
+    from sansgpu.machine.allocation_failure import out_of_memory
 
+    error = out_of_memory(error, "or use a smaller model") or error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
         return f"the name {truncate(name)} has {len(name):,} characters, which is too long for the file system.", 2

@@ -129,18 +129,20 @@ def _launch(number: int) -> int:
 def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationBar) -> int:
     """Trains with the requested display and returns the exit code."""
     from sansgpu.jobs.train import train as job
+    from sansgpu.machine.launcher_output import is_forwarded
     from sansgpu.reporting.events import Sink
     from sansgpu.reporting.jsonl import JsonLines
     from sansgpu.reporting.terminal import RunConsole, Terminal, Warnings
     from sansgpu.train.loop import TrainingResult
 
-    console, errors, rank = RunConsole(), RunConsole(stderr=True), request.world.rank
+    forwarded = is_forwarded(sys.stdout)
+    console, errors, rank = RunConsole(forwarded=forwarded), RunConsole(stderr=True), request.world.rank
     sink: Sink = Terminal(errors if request.dry_run else console)
     if rank:
         sink = Warnings(errors, rank)
     elif headless:
         sink = JsonLines(sys.stdout)
-    elif sys.stdout.isatty() and not (plain or request.dry_run or console.is_dumb_terminal):
+    elif sys.stdout.isatty() and not (plain or request.dry_run or forwarded or console.is_dumb_terminal):
         from sansgpu.reporting.live import LiveView
 
         sink = LiveView(console, request.controls, request.monitor.latest)

@@ -111,6 +111,10 @@ class DataConfig(Section):
         0.0, description="predict no answer if its score exceeds the best answer's by more than this"
     )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
+    # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
+    timeout_seconds: float = Field(
+        240.0, gt=0, description="longest wait of a step for the threads that prepare batches; the run then ends"
+    )
     cache_dir: str | None = Field(None, description="cache folder for tokenized data. Default: ~/.cache/sansgpu")
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
@@ -231,6 +235,10 @@ class Config(Section):
     @property
     def device(self) -> Device:
         return self.training.device
+
+    def get_effective_device(self) -> Any:
+        """Returns the torch.device to train on. Raises ConfigError if a GPU is requested but not available."""
+        return self.training.get_effective_device()
 
     @property
     def window(self) -> int:

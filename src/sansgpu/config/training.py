@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from sansgpu.config.errors import ConfigError
 from sansgpu.config.plain_data import truncate
 from sansgpu.config.section import Section
 
@@ -158,7 +159,7 @@ class TrainingConfig(Section):
     )
     dataloader_pin_memory: bool = Field(False, description="use page-locked memory for faster copies to a GPU")
     distributed_backend: Literal["gloo", "nccl", "mpi", "ccl"] = Field(
-        "gloo", description="torch.distributed backend; must be supported by the installed torch"
+        "gloo", description="torch.distributed backend, which the installed torch must support; nccl: gloo on a CPU"
     )
     network_interface: str | None = Field(
         None,
@@ -220,10 +221,16 @@ class TrainingConfig(Section):
         return self.dataloader_num_workers * (self.dataloader_prefetch_factor or 2)
 
     def get_effective_device(self) -> Any:
-        """Returns the torch.device that this machine will train on."""
+        """Returns the torch.device to train on. Raises ConfigError if a GPU is requested but not available."""
         torch = import_module("torch")  # takes seconds, and only this method needs it
-        wants_gpu = not self.force_cpu and self.device != "cpu"
-        return torch.device("cuda" if wants_gpu and torch.cuda.is_available() else "cpu")
+        if self.force_cpu or self.device == "cpu":
+            return torch.device("cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if self.device == "cuda":
+            reason = "this is a CPU build of torch" if torch.version.cuda is None else "torch finds no GPU"
+            raise ConfigError(f"device is cuda, but {reason}; set device to auto.")
+        return torch.device("cpu")
 
 
 def unused_settings(values: dict[str, Any]) -> list[str]:

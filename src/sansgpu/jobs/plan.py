@@ -23,7 +23,7 @@ def plan(
     for note in notes:
         warn(note)
     if cluster:
-        require_examples(cluster, config)
+        require_examples(cluster.nodes, config)
     prepared = prepare(config, None, progress, warn, "report", data="wanted", timed="always")
     if cluster and prepared.total_steps == UNKNOWN_STEPS and not config.training.time_limited:
         raise ConfigError("--nodes compares whole runs, but the length of an epoch is unknown; set training.max_steps.")

@@ -25,7 +25,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.group import Group, reporting_failure
-from sansgpu.machine.joining import join, require_backend
+from sansgpu.machine.joining import join, resolve_backend
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
@@ -91,12 +91,12 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     """
     config, notes = _configuration(request)
     training, world = config.training, request.world
-    require_backend(training.distributed_backend)
-    group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
+    backend, backend_note = resolve_backend(training)
+    group = join(world, backend, training.timeout_seconds, training.network_interface)
     with reporting_failure(group), ExitStack() as locks:
         buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
         early = Sinks([*own_sinks, buffer])
-        for note in [*notes, *([world.note] if world.note else [])]:
+        for note in filter(None, [*notes, world.note, backend_note]):
             early.warn(note)
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
@@ -178,7 +178,10 @@ def _train_in(
     task = task_of(config)(prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
         warn(note)
-    if group.size > 1 and config.training.sharding == "full" and config.training.sample_tokens:
+    sharding = config.training.sharding
+    if group.size == 1 and sharding != "none":
+        warn(f"training.sharding {sharding} has no effect in a single process; start several, e.g. with --processes 2.")
+    elif sharding == "full" and config.training.sample_tokens:
         warn("no text samples are generated, because with training.sharding full no process holds the whole model.")
     if request.dry_run:
         return DryRun(prepared, paths)

@@ -32,6 +32,7 @@ from sansgpu.planning.nodes import (
 from sansgpu.planning.prepare import ignore_message, prepare
 from sansgpu.planning.prepared import Prepared
 from sansgpu.reporting.plan_table import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
+from sansgpu.reporting.tables import counted
 from sansgpu.tasks.pretrain import TextCorpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
@@ -60,11 +61,12 @@ def cluster_of(nodes: int, network: str, latency: str, price: float | None) -> C
     return Cluster(nodes, bits, _quantity("--latency", latency, SECONDS, "50us or 0.1ms"), price)
 
 
-def require_examples(cluster: Cluster, config: Config) -> None:
-    """Raises ConfigError if a batch has fewer examples than there are nodes."""
-    if (batch := effective_batch(config.training)) < cluster.nodes:
+def require_examples(nodes: int, config: Config, processes: int = 1) -> None:
+    """Raises ConfigError if a batch has fewer examples than there are nodes with this number of processes each."""
+    if (batch := effective_batch(config.training)) < nodes * processes:
+        many, each = (f" with {processes} processes each", "process") if processes > 1 else ("", "node")
         raise ConfigError(
-            f"--nodes is {cluster.nodes}, but a step has {batch} examples, and each node needs one; raise "
+            f"--nodes is {nodes}{many}, but a step has {counted(batch, 'example')}, and each {each} needs one; raise "
             "training.gradient_accumulation_steps or lower --nodes."
         )
 

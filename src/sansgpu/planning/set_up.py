@@ -20,7 +20,6 @@ from sansgpu.machine.probe import (
     limit_tokenizer_threads,
     memory_for_run,
     pin_cores,
-    resolve_device,
     resolve_precision,
 )
 from sansgpu.machine.vector_math import choose_vector_math
@@ -41,7 +40,7 @@ def set_up(
     `before` is the recorded environment, and automatic choices repeat it.
     """
     training = config.training
-    device = resolve_device(training)
+    device: torch.device = training.get_effective_device()
     if device.type == "cuda" and group.size > 1:
         device = _gpu_of_rank(training, group)
     threads = pin_cores(group, training, warn)

@@ -64,10 +64,10 @@ def print_doctor(console: Console, facts: Result) -> None:
     rates += f"bf16 {rate(bf16)}" if bf16 else "bf16 only emulated"
     table.add_row("matrix products", rates)
     limit, swap = facts["memory_limit_bytes"], storage(facts["swap_bytes"]) if facts["swap_bytes"] else "none"
-    container_limit = f", container limit {storage(limit)}" if limit else ""
+    limited = f", limit {storage(limit)}" if limit else ""
     table.add_row(
         "memory",
-        f"{storage(facts['available_bytes'])} available of {storage(facts['memory_bytes'])}{container_limit}, "
+        f"{storage(facts['available_bytes'])} available of {storage(facts['memory_bytes'])}{limited}, "
         f"{facts['memory_bandwidth_bytes_per_second'] / 1e9:.0f} GB/s; swap {swap}; "
         f"huge pages {facts['transparent_huge_pages'] or 'unknown'}",
     )

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from sansgpu.config import TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
-from sansgpu.reporting.escape import printable
+from sansgpu.reporting.escape import printable, printable_line
 from sansgpu.reporting.events import Event, current_metrics, metric_texts
 from sansgpu.reporting.jsonl import redirect_to_null
 from sansgpu.reporting.tables import count, counted
@@ -36,7 +36,10 @@ class RunConsole(Console):
     If its reader exits, as `head` does, the run continues; rich's console would end the process.
     """
 
-    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+    def __init__(self, *, stderr: bool = False, forwarded: bool = False, **options: Any) -> None:
+        """`forwarded`: a launcher forwards the output, so it gets neither colors nor moving bars."""
+        if forwarded:
+            options["force_terminal"] = False
         super().__init__(stderr=stderr, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -110,8 +113,10 @@ class Terminal:
         parts = metric_texts(event, self._settings)
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
         self._print(f"validation{place}: {', '.join(parts)}", style="bold")
-        if event.get("sample"):
-            self._print(f"sample: {event['sample']}", style="dim")
+        if sample := event.get("sample"):
+            # In a log every line is one event, so that tools that work on lines can read it.
+            text = sample if self._console.is_terminal else printable_line(sample.replace("\n", "\\n"))
+            self._print(f"sample: {text}", style="dim")
 
     def _end(self, event: Event) -> None:
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done at its time limit"}

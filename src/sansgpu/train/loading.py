@@ -11,7 +11,7 @@ from sansgpu.config import Config, ConfigError, RunPaths, task_class
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.compiled import compiled_cache
-from sansgpu.machine.probe import limit_tokenizer_threads, resolve_device, resolve_precision, resolve_threads
+from sansgpu.machine.probe import limit_tokenizer_threads, resolve_precision, resolve_threads
 from sansgpu.tasks import TASKS, TaskKind, task_of
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel, Verb
 from sansgpu.train.run_folders import open_run, with_objective
@@ -106,7 +106,7 @@ def _tasks_with(verb: Verb) -> str:
 def _set_up(source: ModelSource, warn: Callable[[str], None], progress: ReportProgress) -> tuple[torch.device, str]:
     """Sets the threads, loads the kernels, and returns the device and the precision of matrix products."""
     config = source.config or Config()
-    training, device = config.training, resolve_device(config.training)
+    training, device = config.training, config.training.get_effective_device()
     torch.set_num_threads(resolve_threads(training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     load_kernels(training.kernels, compiled_cache(warn), device, warn, lambda doing: progress(doing, 0, 0))

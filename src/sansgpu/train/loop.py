@@ -123,7 +123,8 @@ class Trainer:
 
         Takes snapshots as configured and one at the end. `final/` is written unless the run was interrupted.
         """
-        prefetch = Prefetcher(self._batch, self._training.dataloader_num_workers, self._training.prefetch)
+        training, timeout = self._training, self._run.config.data.timeout_seconds
+        prefetch = Prefetcher(self._batch, training.dataloader_num_workers, training.prefetch, timeout)
         self._task.model.train()
         try:
             with self._control.interrupt, self._group.diagnosing_torch():
