@@ -128,6 +128,18 @@ def test_an_old_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> N
     assert Path("out/metrics.jsonl").read_bytes() == before
 
 
+def test_a_resume_needs_a_run_or_the_configuration_of_a_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--resume") == 2
+    assert sentence(capsys).startswith("sansgpu: out contains no run to resume; give a run's folder")
+    assert not Path("out").exists()
+    Path("mine.yaml").write_text("task: pretrain\n")
+    assert train("mine.yaml", "--resume") == 0
+    capsys.readouterr()
+    assert cli(["train", "--resume", "--output-dir", "oat", "--max-steps", "4"]) == 2
+    assert "(did you mean out?)" in sentence(capsys)
+    assert cli(["train", "--resume", "--output-dir", "out", "--max-steps", "4"]) == 0
+
+
 def test_snapshots_elsewhere_are_not_mixed_with_another_runs(capsys: pytest.CaptureFixture[str]) -> None:
     elsewhere = {"training__checkpoint_dir": "elsewhere"}
     assert train(**elsewhere) == 0  # type: ignore[arg-type]
