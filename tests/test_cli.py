@@ -70,7 +70,14 @@ def test_what_cannot_be_trained_is_refused_before_any_work(
     ("arguments", "words"),
     [
         (["train", "missing.yaml"], "missing.yaml does not exist"),
-        (["train", "--frobnicate"], "--frobnicate"),
+        (["train", "--frobnicate"], "sansgpu: there is no option --frobnicate; see sansgpu train --help."),
+        (["train", "--zip", "3"], "sansgpu: there is no option --zip; see sansgpu train --help."),
+        (["train", "--max-step", "3"], "there is no option --max-step (did you mean --max-steps?)"),
+        (["train", "--out", "x"], "(did you mean --output-dir?)"),
+        (["generate", "--temprature", "1"], "(did you mean --temperature?)"),
+        (["tran"], "No such command 'tran', did you mean 'train'; see sansgpu --help."),
+        (["train", "--set", "training.until=25:00"], "training.until: 25:00 is not a time; write 07:00 or"),
+        (["train", "--until", "18"], "training.until: 18 is not a time; write 07:00 or"),
         (["train", "--set", "model.d_model"], "write --set key.path=value"),
         (["train", "--target-device", "tpu"], "must be cpu, gpu or auto"),
         (["train", "a.yaml", "-f", "b.yaml"], "given twice"),
@@ -87,6 +94,16 @@ def test_usage_errors_are_one_sentence(arguments: list[str], words: str, capsys:
     Path("cache-less").mkdir()
     assert cli(arguments) == 2
     assert words in sentence(capsys)
+
+
+@pytest.mark.parametrize("group", [[], ["snapshots"]])
+def test_a_command_that_lacks_a_subcommand_prints_its_help(
+    group: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(group) == 2
+    said = capsys.readouterr()
+    assert "Usage: " + " ".join(["sansgpu", *group]) in said.out
+    assert said.err == ""
 
 
 def test_a_message_with_a_very_long_name_keeps_its_beginning_and_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
 class _Loader(yaml.SafeLoader):
     """yaml.SafeLoader that limits nesting and alias expansion, and rejects repeated keys.
 
+    As in YAML 1.2, 17:30 is a string; SafeLoader reads it as a number in base 60.
     Invalid scalars (`2025-02-30`, `!!int abc`, integers of thousands of digits) raise a YAMLError with the line number,
     where SafeLoader raises ValueError, AttributeError or KeyError.
     """
@@ -154,6 +155,13 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.YAMLError(f"the key {truncate(repr(key))} is given twice, again{_line(key_node)}")
                 keys.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+for _kind, _construct in (("int", yaml.SafeLoader.construct_yaml_int), ("float", yaml.SafeLoader.construct_yaml_float)):
+    _Loader.add_constructor(
+        f"tag:yaml.org,2002:{_kind}",
+        lambda loader, node, construct=_construct: node.value if ":" in node.value else construct(loader, node),
+    )
 
 
 def _line(of: Any) -> str:
