@@ -264,3 +264,9 @@ def test_a_shell_completes_commands_and_options_without_loading_torch(words: str
         env={**environment(Path("cache")), "_SANSGPU_COMPLETE": "complete_bash", **variables},
     )
     assert done.stdout.split() == [*expected, "False"]
+
+
+def test_the_list_of_runs_needs_no_torch() -> None:
+    program = "import sys; from sansgpu.cli import run; run(['runs']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "No runs found in runs.\nFalse\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +157,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-for _kind, _construct in (("int", yaml.SafeLoader.construct_yaml_int), ("float", yaml.SafeLoader.construct_yaml_float)):
-    _Loader.add_constructor(
-        f"tag:yaml.org,2002:{_kind}",
-        lambda loader, node, construct=_construct: node.value if ":" in node.value else construct(loader, node),
-    )
+def _unless_base_60(construct: Callable[[Any, yaml.ScalarNode], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
+    return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _unless_base_60(yaml.SafeLoader.construct_yaml_int))
+_Loader.add_constructor("tag:yaml.org,2002:float", _unless_base_60(yaml.SafeLoader.construct_yaml_float))
 
 
 def _line(of: Any) -> str:

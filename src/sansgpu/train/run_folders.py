@@ -26,12 +26,12 @@ from sansgpu.config import (
 )
 from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.config.by_task import is_outside
+from sansgpu.config.paths import RUNS
 from sansgpu.reporting.escape import printable_line
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.train.run_marks import require_own_configuration
 from sansgpu.train.snapshots import snapshots
 
-RUNS = Path("runs")  # default parent folder of runs
 PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
 PROBE_SECONDS = 0.5  # to wait for the lock, because `is_locked` in another process takes it for a moment
 

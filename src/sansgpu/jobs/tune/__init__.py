@@ -23,6 +23,7 @@ from sansgpu.config import (
     setting,
 )
 from sansgpu.config.atomic import write_failures_as, write_text
+from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.tune.result import result_of, write_files
@@ -37,7 +38,7 @@ from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
 from sansgpu.reporting.tune_events import SearchBegin, SearchEstimate, SearchResult
-from sansgpu.train.run_folders import RUNS, require_writable
+from sansgpu.train.run_folders import require_writable
 
 # Evaluations per trial. A configuration with fewer than the minimum gets the default, because pruning needs several.
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8
