@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sansgpu.config.wording import counted
+
 Result = dict[str, Any]
 
 
@@ -17,17 +19,6 @@ def count(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.1f}{unit}"
     return f"{number:.0f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Formats a number of things, e.g. 1 thread, 2 threads or 3 batches."""
-    return f"{number:,} {noun if number == 1 else plural(noun)}"
-
-
-def plural(noun: str) -> str:
-    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
-        return f"{noun[:-1]}ies"
-    return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
 
 
 def storage(size: float) -> str:
@@ -95,8 +86,8 @@ def print_link_prediction(console: Console, result: Result) -> None:
             continue
         found = result[side]
         console.print(
-            f"{side}s of {found['queries']:,} triples among {found['candidates']:,} entities, filtered by known "
-            f"triples; {found['covered']:.1%} of the triples could be evaluated",
+            f"{side}s of {counted(found['queries'], 'triple')} among {counted(found['candidates'], 'entity')}, "
+            f"filtered by known triples; {found['covered']:.1%} of the triples could be evaluated",
             highlight=False,
         )
         table = Table(box=None, pad_edge=False)
@@ -113,11 +104,13 @@ def print_link_prediction(console: Console, result: Result) -> None:
 
 def print_extraction(console: Console, result: Result) -> None:
     """Prints the number of extracted triples, and their precision and recall if the texts have triples."""
-    console.print(f"{result['triples']:,} triples from {result['documents']:,} texts", highlight=False)
+    console.print(
+        f"{counted(result['triples'], 'triple')} from {counted(result['documents'], 'text')}", highlight=False
+    )
     if "gold" in result:
         given = result["given"]
         console.print(
-            f"compared to {result['gold']:,} gold triples: precision {result['precision']:.3f}, "
+            f"compared to {counted(result['gold'], 'gold triple')}: precision {result['precision']:.3f}, "
             f"recall {result['recall']:.3f}, F1 {result['f1']:.3f}",
             highlight=False,
         )
@@ -125,6 +118,6 @@ def print_extraction(console: Console, result: Result) -> None:
             best, score = result["best_f1"], result["best_min_score"]
             console.print(f"best F1 {best:.3f} with --min-score {score:.4f}, selected on these texts", highlight=False)
         console.print(
-            f"given head and relation: {given['accuracy']:.1%} of {given['pairs']:,} tails correct",
+            f"given head and relation: {given['accuracy']:.1%} of {counted(given['pairs'], 'tail')} correct",
             highlight=False,
         )

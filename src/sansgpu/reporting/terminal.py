@@ -16,10 +16,11 @@ from rich.text import Text
 
 from sansgpu.config import TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
+from sansgpu.config.wording import counted
 from sansgpu.reporting.escape import printable
 from sansgpu.reporting.events import Event, current_metrics, metrics_in
 from sansgpu.reporting.jsonl import redirect_to_null
-from sansgpu.reporting.tables import count, counted
+from sansgpu.reporting.tables import count
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
@@ -89,7 +90,7 @@ class Terminal:
         self._print(
             f"{_length(event)} of {event['tokens_per_step']:,} tokens "
             f"({batch_shape(event['micro_batch'], event)}), "
-            f"{event['train_tokens']:,} training tokens; writing to {event['output_dir']}"
+            f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
 
     def _step(self, event: Event) -> None:
@@ -287,7 +288,7 @@ class _Activity:
 
 def _length(event: Event) -> str:
     if event["total_steps"]:
-        return f"{event['total_steps']:,} steps"
+        return counted(event["total_steps"], "step")
     return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
 
 

@@ -25,6 +25,7 @@ from sansgpu.config import (
 from sansgpu.config.atomic import write_failures_as, write_text
 from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError, read_validated
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.tune.result import result_of, write_files
 from sansgpu.jobs.tune.search import Search, SearchBudget, Show
@@ -131,7 +132,9 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
         return config
     threads = resolve_threads(training)
     if request.workers > threads:
-        raise ConfigError(f"--workers is {request.workers}, but there are only {threads} threads; lower --workers.")
+        raise ConfigError(
+            f"--workers is {request.workers}, but only {counted(threads, 'thread')} can run; lower --workers."
+        )
     return change_config(config, [("training.threads", threads // request.workers)])
 
 
