@@ -58,13 +58,14 @@ class Terminal:
         """`settings` are those of the task. Default: according to the start event."""
         self._console, self._settings = console, settings or settings_of(DEFAULT_TASK)
         self._total = 0
+        self._resumed_from: str | None = None
 
     def emit(self, event: Event) -> None:
         handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start,
             "step": self._step,
             "eval": self._eval,
-            "snapshot": lambda e: self._print(f"snapshot {e['path']}"),
+            "snapshot": self._snapshot,
             "warning": lambda e: self._print(f"warning: {e['message']}", style="yellow"),
             "end": self._end,
         }
@@ -78,7 +79,8 @@ class Terminal:
 
     def _start(self, event: Event) -> None:
         self._total, self._settings = event["total_steps"] or 0, settings_of(event["task"])
-        resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
+        self._resumed_from = event.get("resumed_from")
+        resumed = f", resumed from {self._resumed_from}" if self._resumed_from else ""
         trained = event["trained_parameters"]
         adapted = f", {count(trained)} trainable" if trained < event["parameters"] else ""
         processes = f"{event['world_size']} processes of " if event.get("world_size", 1) > 1 else ""
@@ -92,6 +94,11 @@ class Terminal:
             f"({batch_shape(event['micro_batch'], event)}), "
             f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
+
+    def _snapshot(self, event: Event) -> None:
+        """Prints a saved snapshot. A resumed run also reports the one that it was resumed from, for its record."""
+        if event["path"] != self._resumed_from:
+            self._print(f"snapshot {event['path']}")
 
     def _step(self, event: Event) -> None:
         self._total = event["total_steps"] or 0
