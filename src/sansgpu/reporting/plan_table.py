@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sansgpu.config.wording import counted
-from sansgpu.reporting.tables import count, grid, pace, storage
+from sansgpu.reporting.tables import count, grid, pace, print_table, storage
 from sansgpu.reporting.terminal import batch_shape, clock, duration
 
 
@@ -200,7 +200,7 @@ def _print_candidates(console: Console, plan: ProposedPlan) -> None:
             f"{row['epochs']:.1f}",
             "best" if not row["behind"] else f"+{row['behind']:.1%}",
         )
-    console.print(table)
+    print_table(console, table)
     console.print(f"written to {plan['file']}; train it with: sansgpu train {plan['file']}", soft_wrap=True)
 
 
@@ -256,7 +256,7 @@ def _print_curve(console: Console, cluster: ClusterPlan) -> None:
             f"{row['cost']:,.2f}" if priced else figure(row["node_hours"]),
             style=None if row["fits"] else "red",
         )
-    console.print(table)
+    print_table(console, table)
     for sentence in _about_nodes(cluster, rows):
         console.print(sentence, highlight=False)
 
@@ -314,5 +314,5 @@ def print_presets(console: Console, rows: list[PresetPlan]) -> None:
             duration(1000 * step) if step else "?",
             f"{count(row['optimal_tokens'])}: {duration(optimal)}" if optimal else "?",
         )
-    console.print(table)
+    print_table(console, table)
     console.print("at least: with micro-batch 1 and gradient checkpointing", style="dim")

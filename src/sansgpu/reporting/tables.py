@@ -39,8 +39,33 @@ def pace(tokens_per_second: float) -> str:
 def grid() -> Table:
     """Returns an empty table of two columns without lines."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")  # a long path continues on the next line
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table of strings. Nothing is cut: a screen too narrow for the columns gets each row as a list."""
+    heads = [str(column.header) for column in table.columns]
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    narrow = [max(map(len, (*head.split(), *cells)), default=0) for head, cells in zip(heads, columns, strict=True)]
+    wide = [max(width, len(head)) for width, head in zip(narrow, heads, strict=True)]
+    between, lines = 2 * (len(heads) - 1), 3 * len(heads) + 1
+    widths = wide if sum(wide) + (lines if table.box else between) <= console.width else narrow
+    if sum(widths) + lines > console.width:
+        table.box, table.pad_edge = None, False
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    if sum(widths) + (lines if table.box else between) <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title)
+    for number, row in enumerate(table.rows):
+        listed = grid()
+        for head, cells in zip(heads, columns, strict=True):
+            listed.add_row(head, cells[number], style=row.style)
+        console.print(listed, "")
 
 
 def print_doctor(console: Console, facts: Result) -> None:
@@ -97,7 +122,7 @@ def print_link_prediction(console: Console, result: Result) -> None:
             hits = (f"{row[key]:.3f}" if key in row else "" for key in ("hits_at_1", "hits_at_3", "hits_at_10"))
             baseline = f"{row['relation_frequency_mrr']:.4f}" if "relation_frequency_mrr" in row else "unknown"
             table.add_row(name, f"{row['queries']:,}", f"{row['mrr']:.4f}", *hits, baseline)
-        console.print(table)
+        print_table(console, table)
         console.print("baseline: entities ranked by their frequency with the relation in training", highlight=False)
         console.print(f"MRR of random ranking: {found['random_mrr']:.5f}", highlight=False)
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
 from sansgpu.config.wording import counted
-from sansgpu.reporting.tables import grid
+from sansgpu.reporting.tables import grid, print_table
 from sansgpu.reporting.terminal import DESCRIPTION, FIGURES, clock, duration
 from sansgpu.reporting.tune_events import (
     Parameters,
@@ -162,7 +162,7 @@ def print_tune(console: Console, result: SearchResult) -> None:
             f"{row.seconds / 60:.1f}",
             style="bold" if row is result.best else {"failed": "red", "done": None}.get(row.state, "dim"),
         )
-    console.print(table)
+    print_table(console, table)
     for row in result.trials:
         if row.why:
             console.print(Text(f"trial {row.trial} failed: {row.why}", "red"), soft_wrap=True)
