@@ -9,7 +9,7 @@ import pytest
 from sansgpu.config.by_task import settings_of
 from sansgpu.reporting import terminal
 from sansgpu.reporting.events import Event
-from sansgpu.reporting.tables import counted, storage
+from sansgpu.reporting.tables import storage
 from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal
 
 
@@ -75,20 +75,6 @@ def test_where_another_display_takes_over_nothing_is_shown_after_the_start(monke
         bar("evaluating", 0, 0)
         time.sleep(0.6)
     assert file.getvalue() == ""
-
-
-@pytest.mark.parametrize(
-    ("number", "noun", "text"),
-    [
-        (1, "thread", "1 thread"),
-        (2, "thread", "2 threads"),
-        (0, "batch", "0 batches"),
-        (1000, "query", "1,000 queries"),
-        (2, "day", "2 days"),
-    ],
-)
-def test_a_number_of_things_is_singular_or_plural(number: int, noun: str, text: str) -> None:
-    assert counted(number, noun) == text
 
 
 @pytest.mark.parametrize(

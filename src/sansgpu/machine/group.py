@@ -230,4 +230,4 @@ def reporting_failure(group: Group) -> Iterator[None]:
             time.sleep(REPORT_SECONDS)
         if reported or group.report_failure(error):
             raise SystemExit(error.exit_code) from None
-        raise error
+        raise error from None

@@ -16,10 +16,11 @@ from rich.text import Text
 
 from sansgpu.config import TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
+from sansgpu.config.wording import counted
 from sansgpu.reporting.escape import printable, printable_line
 from sansgpu.reporting.events import Event, current_metrics, metric_texts
 from sansgpu.reporting.jsonl import redirect_to_null
-from sansgpu.reporting.tables import count, counted
+from sansgpu.reporting.tables import count
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
@@ -60,13 +61,14 @@ class Terminal:
         """`settings` are those of the task. Default: according to the start event."""
         self._console, self._settings = console, settings or settings_of(DEFAULT_TASK)
         self._total = 0
+        self._resumed_from: str | None = None
 
     def emit(self, event: Event) -> None:
         handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start,
             "step": self._step,
             "eval": self._eval,
-            "snapshot": lambda e: self._print(f"snapshot {e['path']}"),
+            "snapshot": self._snapshot,
             "warning": lambda e: self._print(f"warning: {e['message']}", style="yellow"),
             "end": self._end,
         }
@@ -80,7 +82,8 @@ class Terminal:
 
     def _start(self, event: Event) -> None:
         self._total, self._settings = event["total_steps"] or 0, settings_of(event["task"])
-        resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
+        self._resumed_from = event.get("resumed_from")
+        resumed = f", resumed from {self._resumed_from}" if self._resumed_from else ""
         trained = event["trained_parameters"]
         adapted = f", {count(trained)} trainable" if trained < event["parameters"] else ""
         processes = f"{event['world_size']} processes of " if event.get("world_size", 1) > 1 else ""
@@ -92,8 +95,13 @@ class Terminal:
         self._print(
             f"{_length(event)} of {event['tokens_per_step']:,} tokens "
             f"({batch_shape(event['micro_batch'], event)}), "
-            f"{event['train_tokens']:,} training tokens; writing to {event['output_dir']}"
+            f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
+
+    def _snapshot(self, event: Event) -> None:
+        """Prints a saved snapshot. A resumed run also reports the one that it was resumed from, for its record."""
+        if event["path"] != self._resumed_from:
+            self._print(f"snapshot {event['path']}")
 
     def _step(self, event: Event) -> None:
         self._total = event["total_steps"] or 0
@@ -287,7 +295,7 @@ class _Activity:
 
 def _length(event: Event) -> str:
     if event["total_steps"]:
-        return f"{event['total_steps']:,} steps"
+        return counted(event["total_steps"], "step")
     return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
 
 

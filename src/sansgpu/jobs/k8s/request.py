@@ -13,6 +13,7 @@ import yaml
 
 from sansgpu import __version__
 from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, setting
+from sansgpu.config.wording import counted
 from sansgpu.jobs.k8s.manifests import DATA, ClusterJob
 from sansgpu.jobs.k8s.pod_needs import PodNeeds, needs_of
 from sansgpu.machine.probe import threads_of_share
@@ -207,7 +208,9 @@ def _factor(suffix: str) -> Decimal:
 def _threads(config: Config, request: ClusterRequest) -> int:
     cpus, processes, threads = request.cpus, request.processes_per_node, config.training.threads
     if processes > cpus:
-        raise ConfigError(f"{processes} processes share {cpus} CPUs; raise --cpus or lower --processes-per-node.")
+        raise ConfigError(
+            f"{processes} processes share {counted(cpus, 'CPU')}; raise --cpus or lower --processes-per-node."
+        )
     if threads == "auto":
         return threads_of_share(cpus, processes)
     if threads * processes > cpus:
