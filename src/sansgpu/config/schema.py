@@ -67,7 +67,9 @@ class DataConfig(Section):
         "template",
     )
     on_bad_row: Literal["fail", "skip"] = Field(
-        "fail", description="fail: stop at the first invalid row; skip: leave invalid rows out and report their number"
+        "fail",
+        description="fail: stop at the first invalid row; skip: leave invalid rows out and report their number, as "
+        "evaluations of task qa always do",
     )
     triples: Literal["all", "first"] = Field(
         "all",
