@@ -250,6 +250,25 @@ def test_a_bad_row_is_named_or_skipped(home: Path, tmp_path: Path, task: str, ba
     assert "rows.jsonl, line 3" in warning
 
 
+def test_rows_that_are_shortened_or_too_long_are_counted(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    long = [{"role": role, "content": "red house " * 20} for role in ("user", "assistant")]
+    short = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "The red one."}]
+    rows = [long + short, long, short, short + long, [{"role": "system", "content": "Be brief."}, *long, *short]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    chosen = settings(home, data__dataset_name=path, data__max_length=64, training__max_steps=1)
+    assert cli(["train", *chosen, "--headless", "--output-dir", str(tmp_path / "run")]) == 0
+    said = " ".join(e["message"] for e in events_of(tmp_path / "run", "warning"))
+    assert "2 rows are longer than 64 tokens and were shortened" in said
+    assert "2 rows are dropped" in said
+    capsys.readouterr()
+    assert cli(["train", *chosen, "--set", "data.max_length=8", "--output-dir", str(tmp_path / "none")]) == 2
+    refused = sentence(capsys)
+    assert "0 usable rows" in refused
+    assert "5 rows are dropped" in refused
+    assert "raise data.max_length" in refused
+
+
 def test_evaluations_skip_questions_that_cannot_be_used(home: Path, tmp_path: Path, capsys: Captured) -> None:
     too_long = json.dumps({**json.loads(flat_questions()[0]), "id": "long", "question": "which " * 200})
     rows, bad = tmp_path / "rows.jsonl", tmp_path / "bad.jsonl"

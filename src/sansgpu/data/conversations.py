@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sansgpu.data.rows import BadRowError, SourceRow, column_names, is_text, shorten
@@ -34,6 +34,21 @@ class Conversation:
     first: int = 0  # turns before this one have no loss
     plain: tuple[str, str] | None = None  # prompt and answer, for a tokenizer without a chat template
     text: str | None = None
+
+    def without_oldest_turns(self) -> list[Conversation]:
+        """Returns the conversation from its second question on, from its third on, and so forth, the longest first.
+
+        Each keeps the system message and has an answer with a loss.
+        """
+        if not self.turns:
+            return []
+        questions = [n for n, turn in enumerate(self.turns) if turn["role"] == "user"]
+        last_answer = max(n for n, turn in enumerate(self.turns) if turn["role"] == "assistant")
+        system = self.turns[: questions[0]]
+        starts = [n for n in questions[1:] if n < last_answer]
+        return [
+            replace(self, turns=system + self.turns[n:], first=max(0, self.first - n + len(system))) for n in starts
+        ]
 
 
 def bad_row(where: str, problem: str) -> BadRowError:

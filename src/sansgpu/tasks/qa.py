@@ -122,7 +122,7 @@ class QA(QAObjective, FineTuningTask):
             train, held = questions, read_questions(sources.validation.rows(), held_rows)
         else:
             if len(questions) < 2:
-                raise too_few(sources.train.name, len(questions), "questions")
+                raise too_few(sources.train.name, len(questions), "questions", notes)
             contents = [question.context.encode() for question in questions]
             sizes = np.ones(len(questions))
             train, held = (
@@ -140,7 +140,7 @@ class QA(QAObjective, FineTuningTask):
         if not splits[1] and held_rows.first:
             raise ConfigError(f"no validation question can be used; the first: {held_rows.first}")
         if not all(splits):
-            raise too_few(sources.train.name, len(questions), "questions")
+            raise too_few(sources.train.name, len(questions), "questions", notes)
         asked = splits[0].questions
         if data.null_answers is None:
             null = any(question.impossible for question in asked)
