@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,15 @@ from sansgpu.train import RunSetup, Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.loop import TrainingResult
 from sansgpu.train.resume import recorded_environment
-from sansgpu.train.run_folders import lock_run, open_output, recorded_file, require_allowed, run_paths, write_json
+from sansgpu.train.run_folders import (
+    lock_run,
+    open_any,
+    open_output,
+    recorded_file,
+    require_allowed,
+    run_paths,
+    write_json,
+)
 from sansgpu.train.run_marks import mark_other_folders, mark_run, require_own_configuration, require_unclaimed_folders
 from sansgpu.train.snapshots import Snapshot, clear_leftovers, find_snapshot, snapshots
 
@@ -181,6 +189,7 @@ def _train_in(
         warn("no text samples are generated, because with training.sharding full no process holds the whole model.")
     if request.dry_run:
         return DryRun(prepared, paths)
+    prepared = replace(prepared, config=open_any(prepared.config))  # to record what relative paths mean
     return _run(prepared, paths, task, target.snapshot, request, sinks, early)
 
 
@@ -197,7 +206,8 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
         recorded = recorded_file(folder, request.resume)
         if file is None and recorded is not None:
             require_allowed(load_config(recorded, request.overrides, own=False)[0], recorded, request.overrides)
-            return load_config(recorded, request.overrides)  # now with the defaults of a class outside the package
+            # Now with the defaults of a class outside the package.
+            return load_config(recorded, request.overrides, find_beside=False)
     return load_config(file, request.overrides)
 
 
