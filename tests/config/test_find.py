@@ -66,6 +66,7 @@ def test_paths_are_found_beside_the_configuration_too(tmp_path: Path, monkeypatc
     found, notes = loaded()
     assert found == [str(beside / "base"), "texts", f"{texts}/held.txt", "simple"]
     (note,) = notes
+    assert loaded("data.dataset_name=texts")[1] == []
     assert note.startswith("data.dataset_name texts exists both in the working directory, which is used, and as ")
     monkeypatch.chdir(beside)
     assert load_config(Path("a.yaml"))[1] == []

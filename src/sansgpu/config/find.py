@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from sansgpu.config.built_in import PRESETS
@@ -73,10 +74,10 @@ def _is_configuration(file: Path) -> bool:
     return bool(keys) and keys <= {*Config.model_fields, *TOP_LEVEL_KEYS}
 
 
-def use_files_beside(values: Values, folder: Path) -> list[str]:
+def use_files_beside(values: Values, folder: Path, overridden: Collection[str]) -> list[str]:
     """Replaces paths in `values` that do not exist in the working directory, but in the configuration's `folder`.
 
-    Returns a note for each path that exists in both.
+    Leaves keys alone that are `overridden` on the command line. Returns a note for each path that exists in both.
     """
     notes: list[str] = []
     for section, keys in INPUT_KEYS.items():
@@ -86,7 +87,8 @@ def use_files_beside(values: Values, folder: Path) -> list[str]:
         for key in keys:
             name = given[key] if isinstance(given.get(key), str) else ""
             beside = os.path.abspath(folder / name)
-            if not name or os.path.isabs(name) or name in BUILT_IN_NAMES or not os.path.exists(beside):
+            is_relative = bool(name) and not os.path.isabs(name) and name not in BUILT_IN_NAMES
+            if not is_relative or f"{section}.{key}" in overridden or not os.path.exists(beside):
                 continue
             if not os.path.exists(name):
                 given[key] = beside

@@ -47,8 +47,9 @@ def load_config(
     Raises ConfigError naming the file and every problem in it.
     """
     path = configuration_file(path) if path else None
-    values = read_values(path) if path else built_in([overridden_key(override) for override in overrides])
-    notes = use_files_beside(values, path.parent) if path and own and find_beside else []
+    overridden = [overridden_key(override) for override in overrides]
+    values = read_values(path) if path else built_in(overridden)
+    notes = use_files_beside(values, path.parent, overridden) if path and own and find_beside else []
     for override in overrides:
         _set(values, *_key_and_value(override))
     if own and is_outside(task := str(values.get("task"))):

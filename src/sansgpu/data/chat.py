@@ -124,13 +124,15 @@ def mask_within(
         end = slice(-max_length, None)
         masked = MaskedConversation(masked.ids[end], masked.learned[end], masked.sizes[end])
     elif is_long:
-        parts = conversation.without_oldest_turns()
-        number = bisect_left(
-            range(len(parts)), True, key=lambda n: len(mask_conversation(parts[n], tokenizer).ids) <= max_length
-        )
-        if number == len(parts):
+
+        def masked_from(question: int) -> MaskedConversation:
+            return mask_conversation(conversation.from_question(question), tokenizer)
+
+        questions = conversation.later_questions()
+        first = bisect_left(questions, True, key=lambda question: len(masked_from(question).ids) <= max_length)
+        if first == len(questions):
             return None, False
-        masked = mask_conversation(parts[number], tokenizer)
+        masked = masked_from(questions[first])
     return (masked, is_long) if any(masked.learned[1:]) else (None, False)
 
 

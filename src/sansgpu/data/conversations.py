@@ -35,20 +35,17 @@ class Conversation:
     plain: tuple[str, str] | None = None  # prompt and answer, for a tokenizer without a chat template
     text: str | None = None
 
-    def without_oldest_turns(self) -> list[Conversation]:
-        """Returns the conversation from its second question on, from its third on, and so forth, the longest first.
+    def later_questions(self) -> list[int]:
+        """Returns the turns, apart from the first question, that ask a question with an answer after it."""
+        turns = [(n, turn["role"]) for n, turn in enumerate(self.turns)]
+        last_answer = max((n for n, role in turns if role == "assistant"), default=0)
+        return [n for n, role in turns if role == "user" and n < last_answer][1:]
 
-        Each keeps the system message and has an answer with a loss.
-        """
-        if not self.turns:
-            return []
-        questions = [n for n, turn in enumerate(self.turns) if turn["role"] == "user"]
-        last_answer = max(n for n, turn in enumerate(self.turns) if turn["role"] == "assistant")
-        system = self.turns[: questions[0]]
-        starts = [n for n in questions[1:] if n < last_answer]
-        return [
-            replace(self, turns=system + self.turns[n:], first=max(0, self.first - n + len(system))) for n in starts
-        ]
+    def from_question(self, number: int) -> Conversation:
+        """Returns the conversation without the turns before this one, except for the system message."""
+        system = self.turns[: next(n for n, turn in enumerate(self.turns) if turn["role"] == "user")]
+        first = max(0, self.first - number + len(system))
+        return replace(self, turns=system + self.turns[number:], first=first)
 
 
 def bad_row(where: str, problem: str) -> BadRowError:

@@ -185,7 +185,7 @@ class QA(QAObjective, FineTuningTask):
                 raise ConfigError(f"row {number} needs a question and a context; add what is missing.")
         questions = [
             Question(str(number), row["question"], row["context"], (), impossible=True)
-            for number, row in enumerate(rows)
+            for number, row in enumerate(rows, 1)
         ]
         data = loaded.config.data
         if null_answers is not None:
