@@ -291,6 +291,10 @@ def test_evaluations_skip_questions_that_cannot_be_used(home: Path, tmp_path: Pa
     captured = capsys.readouterr()
     assert "validation questions: bad rows skipped: 3" in captured.err + captured.out
     assert events_of(tmp_path / "run", "eval")[-1]["questions"] == 12
+    assert cli(["eval", str(tmp_path / "run")]) == 0
+    captured = capsys.readouterr()
+    assert "3 skipped" in captured.out
+    assert "rows.jsonl, line 7: no context" in captured.err
     for key, value in (("validation_name", bad), ("dataset_name", rows)):
         refused = settings(home, "qa", **{f"data__{key}": value})
         assert cli(["train", *refused, "--output-dir", str(tmp_path / "refused")]) == 2

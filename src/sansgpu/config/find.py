@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
 
 from sansgpu.config.built_in import PRESETS
@@ -16,6 +17,7 @@ from sansgpu.config.task_settings import BUILT_IN_NAMES
 
 # Keys that may name a file or a folder to read.
 INPUT_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
+MAX_NAMES = 20  # names in a message
 _PRESETS = Path(__file__).parent / "presets"
 _SOURCE = Path(__file__).parents[2]  # `src` in a clone of the repository
 _FOLDERS = (Path("configs"), *((_SOURCE.parent / "configs",) if _SOURCE.name == "src" else ()))
@@ -33,14 +35,16 @@ def configuration_file(path: Path) -> Path:
         return known[str(path)]
     if not _is_missing(path):
         return path  # reading it raises an error that says why it cannot be read
-    names = [name for name, file in known.items() if _is_configuration(file)]
-    beside = {file.name: file for file in _files(path.parent) if _is_configuration(file)}
-    near = [str(beside[name]) for name in difflib.get_close_matches(path.name, beside, n=1)]
-    near += difflib.get_close_matches(path.stem, names, n=1)
+    beside = {file.name: file for file in _files(path.parent)}
+    near = [str(beside[name]) for name in _nearest(path.name, beside)] + _nearest(path.stem, known)
     suggestion = f" (did you mean {near[0]}?)" if near else ""
-    raise ConfigError(
-        f"{truncate(str(path))} does not exist{suggestion}; give a file, or one of {truncate(', '.join(names))}."
-    )
+    names = ", ".join(islice((name for name, file in known.items() if _is_configuration(file)), MAX_NAMES))
+    raise ConfigError(f"{truncate(str(path))} does not exist{suggestion}; give a file, or one of {names}.")
+
+
+def _nearest(name: str, files: dict[str, Path]) -> list[str]:
+    """Returns the names like `name` in `files`, which are by name; only those of configurations, the nearest first."""
+    return [near for near in difflib.get_close_matches(name, files, n=MAX_NAMES) if _is_configuration(files[near])]
 
 
 def _is_missing(path: Path) -> bool:

@@ -33,11 +33,11 @@ PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.jso
 
 @dataclass(frozen=True)
 class TokenizedQuestions:
-    """Questions with their tokenized windows, and the number of bad rows that were left out."""
+    """Questions with their tokenized windows, and the bad rows that were left out."""
 
     questions: list[Question]
     windows: list[QuestionWindow]
-    skipped: int
+    bad_rows: BadRows
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -165,14 +165,14 @@ class QA(QAObjective, FineTuningTask):
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> QAEvaluator:
         if request.data is None:
-            part = cast(QuestionCorpus, request.own_corpus()).validation
-            return QAEvaluator(loaded.objective, part, loaded.config.data)
-        settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
-        source, bad_rows = open_single(request.data, settings), BadRows("skip")
-        questions = read_questions(source.rows(), bad_rows)
-        part = tokenize_questions(questions, loaded.config, loaded.tokenizer, bad_rows)
-        bad_rows.report(lambda note: request.warn(f"{source.name}: {note}"))
-        require_rows(part, request.data)
+            part, name = cast(QuestionCorpus, request.own_corpus()).validation, "validation questions"
+        else:
+            settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
+            source, bad_rows = open_single(request.data, settings), BadRows("skip")
+            questions, name = read_questions(source.rows(), bad_rows), source.name
+            part = tokenize_questions(questions, loaded.config, loaded.tokenizer, bad_rows)
+        part.bad_rows.report(lambda note: request.warn(f"{name}: {note}"))
+        require_rows(part, name)
         return QAEvaluator(loaded.objective, part, loaded.config.data)
 
     @classmethod
@@ -266,7 +266,7 @@ class QAEvaluator:
         """Adds scores of questions with and without answer, and the number of bad rows, which have no score."""
         answered = [question for question in self._tokenized.questions if question.id in self.answers]
         scores = exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
-        return {**metrics, **scores, "skipped": float(self._tokenized.skipped)}
+        return {**metrics, **scores, "skipped": float(self._tokenized.bad_rows.count)}
 
     def collect(self, gather: Gather) -> None:
         """Adds the answers of other ranks."""
@@ -295,7 +295,7 @@ def tokenize_questions(
     """Tokenizes questions into windows. Those that are too long are added to the `bad_rows`."""
     longest = _longest(config, tokenizer)
     kept, windows = make_windows(questions, tokenizer, longest, config.data.doc_stride, bad_rows)
-    return TokenizedQuestions(kept, windows, bad_rows.count)
+    return TokenizedQuestions(kept, windows, bad_rows)
 
 
 def _longest(config: Config, tokenizer: Any) -> int:
