@@ -134,12 +134,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content:
     assert name in str(error.value)
 
 
-def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    (tmp_path / "small.yaml").write_text("")
-    with pytest.raises(ConfigError, match=r"did you mean .*small\.yaml"):
-        load_config(tmp_path / "smal.yaml")
-
-
 def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(tmp_path)

@@ -50,7 +50,8 @@ ConfigArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="CONFIG",
-        help="Configuration file or preset (small, medium, large). Default: built-in configuration.",
+        help="Configuration file, preset (small, medium, large) or name of a file in configs/. Default: built-in "
+        "configuration.",
         show_default=False,
     ),
 ]

@@ -4,6 +4,7 @@ from sansgpu.config.built_in import PRESETS
 from sansgpu.config.built_in_tasks import SETTINGS
 from sansgpu.config.by_task import import_class, task_class
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
+from sansgpu.config.find import INPUT_KEYS, same_input
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
     Override,
@@ -39,6 +40,7 @@ from sansgpu.config.training import TrainingConfig
 __all__ = [
     "ABANDONED_FOLDER",
     "BUILT_IN_NAMES",
+    "INPUT_KEYS",
     "MAX_LEAVES",
     "PRESETS",
     "PYTHON_STDLIB",
@@ -75,6 +77,7 @@ __all__ = [
     "problems",
     "recorded_values",
     "require_identity",
+    "same_input",
     "save_config",
     "setting",
     "spaced_values",

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sansgpu.config.built_in import built_in, preset_file
+from sansgpu.config.built_in import built_in
 from sansgpu.config.by_task import (
     DEFAULT_TASK,
     TASK_CLASSES,
@@ -22,6 +22,7 @@ from sansgpu.config.by_task import (
     with_defaults,
 )
 from sansgpu.config.errors import ConfigError
+from sansgpu.config.find import configuration_file, use_files_beside
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH, shown, truncate
@@ -36,22 +37,25 @@ MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 
 
 def load_config(
-    path: Path | None = None, overrides: Sequence[Override] = (), own: bool = True
+    path: Path | None = None, overrides: Sequence[Override] = (), own: bool = True, find_beside: bool = True
 ) -> tuple[Config, list[str]]:
-    """Loads a file, a preset or (None) the built-in default, and applies the overrides.
+    """Loads a file, given by its path or name, or (None) the built-in default, and applies the overrides.
 
-    If the file is the user's `own`, a task that it names as `package.module:Class` is imported.
+    If the file is the user's `own`, a task that it names as `package.module:Class` is imported. With `find_beside`,
+    paths that it names are found in its folder, too, if they do not exist in the working directory.
 
-    Returns the configuration and notes for the user about ignored keys.
+    Returns the configuration and notes for the user about ignored keys and ambiguous paths.
     Raises ConfigError naming the file and every problem in it.
     """
-    path = preset_file(path) if path else None
-    values = read_values(path) if path else built_in([overridden_key(override) for override in overrides])
+    path = configuration_file(path) if path else None
+    overridden = [overridden_key(override) for override in overrides]
+    values = read_values(path) if path else built_in(overridden)
+    notes = use_files_beside(values, path.parent, overridden) if path and own and find_beside else []
     for override in overrides:
         _set(values, *_key_and_value(override))
     if own and is_outside(task := str(values.get("task"))):
         task_class(task)
-    return as_config(values, str(path) if path else "the configuration"), unused_settings(values)
+    return as_config(values, str(path) if path else "the configuration"), [*notes, *unused_settings(values)]
 
 
 def change_config(config: Config, overrides: Sequence[Override]) -> Config:

@@ -101,6 +101,7 @@ QUESTION_METRICS = (
     Metric("questions", form="{:.0f}", text="{value} {label}", reported=False),
     Metric("answerable", form="{:.0f}", text="{value} {label}", reported=False),
     Metric("unanswerable", form="{:.0f}", text="{value} not", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
     percentage("no_answer_exact_match", "no answer exact match"),
     percentage("has_answer_exact_match", "has answer exact match"),
     percentage("has_answer_f1", "has answer F1"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Callable, Hashable
@@ -29,6 +28,7 @@ else:
 
 Values = dict[str, Any]
 
+SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 MAX_CONFIG_BYTES = 64 << 10  # PyYAML parses about this much per second
 MAX_NODES = 10_000  # nodes of a YAML file with aliases expanded
 
@@ -40,10 +40,7 @@ def read_values(path: Path) -> Values:
             raise ConfigError(f"{path} is a folder; give a .yaml, .toml or .json file.")
         text = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
-        raise ConfigError(
-            f"{path} does not exist{f'; did you mean {path.parent / near[0]}' if near else ''}."
-        ) from None
+        raise ConfigError(f"{path} does not exist.") from None
     except OSError as error:
         raise ConfigError(f"{truncate(str(path))} cannot be read: {error.strerror}.") from None
     except (InvalidDataError, UnicodeDecodeError) as error:

@@ -59,7 +59,10 @@ class DataConfig(Section):
         "boundaries",
     )
     long_rows: Literal["truncate", "drop"] = Field(
-        "truncate", description="rows longer than max_length; truncate: keep the end; drop: leave them out"
+        "truncate",
+        description="rows longer than max_length; truncate: remove the oldest turns of a conversation and the "
+        "beginning of a text, and leave out conversations whose last question and answer are too long; drop: leave "
+        "all of them out",
     )
     chat_template: str | None = Field(
         None,
@@ -67,7 +70,9 @@ class DataConfig(Section):
         "template",
     )
     on_bad_row: Literal["fail", "skip"] = Field(
-        "fail", description="fail: stop at the first invalid row; skip: leave invalid rows out and report their number"
+        "fail",
+        description="fail: stop at the first invalid row; skip: leave invalid rows out and report their number, as "
+        "evaluations of task qa always do",
     )
     triples: Literal["all", "first"] = Field(
         "all",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from sansgpu.train.resume import recorded_environment
 from sansgpu.train.run_folders import (
     lock_run,
     no_run_to_resume,
+    open_any,
     open_output,
     recorded_file,
     require_allowed,
@@ -193,6 +194,7 @@ def _train_in(
         warn("no text samples are generated, because with training.sharding full no process holds the whole model.")
     if request.dry_run:
         return DryRun(prepared, paths)
+    prepared = replace(prepared, config=open_any(prepared.config))  # to record what relative paths mean
     return _run(prepared, paths, task, target.snapshot, request, sinks, early, progress)
 
 
@@ -211,7 +213,8 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
             if recorded is None:
                 raise no_run_to_resume(folder)
             require_allowed(load_config(recorded, request.overrides, own=False)[0], recorded, request.overrides)
-            return load_config(recorded, request.overrides)  # now with the defaults of a class outside the package
+            # Now with the defaults of a class outside the package.
+            return load_config(recorded, request.overrides, find_beside=False)
     return load_config(file, request.overrides)
 
 

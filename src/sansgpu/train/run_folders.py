@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from sansgpu.config import (
     ABANDONED_FOLDER,
     BUILT_IN_NAMES,
+    INPUT_KEYS,
     Config,
     ConfigError,
     Override,
@@ -32,7 +33,6 @@ from sansgpu.reporting.outputs import require_folder
 from sansgpu.train.run_marks import require_own_configuration
 from sansgpu.train.snapshots import snapshots
 
-PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
 PROBE_SECONDS = 0.5  # to wait for the lock, because `is_locked` in another process takes it for a moment
 
 
@@ -196,7 +196,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def open_any(config: Config) -> Config:
     """Makes local paths in the configuration absolute, so that its file works from any folder."""
-    for section, keys in PATH_KEYS.items():
+    for section, keys in INPUT_KEYS.items():
         values = getattr(config, section)
         paths = {
             key: Path(name).expanduser()

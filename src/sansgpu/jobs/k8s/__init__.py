@@ -27,7 +27,7 @@ CLAIM = "claim.yaml"
 
 def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str, Any]:
     """Writes the files and returns their summary and the next commands. Raises ConfigError."""
-    config, notes = load_config(request.config_file, request.overrides)
+    config, notes = load_config(request.config_file, request.overrides, find_beside=False)  # paths on the claim
     for note in notes:
         warn(note)
     job = resolve_request(request, config, warn)

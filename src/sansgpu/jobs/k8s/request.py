@@ -12,7 +12,7 @@ from posixpath import normpath
 import yaml
 
 from sansgpu import __version__
-from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, setting
+from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acting_values, setting
 from sansgpu.config.wording import counted
 from sansgpu.jobs.k8s.manifests import DATA, ClusterJob
 from sansgpu.jobs.k8s.pod_needs import PodNeeds, needs_of
@@ -38,9 +38,7 @@ _TAG = r":[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _VERSION = rf"{_TAG}|({_TAG})?@sha256:[0-9a-f]{{64}}"
 _IMAGE = rf"(?P<name>({_HOST}/)?{_IMAGE_PART}(/{_IMAGE_PART})*)(?P<version>{_VERSION})?"
 _MAX_IMAGE_LENGTH = 255  # characters of the name without its version
-_INPUT_KEYS = (
-    "data.dataset_name", "data.validation_name", "data.tokenizer", "data.chat_template", "model.name_or_path",
-)  # fmt: skip
+_INPUT_KEYS = tuple(f"{section}.{key}" for section, keys in INPUT_KEYS.items() for key in keys)
 _OUTPUT_KEYS = ("data.cache_dir", "training.checkpoint_dir", "training.logging_dir")
 
 
