@@ -55,10 +55,10 @@ def load_config(
 
 def change_config(config: Config, overrides: Sequence[Override]) -> Config:
     """Applies the overrides to `config`. Raises ConfigError if the result is invalid."""
-    values = config.model_dump()
+    values = config.given_values()
     for override in overrides:
         key, value = _key_and_value(override)
-        _set(values, f"training.{key}" if key in TOP_LEVEL_KEYS else key, value)  # model_dump() has these in `training`
+        _set(values, f"training.{key}" if key in TOP_LEVEL_KEYS else key, value)  # given_values() has them there, too
     return as_config(values)
 
 
@@ -72,6 +72,12 @@ def as_config(values: Values, where: str = "the configuration") -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{where}: {'; '.join(problems(error))}.") from None
+
+
+def assignment_error(section: type[BaseModel], error: ValidationError) -> ConfigError:
+    """Returns the error of an assignment to a key of `section`, in the words of `as_config`."""
+    names = [name for name, field in Config.model_fields.items() if field.annotation is section]
+    return ConfigError(f"the configuration: {'; '.join(problems(error, section=(*names,)))}.")
 
 
 def recorded_values(path: Path) -> Values:
@@ -155,15 +161,16 @@ def _set(values: Values, key: str, value: Any) -> None:
     values[name] = value
 
 
-def problems(error: ValidationError, with_unknown: bool = True) -> list[str]:
+def problems(error: ValidationError, with_unknown: bool = True, section: tuple[str, ...] = ()) -> list[str]:
     """Returns a clause for each of the first wrong keys, and the number of the remaining ones.
 
-    pydantic reports every member of a union that did not match; they are joined to one clause with alternatives.
+    `section` is the path of the section that was validated. pydantic reports every member of a union that did not
+    match; they are joined to one clause with alternatives.
     """
     unknown: dict[str, list[str]] = {}  # paths by name
     wrong: dict[str, str] = {}  # clauses by key
     for item in error.errors(include_url=False):
-        path = _field_path(item["loc"])
+        path = _field_path((*section, *item["loc"]))
         where = truncate(".".join(path))
         if item["type"] == "extra_forbidden":
             unknown |= {where: path} if with_unknown else {}

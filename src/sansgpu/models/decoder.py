@@ -171,7 +171,7 @@ class TransformerLM(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size must be set to at least the size of the tokenizer")
-        self.config = config
+        self.config = config.model_copy()  # later assignments to `config` do not change this model
         self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
         rotary = config.decoder.positions == "rope"
         with torch.device("meta"):  # weights are drawn below, from a separate generator
