@@ -98,6 +98,11 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         early = Sinks([*own_sinks, buffer])
         for note in [*notes, *([world.note] if world.note else [])]:
             early.warn(note)
+        if training.world_size not in (None, group.size):
+            early.warn(
+                f"training.world_size is {training.world_size}, but the world size of this run is {group.size}; to "
+                f"change that, start it with --processes {training.world_size}, torchrun or mpirun."
+            )
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
