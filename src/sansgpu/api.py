@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, as_config
+from sansgpu.config import Config, ConfigError, as_config, note_of, with_own_names
 from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
@@ -94,7 +94,10 @@ def fit(
     """
     if output_dir is not None and not str(output_dir):
         raise ConfigError("output_dir is empty; give a folder.")
-    values = as_config(config) if isinstance(config, dict) else config
+    values, notes = config, []
+    if isinstance(config, dict):
+        own, replaced = with_own_names(config)
+        values, notes = as_config(own), note_of(replaced)
     request = TrainRequest(
         config_file=Path(values) if isinstance(values, (str, Path)) else None,
         config=values if isinstance(values, Config) else None,
@@ -103,6 +106,7 @@ def fit(
         resume=resume,
         strict=strict,
         world=find_world(),
+        notes=tuple(notes),
     )
     console, rank = RunConsole(), request.world.rank
     bar = PreparationBar(RunConsole(stderr=True), silent=quiet or console.is_jupyter or rank > 0)

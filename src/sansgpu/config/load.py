@@ -23,6 +23,7 @@ from sansgpu.config.by_task import (
 )
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.model import ModelConfig
+from sansgpu.config.other_names import note_of, own_name, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH, shown, truncate
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
@@ -41,24 +42,23 @@ def load_config(
 
     If the file is the user's `own`, a task that it names as `package.module:Class` is imported.
 
-    Returns the configuration and notes for the user about ignored keys.
+    Returns the configuration and notes for the user about ignored and renamed keys.
     Raises ConfigError naming the file and every problem in it.
     """
     path = preset_file(path) if path else None
-    values = read_values(path) if path else built_in([overridden_key(override) for override in overrides])
-    for override in overrides:
-        _set(values, *_key_and_value(override))
+    where = str(path) if path else "the configuration"
+    read = read_values(path) if path else built_in([_key_and_value(override)[0] for override in overrides])
+    values, replaced = with_own_names(read, where)
+    notes = [*note_of(replaced), *_override(values, overrides)]
     if own and is_outside(task := str(values.get("task"))):
         task_class(task)
-    return as_config(values, str(path) if path else "the configuration"), unused_settings(values)
+    return as_config(values, where), [*notes, *unused_settings(values)]
 
 
 def change_config(config: Config, overrides: Sequence[Override]) -> Config:
     """Applies the overrides to `config`. Raises ConfigError if the result is invalid."""
     values = config.given_values()
-    for override in overrides:
-        key, value = _key_and_value(override)
-        _set(values, f"training.{key}" if key in TOP_LEVEL_KEYS else key, value)  # given_values() has them there, too
+    _override(values, overrides)
     return as_config(values)
 
 
@@ -139,13 +139,32 @@ def default_values(values: Values) -> Values:
     return {**found, "device": found["training.device"]}
 
 
+def _override(values: Values, overrides: Sequence[Override]) -> list[str]:
+    """Applies the overrides to `values`. Returns notes about keys that `values` has in another place."""
+    notes, replaced = [], []
+    for override in overrides:
+        given, (key, value) = overridden_key(override), _key_and_value(override)
+        name = key.removeprefix("training.")
+        if name in TOP_LEVEL_KEYS:
+            top = values.pop(name, None)
+            if given == key and top not in (None, value):
+                notes.append(f"--set {key}={value} overrides {name}: {shown(top)} at the top level of the file.")
+        if given not in (key, name):
+            replaced.append(f"{given} as {key}")
+        _set(values, key, value)
+    return [*note_of(replaced), *notes]
+
+
 def _key_and_value(override: Override) -> tuple[str, Any]:
-    if not isinstance(override, str):
-        return override
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {truncate(override)} has no value; write --set key.path=value.")
-    return key.strip(), parse_value(text)
+    """Returns the key and the value of an override. Keys of other trainers and of the top level get their own names."""
+    if isinstance(override, str):
+        text, equals, value = override.partition("=")
+        if not equals or not text.strip():
+            raise ConfigError(f"--set {truncate(override)} has no value; write --set key.path=value.")
+        key, value = own_name(text.strip(), parse_value(value))
+    else:
+        key, value = override
+    return f"training.{key}" if key in TOP_LEVEL_KEYS else key, value
 
 
 def _set(values: Values, key: str, value: Any) -> None:

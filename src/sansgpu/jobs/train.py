@@ -64,6 +64,7 @@ class TrainRequest:
     controls: Controls = field(default_factory=Controls)
     monitor: Monitor = field(default_factory=Monitor)
     config: Config | None = None  # used instead of config_file
+    notes: tuple[str, ...] = ()  # warnings about the request, for the user
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     with reporting_failure(group), ExitStack() as locks:
         buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
         early = Sinks([*own_sinks, buffer])
-        for note in [*notes, *([world.note] if world.note else [])]:
+        for note in [*request.notes, *notes, *([world.note] if world.note else [])]:
             early.warn(note)
         if training.world_size not in (None, group.size):
             early.warn(
