@@ -12,6 +12,7 @@ from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
+from sansgpu.machine.launch import make_cublas_deterministic
 from sansgpu.machine.world import find_world
 from sansgpu.models.generate import Sampling
 from sansgpu.reporting.callbacks import Callback, CallbackSink
@@ -98,6 +99,11 @@ def fit(
     if isinstance(config, dict):
         own, replaced = with_own_names(config)
         values, notes = as_config(own), note_of(replaced)
+    if not make_cublas_deterministic():
+        notes.append(
+            "CUDA was used before training started, so results on a GPU can differ between runs; set "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts."
+        )
     request = TrainRequest(
         config_file=Path(values) if isinstance(values, (str, Path)) else None,
         config=values if isinstance(values, Config) else None,

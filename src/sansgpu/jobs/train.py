@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.group import Group, reporting_failure
 from sansgpu.machine.joining import join, require_backend
+from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
@@ -97,13 +98,8 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     with reporting_failure(group), ExitStack() as locks:
         buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
         early = Sinks([*own_sinks, buffer])
-        for note in [*request.notes, *notes, *([world.note] if world.note else [])]:
+        for note in [*request.notes, *notes, *_launch_notes(config, world, group)]:
             early.warn(note)
-        if training.world_size not in (None, group.size):
-            early.warn(
-                f"training.world_size is {training.world_size}, but the world size of this run is {group.size}; to "
-                f"change that, start it with --processes {training.world_size}, torchrun or mpirun."
-            )
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
@@ -113,6 +109,22 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         outcome = _train_in(target, config, request, group, sinks, early.warn, buffer, progress)
         group.shutdown()
         return outcome
+
+
+def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
+    """Yields a note for each way in which the processes of the run are not what the configuration needs."""
+    if world.note:
+        yield world.note
+    if (expected := config.training.world_size) not in (None, group.size):
+        yield (
+            f"training.world_size is {expected}, but the world size of this run is {group.size}; to change that, start "
+            f"it with --processes {expected}, torchrun or mpirun."
+        )
+    if config.outside_class and has_random_hashes():  # the command fixes the seed of hashes, a Python script cannot
+        yield (
+            f"the order of a set of strings differs between Python processes, so results can differ if "
+            f"{config.outside_class} depends on it; set PYTHONHASHSEED=0 before Python starts."
+        )
 
 
 def _require_same(config: Config, group: Group) -> None:
