@@ -27,6 +27,7 @@ from sansgpu.cli.options import (
     show,
     warn,
 )
+from sansgpu.cli.other_flags import with_other_flags
 
 if TYPE_CHECKING:
     from sansgpu.jobs.train import TrainRequest
@@ -42,6 +43,7 @@ class Pruner(str, Enum):
     NONE = "none"
 
 
+@with_other_flags
 def train(
     config: ConfigArgument = None,
     config_option: Annotated[Path | None, option("Same as CONFIG.", CONFIGURATION, "-f", "--config")] = None,

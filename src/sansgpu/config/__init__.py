@@ -22,6 +22,7 @@ from sansgpu.config.load import (
 )
 from sansgpu.config.metrics import Metric
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
+from sansgpu.config.other_names import note_of, with_own_names
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
@@ -73,6 +74,7 @@ __all__ = [
     "load_config",
     "load_space",
     "measure_of",
+    "note_of",
     "overridden_key",
     "problems",
     "recorded_values",
@@ -82,4 +84,5 @@ __all__ = [
     "setting",
     "spaced_values",
     "task_class",
+    "with_own_names",
 ]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.by_task import (
@@ -144,11 +144,12 @@ class Config(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     data: DataConfig = Field(default_factory=DataConfig)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _move_top_level_device(cls, values: Any) -> Any:
+    def _with_defaults(cls, values: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
+        """Moves top-level keys to `training` and adds the defaults of the task."""
         if not isinstance(values, dict):
-            return values
+            return validate(values)
         if isinstance(sampling := values.get("sampling"), dict) and sampling.get("stream"):
             raise ValueError(
                 "sampling.stream is not supported in training, because a streamed sample cannot be reproduced; "
@@ -163,7 +164,16 @@ class Config(Section):
             if clash:
                 raise ValueError(f"{clash[0]} has different values at the top level and in training; remove one")
             rest["training"] = {**training, **top}
-        return with_defaults(str(rest.get("task", DEFAULT_TASK)), rest)
+        config = validate(with_defaults(str(rest.get("task", DEFAULT_TASK)), rest))
+        for name in _SECTIONS:  # the defaults follow a later assignment to the task
+            getattr(config, name).model_fields_set.intersection_update(as_values(rest.get(name)))
+        return config
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key in TOP_LEVEL_KEYS:
+            setattr(self.training, key, value)
+        else:
+            super().__setattr__(key, value)
 
     @field_validator("task")
     @classmethod

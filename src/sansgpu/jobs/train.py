@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.group import Group, reporting_failure
 from sansgpu.machine.joining import join, resolve_backend
+from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
@@ -73,6 +74,7 @@ class TrainRequest:
     controls: Controls = field(default_factory=Controls)
     monitor: Monitor = field(default_factory=Monitor)
     config: Config | None = None  # used instead of config_file
+    notes: tuple[str, ...] = ()  # warnings about the request, for the user
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     with reporting_failure(group), ExitStack() as locks:
         buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
         early = Sinks([*own_sinks, buffer])
-        for note in filter(None, [*notes, world.note, backend_note]):
+        for note in filter(None, [*request.notes, *notes, *_launch_notes(config, world, group), backend_note]):
             early.warn(note)
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
@@ -116,6 +118,22 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         outcome = _train_in(target, config, request, group, sinks, early.warn, buffer, progress)
         group.shutdown()
         return outcome
+
+
+def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
+    """Yields a note for each way in which the processes of the run are not what the configuration needs."""
+    if world.note:
+        yield world.note
+    if (expected := config.training.world_size) not in (None, group.size):
+        yield (
+            f"training.world_size is {expected}, but the world size of this run is {group.size}; to change that, start "
+            f"it with --processes {expected}, torchrun or mpirun."
+        )
+    if config.outside_class and has_random_hashes():  # the command fixes the seed of hashes, a Python script cannot
+        yield (
+            f"the order of a set of strings differs between Python processes, so results can differ if "
+            f"{config.outside_class} depends on it; set PYTHONHASHSEED=0 before Python starts."
+        )
 
 
 def _require_same(config: Config, group: Group) -> None:

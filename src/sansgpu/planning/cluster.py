@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.gloo_rate import Link, measure_gloo
@@ -32,7 +33,6 @@ from sansgpu.planning.nodes import (
 from sansgpu.planning.prepare import ignore_message, prepare
 from sansgpu.planning.prepared import Prepared
 from sansgpu.reporting.plan_table import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
-from sansgpu.reporting.tables import counted
 from sansgpu.tasks.pretrain import TextCorpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
