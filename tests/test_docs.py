@@ -37,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-MINUTES = ("bench", "graph", "resume")  # pages whose commands take one or two
+MINUTES = ("bench", "fine-tuning", "graph", "plan", "resume", "use")  # pages whose commands take one or two
 
 
 def timed(page: Path) -> object:

@@ -1,6 +1,7 @@
 """Runs `sansgpu` so that one process kills itself with SIGKILL at a chosen place.
 
-FAULT is backward, all-reduce or snapshot; FAULT_RANK the process, FAULT_COUNT the time it passes there. Once a run.
+FAULT is backward, all-reduce, reduce-scatter or snapshot; FAULT_RANK the process, FAULT_COUNT the time it passes there.
+Once a run.
 """
 
 import os
@@ -38,6 +39,8 @@ def install() -> None:
             TrainedWeight.gather = _counted(TrainedWeight.gather, left)  # type: ignore[method-assign]
         case "all-reduce":
             dist.all_reduce = _counted(dist.all_reduce, left, after=True)
+        case "reduce-scatter":
+            dist.reduce_scatter_single = _counted(dist.reduce_scatter_single, left)  # called by fully_shard
         case "snapshot":
             checkpoint.sync_to_disk = _counted(checkpoint.sync_to_disk, left)
 

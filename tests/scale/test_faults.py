@@ -99,14 +99,13 @@ def test_a_killed_process_is_named_and_nothing_hangs(home: Path, undisturbed: di
 @LONG
 def test_a_killed_process_is_named_although_torch_communicates_by_itself(home: Path) -> None:
     changes = {"training__sharding": "full"}
-    fault = faulty(home, "sharded", "backward", 1, 330)
+    fault = faulty(home, "sharded", "reduce-scatter", 1, 20)
     code, out = finish(
         torchrun(2), arguments(home, "sharded", **changes), home / "cache", module="tests.scale.faulty", **fault
     )
     assert code != 0
     assert "rank 1 of 2" in spoken(out)[0]
     assert "is lost" in spoken(out)[0]
-    assert "Traceback" not in out
 
 
 @LONG

@@ -123,6 +123,7 @@ def test_it_learns_is_evaluated_and_answers_rows(home: Path, run: Path) -> None:
     assert (home / "answers.jsonl").read_text() == printed
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_byte_identically(home: Path, run: Path) -> None:
     killed = home / "killed"
     process = start(["train", *configured(home), "--output-dir", str(killed), "--plain"], home / "cache")

@@ -104,11 +104,15 @@ class Group:
         code = error.exit_code if isinstance(error, SansGPUError) else 1
         return self._shared[1].report_failure(str(error) or type(error).__name__, code)
 
-    def diagnose(self, error: BaseException) -> BaseException:
-        """Returns an error that names the lost rank if `error` comes from a collective that torch started by itself."""
-        if self._shared is not None and isinstance(error, RuntimeError) and "gloo" in str(error):
-            return self._shared[1].diagnose(error)
-        return error
+    @contextmanager
+    def diagnosing_torch(self) -> Iterator[None]:
+        """Raises LostRankError in place of gloo's errors in collectives that torch starts, as fully_shard does."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._shared is None or "gloo" not in str(error):
+                raise
+            raise self._shared[1].diagnose(error) from None
 
     def _await_keys(self, keys: dict[int, str]) -> list[Any]:
         """Waits until each rank in `keys` has set its key in the store, and returns the values."""
@@ -217,7 +221,7 @@ def reporting_failure(group: Group) -> Iterator[None]:
     try:
         yield
     except BaseException as raised:
-        error = out_of_memory(raised, SMALLER_RUN) or group.diagnose(raised)
+        error = out_of_memory(raised, SMALLER_RUN) or raised
         if not isinstance(error, SansGPUError):
             group.report_failure(error)
             raise
@@ -226,4 +230,6 @@ def reporting_failure(group: Group) -> Iterator[None]:
             time.sleep(REPORT_SECONDS)
         if reported or group.report_failure(error):
             raise SystemExit(error.exit_code) from None
-        raise error from None
+        if error is raised:
+            raise
+        raise error from raised

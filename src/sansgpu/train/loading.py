@@ -39,6 +39,8 @@ def open_model(
     if (folder / "config.yaml").is_file():
         config, paths = open_run(folder)
         kind = kind_of_run(folder, config, verb, objective)
+        if config.outside_class is not None:
+            config, paths = open_run(folder)  # with the defaults of the class, which is loaded now
         snapshot = require_snapshot(folder, paths, snapshot_name, warn)
         source = ModelSource(target, remote_code, config, snapshot, paths.tokenizer)
     else:

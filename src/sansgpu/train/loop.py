@@ -123,7 +123,7 @@ class Trainer:
         prefetch = Prefetcher(self._batch, training.dataloader_num_workers, training.prefetch, timeout)
         self._task.model.train()
         try:
-            with self._control.interrupt:
+            with self._control.interrupt, self._group.diagnosing_torch():
                 signal = self._run_steps(prefetch)
                 if signal is None:
                     self._evaluate()
