@@ -34,6 +34,11 @@ def test_an_evaluation_is_one_line(
     assert capsys.readouterr().out == f"validation at step 8: loss 1.5000, {text}\n"
 
 
+def test_an_evaluation_of_other_data_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    Terminal(RunConsole(), settings_of("pretrain"), "notes.txt").emit({"event": "eval", "step": 8, "loss": 1.5})
+    assert capsys.readouterr().out == "notes.txt at step 8: loss 1.5000\n"
+
+
 def test_small_sizes_have_small_units() -> None:
     assert [storage(size) for size in (2_500, 1.5e6, 1e8, 3e9)] == ["2.5 kB", "1.5 MB", "0.10 GB", "3.00 GB"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.segment import Segment
 from rich.text import Text
 
-from sansgpu.config import TaskSettings
+from sansgpu.config import RunPaths, TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
 from sansgpu.config.wording import counted
 from sansgpu.reporting.escape import printable, printable_line
@@ -57,10 +59,11 @@ class RunConsole(Console):
 class Terminal:
     """A sink that prints events as plain lines."""
 
-    def __init__(self, console: Console, settings: TaskSettings | None = None) -> None:
-        """`settings` are those of the task. Default: according to the start event."""
+    def __init__(self, console: Console, settings: TaskSettings | None = None, evaluated: str = "validation") -> None:
+        """`settings` are those of the task. Default: according to the start event. `evaluated` names the data."""
         self._console, self._settings = console, settings or settings_of(DEFAULT_TASK)
-        self._total = 0
+        self._total, self._evaluated = 0, evaluated
+        self._folder: str | None = None  # of the run
         self._resumed_from: str | None = None
 
     def emit(self, event: Event) -> None:
@@ -82,7 +85,7 @@ class Terminal:
 
     def _start(self, event: Event) -> None:
         self._total, self._settings = event["total_steps"] or 0, settings_of(event["task"])
-        self._resumed_from = event.get("resumed_from")
+        self._folder, self._resumed_from = event["output_dir"], event.get("resumed_from")
         resumed = f", resumed from {self._resumed_from}" if self._resumed_from else ""
         trained = event["trained_parameters"]
         adapted = f", {count(trained)} trainable" if trained < event["parameters"] else ""
@@ -120,7 +123,7 @@ class Terminal:
     def _eval(self, event: Event) -> None:
         parts = metric_texts(event, self._settings)
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
-        self._print(f"validation{place}: {', '.join(parts)}", style="bold")
+        self._print(f"{self._evaluated}{place}: {', '.join(parts)}", style="bold")
         if sample := event.get("sample"):
             # In a log every line is one event, so that tools that work on lines can read it.
             text = sample if self._console.is_terminal else printable_line(sample.replace("\n", "\\n"))
@@ -128,7 +131,13 @@ class Terminal:
 
     def _end(self, event: Event) -> None:
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done at its time limit"}
-        self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
+        next_step = ""
+        if self._folder is not None and event["reason"] == "interrupted":
+            next_step = f"; continue with: sansgpu train --resume --output-dir {shlex.quote(self._folder)}"
+        elif self._folder is not None:
+            next_step = f"; the model is in {RunPaths(Path(self._folder)).final}"
+        took = duration(event["seconds"])
+        self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {took}{next_step}")
 
 
 def batch_shape(micro_batch: int, event: Event) -> str:
