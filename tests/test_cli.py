@@ -265,7 +265,11 @@ def test_options_may_be_written_with_underscores(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("t", ["train", "tune", "tokenizer"]), ("train --max-s", ["--max-steps", "--max-seq-length"]), ("snapshots p", ["prune"])],
+    [
+        ("t", ["train", "tune", "tokenizer"]),
+        ("train --max-s", ["--max-steps", "--max-seq-length"]),
+        ("snapshots p", ["prune"]),
+    ],
 )
 def test_a_shell_completes_commands_and_options_without_loading_torch(words: str, expected: list[str]) -> None:
     program = (
