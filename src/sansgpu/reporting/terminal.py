@@ -26,9 +26,9 @@ from sansgpu.reporting.tables import count
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
-SHOWN_AFTER_SECONDS = 2.0  # a stage of unknown size is shown if it lasts longer
+SHOWN_AFTER_SECONDS = 1.5  # a stage of unknown size is shown if it lasts longer
 # Lines about a stage that lasts follow each other after this time, and after this share of the time it has lasted.
-REPEATED_AFTER_SECONDS, REPEATED_AFTER_RATIO = 10.0, 0.2
+REPEATED_AFTER_SECONDS, REPEATED_AFTER_RATIO = 10.0, 0.1
 DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
 FIGURES = TextColumn("{task.fields[figures]}", markup=False)
 
@@ -244,6 +244,7 @@ class PreparationBar:
                 transient=not has_size,
             )  # fmt: skip
             self._bar.add_task(stage.doing, total=stage.total or None, completed=stage.done, figures=stage.figures)
+            self._bar.tasks[0].start_time = stage.started  # TimeElapsedColumn counts from here
             self._bar.start()
         stage.shown_at = time.monotonic()
 
