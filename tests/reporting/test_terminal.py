@@ -9,7 +9,7 @@ import pytest
 from sansgpu.config.by_task import settings_of
 from sansgpu.reporting import terminal
 from sansgpu.reporting.events import Event
-from sansgpu.reporting.tables import counted, storage
+from sansgpu.reporting.tables import storage
 from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal
 
 
@@ -32,6 +32,11 @@ def test_an_evaluation_is_one_line(
     event: Event = {"event": "eval", "step": 8, "loss": 1.5, **metrics, "seconds": 0.1}
     Terminal(RunConsole(), settings_of(kind)).emit(event)
     assert capsys.readouterr().out == f"validation at step 8: loss 1.5000, {text}\n"
+
+
+def test_an_evaluation_of_other_data_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    Terminal(RunConsole(), settings_of("pretrain"), "notes.txt").emit({"event": "eval", "step": 8, "loss": 1.5})
+    assert capsys.readouterr().out == "notes.txt at step 8: loss 1.5000\n"
 
 
 def test_small_sizes_have_small_units() -> None:
@@ -75,17 +80,3 @@ def test_where_another_display_takes_over_nothing_is_shown_after_the_start(monke
         bar("evaluating", 0, 0)
         time.sleep(0.6)
     assert file.getvalue() == ""
-
-
-@pytest.mark.parametrize(
-    ("number", "noun", "text"),
-    [
-        (1, "thread", "1 thread"),
-        (2, "thread", "2 threads"),
-        (0, "batch", "0 batches"),
-        (1000, "query", "1,000 queries"),
-        (2, "day", "2 days"),
-    ],
-)
-def test_a_number_of_things_is_singular_or_plural(number: int, noun: str, text: str) -> None:
-    assert counted(number, noun) == text

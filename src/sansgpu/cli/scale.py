@@ -83,9 +83,11 @@ def k8s(
 
 def _show_files(result: dict[str, Any]) -> None:
     """Prints the written files, the pods and the next commands."""
+    from sansgpu.config.wording import counted
+
     show("\n".join(result["files"]))
     show(
-        f"\nPods: {result['nodes']}, each with {result['cpus']} CPUs, {result['memory']} of memory, "
+        f"\nPods: {result['nodes']}, each with {counted(result['cpus'], 'CPU')}, {result['memory']} of memory, "
         f"{result['processes_per_node']} x {result['threads']} compute threads and {result['grace_seconds']} s to save "
         "a snapshot before termination."
     )

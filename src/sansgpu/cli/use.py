@@ -79,7 +79,9 @@ def evaluate(
         from sansgpu.jobs.evaluate import evaluate_model
 
         event, settings = evaluate_model(run, data, snapshot, window, bar, warn, trust_remote_code, objective)
-    print_result(finite(event), as_json, lambda console, event: Terminal(console, settings).emit(event))
+    print_result(
+        finite(event), as_json, lambda console, event: Terminal(console, settings, data or "validation").emit(event)
+    )
 
 
 def generate(

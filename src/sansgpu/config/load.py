@@ -27,6 +27,7 @@ from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH, shown, truncate
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
 from sansgpu.config.training import unused_settings
+from sansgpu.config.wording import counted
 
 Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or a key and its value
 
@@ -176,8 +177,10 @@ def problems(error: ValidationError, with_unknown: bool = True) -> list[str]:
         elif (other := item["msg"].removeprefix("Input should be ")) not in wrong[where]:
             wrong[where] += f", or {other}"
     named = [f"unknown key {where}{_nearest(path)}" for where, path in list(unknown.items())[:MAX_UNKNOWN_KEYS]]
-    more = [f"{len(unknown) - MAX_UNKNOWN_KEYS:,} more unknown keys"] if len(unknown) > MAX_UNKNOWN_KEYS else []
-    rest = [f"{len(wrong) - MAX_WRONG_VALUES:,} more wrong values"] if len(wrong) > MAX_WRONG_VALUES else []
+    more = (
+        [f"{counted(len(unknown) - MAX_UNKNOWN_KEYS, 'more unknown key')}"] if len(unknown) > MAX_UNKNOWN_KEYS else []
+    )
+    rest = [f"{counted(len(wrong) - MAX_WRONG_VALUES, 'more wrong value')}"] if len(wrong) > MAX_WRONG_VALUES else []
     return [*named, *more, *list(wrong.values())[:MAX_WRONG_VALUES], *rest]
 
 

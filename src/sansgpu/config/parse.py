@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
 class _Loader(yaml.SafeLoader):
     """yaml.SafeLoader that limits nesting and alias expansion, and rejects repeated keys.
 
+    As in YAML 1.2, 17:30 is a string; SafeLoader reads it as a number in base 60.
     Invalid scalars (`2025-02-30`, `!!int abc`, integers of thousands of digits) raise a YAMLError with the line number,
     where SafeLoader raises ValueError, AttributeError or KeyError.
     """
@@ -154,6 +155,14 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.YAMLError(f"the key {truncate(repr(key))} is given twice, again{_line(key_node)}")
                 keys.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+def _unless_base_60(construct: Callable[[Any, yaml.ScalarNode], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
+    return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _unless_base_60(yaml.SafeLoader.construct_yaml_int))
+_Loader.add_constructor("tag:yaml.org,2002:float", _unless_base_60(yaml.SafeLoader.construct_yaml_float))
 
 
 def _line(of: Any) -> str:

@@ -25,9 +25,9 @@ def _as_list(value: object) -> object:
 
 
 def _time_limit(value: object) -> object:
-    """Normalizes a time of day, or a date with a time. YAML 1.1 reads a bare 17:30 as a base-60 integer."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 24 * 60:
-        value = f"{value // 60:02d}:{value % 60:02d}"
+    """Normalizes a time of day, or a date with a time."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     if isinstance(value, datetime):
         value = value.isoformat()
     if isinstance(value, str):

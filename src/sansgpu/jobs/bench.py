@@ -22,6 +22,7 @@ from sansgpu.config import (
     load_config,
     save_config,
 )
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.probe import best_gemm_rate
 from sansgpu.planning.estimate import roofline_of, step_limits
@@ -47,7 +48,6 @@ from sansgpu.reporting.bench_table import (
     Variation,
 )
 from sansgpu.reporting.outputs import replace_folder, require_folder
-from sansgpu.reporting.tables import counted
 from sansgpu.tasks import task_of
 from sansgpu.train.run_folders import open_any, require_plain_name
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
@@ -85,8 +86,8 @@ def export_gguf(
     unquantized = write_gguf(path, *loaded.kind.gguf_parts(loaded), kind, about)
     if unquantized:
         warn(
-            f"{len(unquantized)} matrices are stored as f16, because their row length is not a multiple of 32; the "
-            f"first is {unquantized[0]}"
+            f"{counted(len(unquantized), 'matrix', 'matrices')} stored as f16, because the length of a row is not a "
+            f"multiple of 32; the first is {unquantized[0]}."
         )
     return path
 

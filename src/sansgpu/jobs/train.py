@@ -43,7 +43,15 @@ from sansgpu.train import RunSetup, Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.loop import TrainingResult
 from sansgpu.train.resume import recorded_environment
-from sansgpu.train.run_folders import lock_run, open_output, recorded_file, require_allowed, run_paths, write_json
+from sansgpu.train.run_folders import (
+    lock_run,
+    no_run_to_resume,
+    open_output,
+    recorded_file,
+    require_allowed,
+    run_paths,
+    write_json,
+)
 from sansgpu.train.run_marks import mark_other_folders, mark_run, require_own_configuration, require_unclaimed_folders
 from sansgpu.train.snapshots import Snapshot, clear_leftovers, find_snapshot, snapshots
 
@@ -196,7 +204,9 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
         if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
             require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))
         recorded = recorded_file(folder, request.resume)
-        if file is None and recorded is not None:
+        if file is None:
+            if recorded is None:
+                raise no_run_to_resume(folder)
             require_allowed(load_config(recorded, request.overrides, own=False)[0], recorded, request.overrides)
             return load_config(recorded, request.overrides)  # now with the defaults of a class outside the package
     return load_config(file, request.overrides)

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.wording import counted
 from sansgpu.machine import cgroup, cores
 from sansgpu.machine.group import Group
 from sansgpu.machine.roofline import gemm_rate, product_seconds
@@ -135,17 +136,20 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
         raise ConfigError(f"{setting} is {threads}, but at most {limit:,} threads can run here; lower it.")
     if local_size > 1 and threads > 1 and threads * local_size > cpus:
         raise ConfigError(
-            f"{local_size} processes with {threads} threads each exceed the {cpus} processors of "
+            f"{local_size} processes with {threads} threads each exceed the {counted(cpus, 'processor')} of "
             f"{group.peers[group.rank].host}; set {setting} to {max(1, cpus // local_size)}, or start fewer processes."
         )
     if local_size == 1 and threads > (usable := max(1, int(min(cpus, quota or cpus)))):
         warn(
-            f"{threads} threads share {usable} processors, which slows them down; set training.threads to {usable} or "
-            "auto."
+            f"{threads} threads share {counted(usable, 'processor')}, which slows them down; set training.threads to "
+            f"{usable} or auto."
         )
     if local_size > cpus and group.rank == group.local_ranks[0]:
         host = group.peers[group.rank].host
-        warn(f"{local_size} processes share {cpus} processors of {host}, which slows them down; start fewer processes.")
+        warn(
+            f"{local_size} processes share {counted(cpus, 'processor')} of {host}, which slows them down; start fewer "
+            "processes."
+        )
     return threads
 
 

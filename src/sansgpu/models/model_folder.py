@@ -8,6 +8,7 @@ from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import read_json, read_object, require_regular_file
+from sansgpu.config.wording import counted
 
 MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
 MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
@@ -56,7 +57,10 @@ def require_short_header(path: Path) -> None:
 def require_layers(layers: int, weights: int, source: Path | str) -> None:
     """Raises ConfigError if a model has more layers than weights, before building them all."""
     if layers > max(weights, ALLOWED_LAYERS):
-        raise ConfigError(f"{source}: the weights do not fit its settings: {layers} layers, but {weights} weights.")
+        raise ConfigError(
+            f"{source}: the weights do not fit its settings: {counted(layers, 'layer')}, but "
+            f"{counted(weights, 'weight')}."
+        )
 
 
 def _check_index(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from sansgpu.config import Config, ConfigError, UnreachableError
+from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
@@ -172,7 +173,7 @@ def seconds_allowed(config: Config) -> float:
 def _require_share(config: Config, world_size: int) -> None:
     if (batch := effective_batch(config.training)) < world_size:
         raise ConfigError(
-            f"a step has {batch} examples for {world_size} processes, and each needs at least one; raise "
+            f"a step has {counted(batch, 'example')} for {world_size} processes, and each needs at least one; raise "
             "training.gradient_accumulation_steps or start fewer processes."
         )
 

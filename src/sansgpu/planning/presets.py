@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from sansgpu.config import PRESETS, Config, change_config, load_config
+from sansgpu.config.wording import counted
 from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.probe import gemm_flops_per_second, memory_for_run, resolve_precision, resolve_threads
 from sansgpu.models.costing import COMPUTE
 from sansgpu.planning.memory_fit import MARGIN, fits
 from sansgpu.reporting.presets_table import PresetRow, ProcessorSpeed
-from sansgpu.reporting.tables import counted
 from sansgpu.tasks import task_of
 from sansgpu.train.optim import choose_optimizer
 

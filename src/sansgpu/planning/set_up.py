@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
 from sansgpu.kernels.choice import load_kernels
@@ -82,7 +83,9 @@ def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
     """Returns this local rank's GPU. Raises ConfigError if there are fewer GPUs than processes, or with sharding."""
     local_rank, count = group.local_ranks.index(group.rank), torch.cuda.device_count()
     if len(group.local_ranks) > count:
-        raise ConfigError(f"{len(group.local_ranks)} processes share {count} GPUs; start one process per GPU.")
+        raise ConfigError(
+            f"{len(group.local_ranks)} processes share {counted(count, 'GPU')}; start one process per GPU."
+        )
     if training.sharding != "none":
         raise ConfigError(
             f"training.sharding {training.sharding} works on CPUs only; set it to none, or set device to cpu."

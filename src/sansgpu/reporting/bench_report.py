@@ -9,10 +9,11 @@ from markupsafe import Markup
 
 from sansgpu.config.atomic import write_text
 from sansgpu.config.by_task import settings_of
+from sansgpu.config.wording import counted
 from sansgpu.reporting.bench_table import BenchResult, validation_texts
 from sansgpu.reporting.page import page, templates
 from sansgpu.reporting.plots import Plot, Series
-from sansgpu.reporting.tables import count, counted, storage
+from sansgpu.reporting.tables import count, storage
 from sansgpu.reporting.terminal import clock, duration
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from sansgpu.config.by_task import settings_of
 from sansgpu.reporting.events import metric_texts
-from sansgpu.reporting.tables import count, grid, pace, rate, storage
+from sansgpu.reporting.tables import count, grid, pace, print_table, rate, storage
 from sansgpu.reporting.terminal import clock, duration
 
 
@@ -168,4 +168,4 @@ def print_forward(console: Console, result: ForwardResult) -> None:
             f"{row['mfu']:.0%}",
             storage(row["peak_rss_bytes"]),
         )
-    console.print(table)
+    print_table(console, table)

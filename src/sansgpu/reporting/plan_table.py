@@ -9,7 +9,8 @@ from typing import Any, NotRequired, TypedDict, cast
 from rich.console import Console
 from rich.table import Table
 
-from sansgpu.reporting.tables import count, counted, grid, pace, storage
+from sansgpu.config.wording import counted
+from sansgpu.reporting.tables import count, grid, pace, print_table, storage
 from sansgpu.reporting.terminal import batch_shape, clock, duration
 
 
@@ -163,7 +164,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         table.add_row("speed", "not measured, because three layers do not fit into memory")
     if plan["total_steps"] and plan["total_tokens"]:
         epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
-        length = f"{plan['total_steps']:,} steps, {count(plan['total_tokens'])} tokens{epochs}"
+        length = f"{counted(plan['total_steps'], 'step')}, {count(plan['total_tokens'])} tokens{epochs}"
         if plan["total_seconds"] and plan["finish"]:
             finish = clock(datetime.fromisoformat(plan["finish"]))
             length += f": {duration(plan['total_seconds'])}, if started now done {finish}"
@@ -190,7 +191,7 @@ def _print_candidates(console: Console, plan: ProposedPlan) -> None:
             f"{row['epochs']:.1f}",
             "best" if not row["behind"] else f"+{row['behind']:.1%}",
         )
-    console.print(table)
+    print_table(console, table)
     console.print(f"written to {plan['file']}; train it with: sansgpu train {plan['file']}", soft_wrap=True)
 
 
@@ -222,8 +223,8 @@ def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
     cost = "" if cluster["cost"] is None else f", which cost {cluster['cost']:,.2f}"
     table.add_row(
         "time",
-        f"{cluster['total_steps']:,} steps: {duration(cluster['total_seconds'])}, if started now done {finish}; "
-        f"{figure(cluster['node_hours'])} node-hours{cost}",
+        f"{counted(cluster['total_steps'], 'step')}: {duration(cluster['total_seconds'])}, if started now done "
+        f"{finish}; {figure(cluster['node_hours'])} node-hours{cost}",
     )
     console.print(table)
     _print_curve(console, cluster)
@@ -246,7 +247,7 @@ def _print_curve(console: Console, cluster: ClusterPlan) -> None:
             f"{row['cost']:,.2f}" if priced else figure(row["node_hours"]),
             style=None if row["fits"] else "red",
         )
-    console.print(table)
+    print_table(console, table)
     for sentence in _about_nodes(cluster, rows):
         console.print(sentence, highlight=False)
 
@@ -257,7 +258,7 @@ def _about_nodes(cluster: ClusterPlan, rows: list[dict[str, Any]]) -> Iterator[s
         yield f"beyond {most:,}: the batch has too few examples, because each node needs at least one"
     if not all(row["fits"] for row in rows):
         fitting = next(
-            (f"on {row['nodes']:,} nodes or more" for row in rows if row["fits"]), f"on none of up to {last:,}"
+            (f"on {counted(row['nodes'], 'node')} or more" for row in rows if row["fits"]), f"on none of up to {last:,}"
         )
         yield f"it fits into memory {fitting}"
     faster, pays, fastest = f"{cluster['pays']:g} times as fast", cluster["pays_until"], cluster["fastest_nodes"]

@@ -7,7 +7,7 @@ from typing import TypedDict
 from rich.console import Console
 from rich.table import Table
 
-from sansgpu.reporting.tables import count, storage
+from sansgpu.reporting.tables import count, print_table, storage
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -47,7 +47,7 @@ def print_presets(console: Console, rows: list[PresetRow]) -> None:
         memory.add_column(heading, justify="left" if heading in ("preset", "here") else "right")
     for row in rows:
         memory.add_row(*memory_cells(row), "fits" if row["fits"] else "too much")
-    console.print(memory)
+    print_table(console, memory)
     console.print("at least: with micro-batch 1 and gradient checkpointing", style="dim")
     title = f"tokens/s, and time for {', '.join(count(row['optimal_tokens']) for row in rows)} tokens (estimates)"
     speeds = Table(title=title, title_justify="left")
@@ -56,7 +56,7 @@ def print_presets(console: Console, rows: list[PresetRow]) -> None:
         speeds.add_column(row["preset"], justify="right")
     for cells in zip(*map(speed_cells, rows), strict=True):
         speeds.add_row(cells[0][0], *(cell for _, cell in cells))
-    console.print(speeds)
+    print_table(console, speeds)
     console.print("these are 20 tokens per parameter, which is compute-optimal", style="dim")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,18 +16,19 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.segment import Segment
 from rich.text import Text
 
-from sansgpu.config import TaskSettings
+from sansgpu.config import RunPaths, TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
+from sansgpu.config.wording import counted
 from sansgpu.reporting.escape import printable
 from sansgpu.reporting.events import Event, current_metrics, metric_texts
 from sansgpu.reporting.jsonl import redirect_to_null
-from sansgpu.reporting.tables import count, counted
+from sansgpu.reporting.tables import count
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
-SHOWN_AFTER_SECONDS = 2.0  # a stage of unknown size is shown if it lasts longer
+SHOWN_AFTER_SECONDS = 1.5  # a stage of unknown size is shown if it lasts longer
 # Lines about a stage that lasts follow each other after this time, and after this share of the time it has lasted.
-REPEATED_AFTER_SECONDS, REPEATED_AFTER_RATIO = 10.0, 0.2
+REPEATED_AFTER_SECONDS, REPEATED_AFTER_RATIO = 10.0, 0.1
 DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
 FIGURES = TextColumn("{task.fields[figures]}", markup=False)
 
@@ -53,17 +56,19 @@ class RunConsole(Console):
 class Terminal:
     """A sink that prints events as plain lines."""
 
-    def __init__(self, console: Console, settings: TaskSettings | None = None) -> None:
-        """`settings` are those of the task. Default: according to the start event."""
+    def __init__(self, console: Console, settings: TaskSettings | None = None, evaluated: str = "validation") -> None:
+        """`settings` are those of the task. Default: according to the start event. `evaluated` names the data."""
         self._console, self._settings = console, settings or settings_of(DEFAULT_TASK)
-        self._total = 0
+        self._total, self._evaluated = 0, evaluated
+        self._folder: str | None = None  # of the run
+        self._resumed_from: str | None = None
 
     def emit(self, event: Event) -> None:
         handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start,
             "step": self._step,
             "eval": self._eval,
-            "snapshot": lambda e: self._print(f"snapshot {e['path']}"),
+            "snapshot": self._snapshot,
             "warning": lambda e: self._print(f"warning: {e['message']}", style="yellow"),
             "end": self._end,
         }
@@ -77,7 +82,8 @@ class Terminal:
 
     def _start(self, event: Event) -> None:
         self._total, self._settings = event["total_steps"] or 0, settings_of(event["task"])
-        resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
+        self._folder, self._resumed_from = event["output_dir"], event.get("resumed_from")
+        resumed = f", resumed from {self._resumed_from}" if self._resumed_from else ""
         trained = event["trained_parameters"]
         adapted = f", {count(trained)} trainable" if trained < event["parameters"] else ""
         processes = f"{event['world_size']} processes of " if event.get("world_size", 1) > 1 else ""
@@ -89,8 +95,13 @@ class Terminal:
         self._print(
             f"{_length(event)} of {event['tokens_per_step']:,} tokens "
             f"({batch_shape(event['micro_batch'], event)}), "
-            f"{event['train_tokens']:,} training tokens; writing to {event['output_dir']}"
+            f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
+
+    def _snapshot(self, event: Event) -> None:
+        """Prints a saved snapshot. A resumed run also reports the one that it was resumed from, for its record."""
+        if event["path"] != self._resumed_from:
+            self._print(f"snapshot {event['path']}")
 
     def _step(self, event: Event) -> None:
         self._total = event["total_steps"] or 0
@@ -109,13 +120,19 @@ class Terminal:
     def _eval(self, event: Event) -> None:
         parts = metric_texts(event, self._settings)
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
-        self._print(f"validation{place}: {', '.join(parts)}", style="bold")
+        self._print(f"{self._evaluated}{place}: {', '.join(parts)}", style="bold")
         if event.get("sample"):
             self._print(f"sample: {event['sample']}", style="dim")
 
     def _end(self, event: Event) -> None:
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done at its time limit"}
-        self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
+        next_step = ""
+        if self._folder is not None and event["reason"] == "interrupted":
+            next_step = f"; continue with: sansgpu train --resume --output-dir {shlex.quote(self._folder)}"
+        elif self._folder is not None:
+            next_step = f"; the model is in {RunPaths(Path(self._folder)).final}"
+        took = duration(event["seconds"])
+        self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {took}{next_step}")
 
 
 def batch_shape(micro_batch: int, event: Event) -> str:
@@ -222,6 +239,7 @@ class PreparationBar:
                 transient=not has_size,
             )  # fmt: skip
             self._bar.add_task(stage.doing, total=stage.total or None, completed=stage.done, figures=stage.figures)
+            self._bar.tasks[0].start_time = stage.started  # TimeElapsedColumn counts from here
             self._bar.start()
         stage.shown_at = time.monotonic()
 
@@ -282,7 +300,7 @@ class _Activity:
 
 def _length(event: Event) -> str:
     if event["total_steps"]:
-        return f"{event['total_steps']:,} steps"
+        return counted(event["total_steps"], "step")
     return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from sansgpu.config import Config, TrainingConfig, derive_seed
+from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import micro_batches_per_rank
-from sansgpu.reporting.tables import counted
 from sansgpu.tasks import Objective, TaskKind
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import synchronize

@@ -13,6 +13,7 @@ import yaml
 
 from sansgpu import __version__
 from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, setting
+from sansgpu.config.wording import counted
 from sansgpu.jobs.k8s.manifests import DATA, ClusterJob
 from sansgpu.jobs.k8s.pod_needs import PodNeeds, needs_of
 
@@ -200,7 +201,9 @@ def _factor(suffix: str) -> Decimal:
 def _threads(config: Config, request: ClusterRequest) -> int:
     cpus, processes, threads = request.cpus, request.processes_per_node, config.training.threads
     if processes > cpus:
-        raise ConfigError(f"{processes} processes share {cpus} CPUs; raise --cpus or lower --processes-per-node.")
+        raise ConfigError(
+            f"{processes} processes share {counted(cpus, 'CPU')}; raise --cpus or lower --processes-per-node."
+        )
     if threads == "auto":
         return max(1, (cpus - (SPARE_CPUS_SMALL if cpus <= SMALL_POD_CPUS else SPARE_CPUS_LARGE)) // processes)
     if threads * processes > cpus:
