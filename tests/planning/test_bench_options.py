@@ -24,7 +24,7 @@ NEAR = {"mlm_acc": 0.05, "mlm_majority_acc": 0.05, "mrr": 0.033, "relation_frequ
         (["--vary", "model.n_layers"], "--vary model.n_layers has no values"),
         (["--vary", "model.n_layers=4,,8"], "has no values"),
         (["--vary", "model.n_layrs=4"], "n_layers"),
-        (["--vary", "model.n_layers=0"], "n_layers"),
+        (["--vary", "model.n_layers=0"], "--vary model.n_layers=0: model.n_layers"),
         (["--vary", "data.vocab_size=500"], "random tokens are timed"),
         (["--vary", "training.batch_size=4,auto"], "needs numbers"),
         (["--vary", "model.n_layers=2", "--forward-only"], "leave out --forward-only"),

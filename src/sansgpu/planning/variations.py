@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config
@@ -12,6 +13,7 @@ from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
+from sansgpu.planning.memory_fit import estimate_memory, fits
 from sansgpu.planning.prepared import Prepared
 from sansgpu.reporting.bench_table import Variation
 from sansgpu.tasks import task_of
@@ -37,10 +39,15 @@ def asked_changes(config: Config, asked: Sequence[str]) -> list[Change]:
         settings = [f"{key}={value.strip()}" for value in values.split(",")]
         if "training.batch_size=auto" in settings:
             raise ConfigError("--vary training.batch_size needs numbers, because auto is timed as it is.")
-        changes += [
-            (setting, (setting,), _cost(config, change_config(config, (setting,)), key)) for setting in settings
-        ]
+        changes += [(setting, (setting,), _cost(config, _varied(config, setting), key)) for setting in settings]
     return changes
+
+
+def _varied(config: Config, setting: str) -> Config:
+    try:
+        return change_config(config, (setting,))
+    except ConfigError as error:
+        raise ConfigError(f"--vary {setting}: {str(error).removeprefix('the configuration: ')}") from None
 
 
 def _cost(config: Config, changed: Config, key: str) -> str:
@@ -63,6 +70,7 @@ def time_variations(
         progress(f"timing variation {number} of {len(changes)}: {name}", 0, 0)
         try:
             changed = change_config(chosen, settings)
+            _require_memory(changed, prepared)
             measured = measure_in_subprocess(
                 MeasureRequest(changed, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
             )
@@ -76,6 +84,17 @@ def time_variations(
     return rows
 
 
+def _require_memory(config: Config, prepared: Prepared) -> None:
+    """Raises SansGPUError if the run does not fit into memory, where it would disturb other programs."""
+    size = config.training.batch_size
+    assert size != "auto"
+    memory = estimate_memory(config, replace(prepared.execution, micro_batch=size))
+    if not fits(memory, prepared.available):
+        raise SansGPUError(
+            f"it needs {memory.least / 1e9:.1f} GB of memory, but {prepared.available / 1e9:.1f} GB are available"
+        )
+
+
 def _row(
     name: str, settings: Sequence[str], cost: str, config: Config, measured: Measured, prepared: Prepared
 ) -> Variation:
@@ -83,7 +102,7 @@ def _row(
     seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
     more = parameters / sum(prepared.costs.parameters().values()) - 1
     if cost == FEWER:
-        cost = f"{abs(more):.0%} {'more' if more > 0 else 'fewer'} parameters"
+        cost = f"{abs(more):.0%} {'more' if more > 0 else 'fewer'} parameters" if more else "as many parameters"
     return {
         "name": name,
         "set": list(settings),

@@ -139,6 +139,8 @@ def print_bench(console: Console, result: BenchResult) -> None:
     for row in result["what_if"][1:]:
         if "speedup" in row:
             table.add_row("what if", f"{row['name']}: {row['speedup']:.2f}x, trade-off: {row['gives_up']}")
+        else:
+            table.add_row("what if", f"{row['name']}: not measured: {row['problem']}", style="yellow")
     for projection in result["projections"]:
         finish = clock(datetime.fromisoformat(projection["done"]))
         table.add_row(f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish}")
