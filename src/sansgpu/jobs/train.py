@@ -227,9 +227,10 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
         if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
             require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))
         recorded = recorded_file(folder, request.resume)
-        if file is None:
-            if recorded is None:
-                raise no_run_to_resume(folder)
+        # A run that was killed before it recorded its configuration may have its settings from the command line only.
+        if file is None and recorded is None and not (request.overrides and folder.is_dir()):
+            raise no_run_to_resume(folder)
+        if file is None and recorded is not None:
             require_allowed(load_config(recorded, request.overrides, own=False)[0], recorded, request.overrides)
             # Now with the defaults of a class outside the package.
             return load_config(recorded, request.overrides, find_beside=False)

@@ -65,6 +65,7 @@ std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
 
 // Checks that there is one range per query and that every key is in bounds, as the kernels index unchecked.
 void check(const Shape& s, const at::Tensor& ranges) {
+  TORCH_CHECK(s.H == 0 || (s.K > 0 && s.H % s.K == 0), s.K, " key-value heads do not divide ", s.H, " query heads");
   TORCH_CHECK(ranges.is_contiguous() && ranges.sizes() == at::IntArrayRef({s.B, s.T, 2}), "ranges must be (B, T, 2)");
   const int32_t* range = ranges.data_ptr<int32_t>();
   for (int64_t i = 0; i < 2 * s.B * s.T; ++i)
