@@ -34,8 +34,8 @@ test-long: setup
 	$(BIN)/python -m pytest -q -m long
 
 lint: setup
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 
 setup: $(VENV)/ready

@@ -84,13 +84,13 @@ class Chaos:
         home.mkdir()
         with _small_disk(home, _size(whole)) if self._disk else _nothing():
             run = home / "run"
-            for disturbance in range(draw.randint(1, min(most, MAX_DISTURBANCES))):
+            for _ in range(draw.randint(1, min(most, MAX_DISTURBANCES))):
                 aim = draw.choice([a for a in AIMS if a != "tokenizing" or fresh])
-                process = _Process(kind.command(run, resume=disturbance > 0), cache)
+                process = _Process(kind.command(run, resume=(run / "config.yaml").exists()), cache)
                 moment = _Moment(aim, draw, run, cache, seconds)
                 self._disturb(process, moment, trial, home)
             for _ in range(2):  # a run disturbed during its start may have nothing to resume from yet
-                code, said = _Process(kind.command(run, resume=True), cache).end()
+                code, said = _Process(kind.command(run, resume=(run / "config.yaml").exists()), cache).end()
                 if not code:
                     break
             if code:

@@ -21,10 +21,10 @@ settings.load_profile("sansgpu")
 
 # These files start first, so that no worker is left with a long one at the end.
 LONGEST = (
-    "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "planning/test_plan.py", "planning/test_cluster.py",
-    "jobs/test_tune.py", "train/test_runs.py", "scale/test_faults.py", "tasks/test_fine_tuning_runs.py",
-    "train/test_resume.py", "test_cli.py", "tasks/test_graph_runs.py", "jobs/k8s/test_manifests.py",
-    "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
+    "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "test_examples.py", "planning/test_plan.py",
+    "planning/test_cluster.py", "jobs/test_tune.py", "train/test_runs.py", "scale/test_faults.py",
+    "tasks/test_fine_tuning_runs.py", "train/test_resume.py", "test_cli.py", "tasks/test_graph_runs.py",
+    "jobs/k8s/test_manifests.py", "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,10 @@ TINY = {
 
 
 COMPILED = Path(__file__).parents[1] / ".pytest_cache/sansgpu"  # the cache with the kernels, compiled once
+# Lines on stderr that are neither errors nor warnings: stages of known size, and any stage that lasts.
+PROGRESS = re.compile(
+    r"tokenizing|training the tokenizer|reading|measuring|timing|libgomp: |(?!sansgpu: ).* \.\.\.( |$)"
+)
 WORDS = "the model learns a word from every page it reads and then forgets where it stood"
 
 
@@ -102,6 +107,11 @@ def finish(arguments: list[str], cache: Path) -> tuple[int, str, str]:
     process = start(arguments, cache)
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err
+
+
+def messages(error: str) -> list[str]:
+    """Returns the lines of stderr without warnings and progress."""
+    return [line for line in error.splitlines() if not (line.startswith("warning: ") or PROGRESS.match(line))]
 
 
 def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: int = signal.SIGKILL) -> int:

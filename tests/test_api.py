@@ -1,5 +1,7 @@
 """Training from Python gives the same run as the command, obeys callbacks and works in a notebook."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ from IPython.utils.capture import capture_output
 
 import sansgpu
 from sansgpu.config import ConfigError
+from sansgpu.machine.launch import has_random_hashes
 from sansgpu.reporting.controls import Controls
-from tests.processes import TINY, digests, finish, record, settings, use_cache, write_corpus
+from tests.processes import TINY, digests, environment, finish, record, settings, use_cache, write_corpus
 from tests.scale.steered import Steers
+from tests.tasks.folders import chat_rows, model_folder
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +129,8 @@ def test_an_objective_of_ones_own_learns_and_resumes(
     run = sansgpu.fit(None, tmp_path / "run", overrides=chosen, callbacks=[Steers()], quiet=True)
     first, other = run.events("step")[0], usual.events("step")[0]
     assert first["loss"] < 0.6 * other["loss"]
+    noted = ["own_objective:Halved depends on it; set PYTHONHASHSEED=0" in e["message"] for e in run.events("warning")]
+    assert any(noted) is has_random_hashes()
     with pytest.raises(ConfigError, match="add --objective own_objective:Halved"):  # no code on the folder's word
         sansgpu.fit(None, tmp_path / "run", resume="latest", quiet=True)
     sansgpu.fit(None, tmp_path / "run", overrides=["objective=own_objective:Halved"], resume="latest", quiet=True)
@@ -134,6 +140,43 @@ def test_an_objective_of_ones_own_learns_and_resumes(
                       ("no_such_module:Loss", "cannot be loaded"), ("nonsense", "objective")):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             sansgpu.fit(None, tmp_path / "refused", overrides=[*overrides, f"objective={name}"], quiet=True)
+
+
+ADAPTER = """
+import os, sys
+if os.environ["PYTHONHASHSEED"] == "1":
+    import torch
+import sansgpu
+
+model = {"name_or_path": sys.argv[1], "adapter": "lora", "merge_adapter": False}
+training = {"max_steps": 2, "threads": 1, "device": "cpu", "report_to": "none"}
+data = {"dataset_name": sys.argv[2], "max_length": 256, "validation_split": 0.3}
+run = sansgpu.fit({"task": "sft", "model": model, "training": training, "data": data}, sys.argv[3], quiet=True)
+print(os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["OMP_DYNAMIC"], run.events("warning"))
+"""
+
+
+def test_a_run_from_python_depends_neither_on_hashes_nor_on_the_order_of_imports(tmp_path: Path) -> None:
+    base, rows = str(model_folder("qwen2")), str(chat_rows(tmp_path / "rows.jsonl"))
+    runs = [tmp_path / "first", tmp_path / "second"]
+    free = {**environment(tmp_path / "cache"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    del free["CUBLAS_WORKSPACE_CONFIG"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ADAPTER, base, rows, str(run)],
+            env={**free, "PYTHONHASHSEED": str(number)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number, run in enumerate(runs, 1)
+    ]
+    for process in processes:
+        assert process.communicate(timeout=240)[0].splitlines()[-1] == ":4096:8 FALSE []"
+    names = sorted(file.relative_to(runs[0]) for file in (runs[0] / "final").rglob("*.json*"))
+    assert "adapter_config.json" in [name.name for name in names]
+    for name in names:
+        assert name.name == ".sansgpu.json" or (runs[0] / name).read_bytes() == (runs[1] / name).read_bytes(), name
+    assert digests(runs[0]) == digests(runs[1])
 
 
 def test_a_notebook_shows_one_output_that_is_drawn_anew(tmp_path: Path, overrides: list[str]) -> None:

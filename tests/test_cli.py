@@ -11,7 +11,8 @@ import typer
 
 from sansgpu.cli import run as cli
 from sansgpu.cli.running import app
-from tests.processes import environment, finish, settings, use_cache, write_corpus
+from sansgpu.config import ConfigError, TrainingConfig
+from tests.processes import environment, finish, messages, record, settings, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +30,7 @@ def train(*more: str, corpus: str = "corpus.jsonl", **changes: object) -> int:
 def sentence(capsys: pytest.CaptureFixture[str]) -> str:
     """Returns the error line that follows the progress lines."""
     captured = capsys.readouterr()
-    doing = ("tokenizing", "training the tokenizer", "reading characters", "warning: ")
-    lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]
+    lines = messages(captured.err)
     assert len(lines) == 1, captured.err
     assert lines[0].startswith("sansgpu: ")
     assert "Traceback" not in captured.err + captured.out
@@ -49,7 +49,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
         ({"corpus": "short.txt"}, "less than one window"),
         ({"model__vocab_size": 50}, "smaller than the tokenizer's"),
         ({"data__tokenizer": "none.json"}, "none.json does not exist"),
-        ({"training__distributed_backend": "nccl"}, "set it to gloo"),
+        ({"training__distributed_backend": "ccl"}, "set it to gloo"),
         ({"training__report_to": "wandb"}, "pip install 'sansgpu[wandb]'"),
         ({"training__batch_size": 10_000_000}, "memory"),
         ({"training__keep_last": 10**12}, "free"),
@@ -71,7 +71,14 @@ def test_what_cannot_be_trained_is_refused_before_any_work(
     ("arguments", "words"),
     [
         (["train", "missing.yaml"], "missing.yaml does not exist"),
-        (["train", "--frobnicate"], "--frobnicate"),
+        (["train", "--frobnicate"], "sansgpu: there is no option --frobnicate; see sansgpu train --help."),
+        (["train", "--zip", "3"], "sansgpu: there is no option --zip; see sansgpu train --help."),
+        (["train", "--max-step", "3"], "there is no option --max-step (did you mean --max-steps?)"),
+        (["train", "--out", "x"], "(did you mean --output-dir?)"),
+        (["generate", "--temprature", "1"], "(did you mean --temperature?)"),
+        (["tran"], "No such command 'tran', did you mean 'train'; see sansgpu --help."),
+        (["train", "--set", "training.until=25:00"], "training.until: 25:00 is not a time; write 07:00 or"),
+        (["train", "--until", "18"], "training.until: 18 is not a time; write 07:00 or"),
         (["train", "--set", "model.d_model"], "write --set key.path=value"),
         (["train", "--target-device", "tpu"], "must be cpu, gpu or auto"),
         (["train", "a.yaml", "-f", "b.yaml"], "given twice"),
@@ -90,6 +97,16 @@ def test_usage_errors_are_one_sentence(arguments: list[str], words: str, capsys:
     assert words in sentence(capsys)
 
 
+@pytest.mark.parametrize("group", [[], ["snapshots"]])
+def test_a_command_that_lacks_a_subcommand_prints_its_help(
+    group: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(group) == 2
+    said = capsys.readouterr()
+    assert "Usage: " + " ".join(["sansgpu", *group]) in said.out
+    assert said.err == ""
+
+
 def test_a_message_with_a_very_long_name_keeps_its_beginning_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["generate", "/missing" + "/a" * 1500]) == 2
     said = sentence(capsys)
@@ -102,7 +119,21 @@ def test_a_message_with_a_very_long_name_keeps_its_beginning_and_end(capsys: pyt
 def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert train("--target-device", "gpu") == 2
-    assert "device is cuda, but" in sentence(capsys)
+    said = sentence(capsys)
+    assert "device is cuda, but" in said
+    assert said.endswith("; set device to auto.")
+    with pytest.raises(ConfigError) as error:
+        TrainingConfig(device="cuda").get_effective_device()
+    assert said == f"sansgpu: {error.value}"
+
+
+def test_settings_for_several_gpus_are_explained_on_one_cpu() -> None:
+    assert train("--max-steps", "1", training__distributed_backend="nccl", training__sharding="full") == 0
+    said = [event["message"] for event in record(Path("out")) if event["event"] == "warning"]
+    assert [message for message in said if "nccl" in message or "sharding" in message] == [
+        "training.distributed_backend nccl works on GPUs only, so this run on the CPU uses gloo.",
+        "training.sharding full has no effect in a single process; start several, e.g. with --processes 2.",
+    ]
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -127,6 +158,18 @@ def test_an_old_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> N
     assert train() == 2
     assert "--resume" in sentence(capsys)
     assert Path("out/metrics.jsonl").read_bytes() == before
+
+
+def test_a_resume_needs_a_run_or_the_configuration_of_a_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--resume") == 2
+    assert sentence(capsys).startswith("sansgpu: out contains no run to resume; give a run's folder")
+    assert not Path("out").exists()
+    Path("mine.yaml").write_text("task: pretrain\n")
+    assert train("mine.yaml", "--resume") == 0
+    capsys.readouterr()
+    assert cli(["train", "--resume", "--output-dir", "oat", "--max-steps", "4"]) == 2
+    assert "(did you mean out?)" in sentence(capsys)
+    assert cli(["train", "--resume", "--output-dir", "out", "--max-steps", "4"]) == 0
 
 
 def test_snapshots_elsewhere_are_not_mixed_with_another_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +199,8 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
     code, out, error = finish(["train", "missing.yaml"], tmp_path / "cache")
     assert (code, out) == (2, "")
-    assert error == "sansgpu: missing.yaml does not exist.\n"
+    (message,) = messages(error)
+    assert message.startswith("sansgpu: missing.yaml does not exist; give a file, or one of small, ")
     assert finish(["--version"], tmp_path / "cache")[0] == 0
 
 
@@ -221,7 +265,11 @@ def test_options_may_be_written_with_underscores(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("t", ["train", "tune", "tokenizer"]), ("train --max", ["--max-steps"]), ("snapshots p", ["prune"])],
+    [
+        ("t", ["train", "tune", "tokenizer"]),
+        ("train --max-s", ["--max-steps", "--max-seq-length"]),
+        ("snapshots p", ["prune"]),
+    ],
 )
 def test_a_shell_completes_commands_and_options_without_loading_torch(words: str, expected: list[str]) -> None:
     program = (
@@ -236,3 +284,9 @@ def test_a_shell_completes_commands_and_options_without_loading_torch(words: str
         env={**environment(Path("cache")), "_SANSGPU_COMPLETE": "complete_bash", **variables},
     )
     assert done.stdout.split() == [*expected, "False"]
+
+
+def test_the_list_of_runs_needs_no_torch() -> None:
+    program = "import sys; from sansgpu.cli import run; run(['runs']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "No runs found in runs.\nFalse\n"

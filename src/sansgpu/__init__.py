@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module sansgpu has no attribute {name}")
     from importlib import import_module
 
-    from sansgpu.machine.launch import set_openmp_spin
+    from sansgpu.machine.launch import set_openmp
 
-    set_openmp_spin()  # must run before torch is imported
+    set_openmp()  # must run before torch is imported
     return getattr(import_module("sansgpu.api"), name)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import html
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, as_config
+from sansgpu.config import Config, ConfigError, as_config, note_of, with_own_names
 from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
+from sansgpu.machine.launch import make_cublas_deterministic
+from sansgpu.machine.launcher_output import is_forwarded
 from sansgpu.machine.world import find_world
 from sansgpu.models.generate import Sampling
 from sansgpu.reporting.callbacks import Callback, CallbackSink
@@ -94,7 +97,15 @@ def fit(
     """
     if output_dir is not None and not str(output_dir):
         raise ConfigError("output_dir is empty; give a folder.")
-    values = as_config(config) if isinstance(config, dict) else config
+    values, notes = config, []
+    if isinstance(config, dict):
+        own, replaced = with_own_names(config)
+        values, notes = as_config(own), note_of(replaced)
+    if not make_cublas_deterministic():
+        notes.append(
+            "CUDA was used before training started, so results on a GPU can differ between runs; set "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts."
+        )
     request = TrainRequest(
         config_file=Path(values) if isinstance(values, (str, Path)) else None,
         config=values if isinstance(values, Config) else None,
@@ -103,8 +114,9 @@ def fit(
         resume=resume,
         strict=strict,
         world=find_world(),
+        notes=tuple(notes),
     )
-    console, rank = RunConsole(), request.world.rank
+    console, rank = RunConsole(forwarded=is_forwarded(sys.stdout)), request.world.rank
     bar = PreparationBar(RunConsole(stderr=True), silent=quiet or console.is_jupyter or rank > 0)
     sinks: list[Sink] = [Warnings(RunConsole(stderr=True), rank)]
     if not rank:

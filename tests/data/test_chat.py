@@ -14,7 +14,7 @@ from sansgpu.config import ConfigError
 from sansgpu.data.chat import (
     MaskedConversation,
     mask_conversation,
-    shorten_to_window,
+    mask_within,
     show_masked,
     tokenize_conversations,
 )
@@ -305,13 +305,74 @@ def test_what_the_tokenizer_cannot_do_is_an_error_whatever_the_row() -> None:
         mask_of(tokenizer_of({"tool_use": CHATML}), messages=conversation_of("a?", "b"))  # type: ignore[arg-type]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=20), st.integers(2, 20))
-def test_a_row_that_is_too_long_keeps_its_end_or_is_dropped(pairs: list[tuple[int, bool]], limit: int) -> None:
-    masked = MaskedConversation([token for token, _ in pairs], [kept for _, kept in pairs])
-    end = MaskedConversation(masked.ids[-limit:], masked.learned[-limit:])
-    expected = end if any(end.learned[1:]) else None  # nothing precedes the first token
-    assert shorten_to_window(masked, limit, "truncate") == expected
-    assert shorten_to_window(masked, limit, "drop") == (expected if len(pairs) <= limit else None)
+def within(tokenizer: Any, limit: int, long_rows: Any = "truncate", **row: Any) -> tuple[str | None, bool]:
+    masked, shortened = mask_within(read_conversation(SourceRow(WHERE, row)), tokenizer, limit, long_rows)
+    return (None if masked is None else show_masked(masked.ids, masked.learned, tokenizer)), shortened
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama", "gemma", "vicuna", "generation", "qwen3"])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@settings(max_examples=15)
+@given(st.lists(st.tuples(ANY_TEXT, ANY_TEXT), min_size=1, max_size=5), st.integers(2, 200))
+def test_a_long_conversation_loses_as_few_of_its_oldest_turns_as_possible(
+    name: str, system: str | None, pairs: list[tuple[str, str]], limit: int
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    if name == "gemma":
+        system = None
+    later = [
+        mask_of(tokenizer, messages=conversation_of(*(text for pair in pairs[n:] for text in pair), system=system))
+        for n in range(len(pairs))
+    ]
+    expected = next((n for n, masked in enumerate(later) if len(masked.ids) <= limit), None)
+    turns = conversation_of(*(text for pair in pairs for text in pair), system=system)
+    conversation = read_conversation(SourceRow(WHERE, {"messages": turns}))
+    found = mask_within(conversation, tokenizer, limit, "truncate")
+    assert found == ((None, False) if expected is None else (later[expected], expected > 0))
+    dropping = mask_within(conversation, tokenizer, limit, "drop")
+    assert dropping == (found if len(later[0].ids) <= limit else (None, False))
+
+
+def test_a_shortened_conversation_has_its_prompt_and_answers_where_they_were() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+
+    def shown(*turns: str) -> str:
+        parts = zip(("system", "user", "assistant", "user", "assistant"), turns, strict=False)
+        return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in parts)
+
+    prompt = conversation_of("old " * 9, "the answer", "new?", system="Be brief.")
+    completion = [{"role": "assistant", "content": "yes"}]
+    limit = len(pieces(tokenizer, shown("Be brief.", "new?", "yes")))
+    expected = shown("Be brief.", "new?", "yes").replace("yes<|im_end|>", "⟦yes<|im_end|>⟧")
+    assert within(tokenizer, limit, prompt=prompt, completion=completion) == (expected, True)
+    assert within(tokenizer, limit - 1, prompt=prompt, completion=completion) == (None, False)
+    more = [*completion, *conversation_of("why?", "so")]
+    found, _ = within(tokenizer, limit, prompt=prompt, completion=more)
+    assert found == shown("Be brief.", "why?", "so").replace("so<|im_end|>", "⟦so<|im_end|>⟧")
+    unanswered = [*prompt, *completion, {"role": "user", "content": "more?"}]
+    assert within(tokenizer, limit, messages=unanswered) == (None, False)  # there would be no answer
+
+
+def test_calls_of_tools_stay_with_their_question() -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    looked = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "here"}]
+    last = [{"role": "user", "content": "Where?"}, *looked, {"role": "assistant", "content": "Here."}]
+    long = [*conversation_of("old " * 50, "b"), *last]
+    limit = len(mask_of(TOKENIZERS["qwen3"], messages=last).ids)
+    masked, _ = mask_within(
+        read_conversation(SourceRow(WHERE, {"messages": long})), TOKENIZERS["qwen3"], limit, "truncate"
+    )
+    assert masked == mask_of(TOKENIZERS["qwen3"], messages=last)
+
+
+def test_only_texts_are_cut_and_answers_without_a_template_are_kept_whole() -> None:
+    tokenizer = tokenizer_of(None)
+    ids = mask_of(tokenizer, text="x y z").ids
+    assert within(tokenizer, 3, text="x y z") == (f"⟦{tokenizer.decode(ids[-3:])}⟧", True)
+    for row in ({"prompt": "abc", "completion": "de"}, {"instruction": "abc", "output": "de"}):
+        whole = mask_of(tokenizer, **row)
+        assert within(tokenizer, len(whole.ids), **row)[0] is not None
+        assert within(tokenizer, len(whole.ids) - 1, **row) == (None, False)
 
 
 def rows_of(*values: Any) -> list[SourceRow]:
@@ -321,14 +382,19 @@ def rows_of(*values: Any) -> list[SourceRow]:
 def test_examples_are_concatenated_and_skipped_rows_are_counted() -> None:
     tokenizer, seen = tokenizer_of(None), list[int]()
     rows = rows_of(
-        {"prompt": "ab", "completion": "cd"}, {"text": ""}, {"prompt": "ab", "completion": "c" * 9}, [], {"text": "c"}
+        {"prompt": "ab", "completion": "cd"},
+        {"text": ""},
+        {"text": "c" * 9},
+        [],
+        {"text": "c"},
+        {"prompt": "a" * 5, "completion": "b"},
     )
     kept = [mask_of(tokenizer, **row.value) for row in (rows[0], rows[2], rows[4])]
     counted = (seen.append(number) or row for number, row in enumerate(rows, 1))  # type: ignore[func-returns-value]
     examples = tokenize_conversations(counted, tokenizer, 6, "truncate", "skip")
-    assert (len(examples), examples.truncated, examples.dropped, examples.skipped) == (3, 1, 0, 2)
+    assert (len(examples), examples.shortened, examples.dropped, examples.skipped) == (3, 1, 1, 2)
     assert examples.first_skipped == "a.jsonl, line 2 has an empty text; fix or remove the row."
-    assert seen == [1, 2, 3, 4, 5]
+    assert seen == [1, 2, 3, 4, 5, 6]
     assert (examples.tokens.dtype, examples.learned.dtype, examples.offsets.dtype) == (np.int32, np.bool_, np.int64)
     for index, masked in enumerate(kept):
         ids, learned = examples.example(index)
@@ -336,17 +402,11 @@ def test_examples_are_concatenated_and_skipped_rows_are_counted() -> None:
     assert examples.lengths().tolist() == [min(6, len(masked.ids)) for masked in kept]
 
     dropping = tokenize_conversations(rows, tokenizer, 6, "drop", "skip")
-    assert (len(dropping), dropping.truncated, dropping.dropped) == (2, 0, 1)
+    assert (len(dropping), dropping.shortened, dropping.dropped) == (2, 0, 2)
     with pytest.raises(BadRowError, match=r"^a.jsonl, line 2 .*or set data.on_bad_row to skip\.$"):
         tokenize_conversations(rows, tokenizer, 6, "truncate", "fail")
     nothing = tokenize_conversations([], tokenizer, 6, "truncate", "fail")
     assert (len(nothing), nothing.lengths().tolist(), nothing.first_skipped) == (0, [], None)
-
-
-def test_a_row_whose_answer_is_cut_away_is_dropped() -> None:
-    rows = rows_of({"messages": conversation_of("a?", "b", "c" * 40)})
-    examples = tokenize_conversations(rows, TOKENIZERS["chatml"], 8, "truncate", "fail")
-    assert (len(examples), examples.truncated, examples.dropped) == (0, 0, 1)
 
 
 def test_shown_to_people_the_learned_stands_in_brackets() -> None:

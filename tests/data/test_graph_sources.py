@@ -40,6 +40,24 @@ def test_a_folder_of_triples_has_splits_and_texts(folder: Path) -> None:
     assert facts(twig) == [("twig", "belongs to", "tree")]
 
 
+def test_names_and_descriptions_of_entities_may_be_in_separate_files(folder: Path, write: Write) -> None:
+    before = opened(folder).train.fingerprint
+    write("01\tTree, tall", "02\tleaf", name="entity2text.txt")
+    write("01\tA plant, tall and thin.", "03\tTwigs are small.", name="entity2textlong.txt")
+    tree, twig = read(folder)
+    assert tree.text == "Tree, tall: A plant, tall and thin."
+    assert [(t.head, t.tail, t.head_span) for t in tree.triples] == [
+        ("Tree, tall", "leaf", (0, 10)),
+        ("Tree, tall", "04", (0, 10)),
+    ]
+    assert (twig.text, facts(twig)) == ("03: Twigs are small.", [("03", "belongs to", "Tree, tall")])
+    (leaf,) = [d for d in read(folder, inverse=True) if d.id == "02"]
+    assert (leaf.text, facts(leaf)) == ("leaf", [("leaf", "inverse of has part", "Tree, tall")])
+    seen = [before, opened(folder).train.fingerprint]
+    write("01\tAnother text.", name="entity2textlong.txt")
+    assert len({*seen, opened(folder).train.fingerprint}) == 3
+
+
 def test_inverse_triples_of_a_folder_stay_in_their_split(folder: Path) -> None:
     assert parts(opened(folder, inverse=True)) == [["01", "02", "03", "04"], ["02", "03"], ["03", "01", "04"]]
     found = {d.id: d for d in read(folder, inverse=True)}
@@ -59,6 +77,7 @@ def test_inverse_triples_of_a_folder_stay_in_their_split(folder: Path) -> None:
         ("train.tsv", "01\t\t02", "line 2: it does not have three columns"),
         ("train.tsv", "01\ta\t02\t03", "line 2: it does not have three columns"),
         ("entity2text.txt", "no text", "line 2: it does not have two columns"),
+        ("entity2textlong.txt", "01\ta\tb", "line 2: it does not have two columns"),
         ("relation2text.txt", "\ttext", "line 2: it does not have two columns"),
     ],
 )

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
-from sansgpu.data.questions import Question, QuestionWindow, make_windows
+from sansgpu.data.questions import Question, QuestionWindow
+from sansgpu.data.questions import make_windows as make_all_windows
+from sansgpu.data.rows import BadRows
 
 WORDS = ["the", "cat", "sat", "on", "mats", "who", "?", "cafés", "日本", "🎉"]
 
@@ -53,6 +55,10 @@ def left_padding() -> Any:
 TOKENIZERS = {"word-piece": word_piece(), "byte-level": byte_level(), "left-padding": left_padding()}
 each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 CONTEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=40)
+
+
+def make_windows(questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int) -> list[QuestionWindow]:
+    return make_all_windows(questions, tokenizer, max_length, doc_stride, BadRows("fail"))[1]
 
 
 def ask(context: str, answer: str | None = None, question: str = "who ?") -> Question:
@@ -199,6 +205,19 @@ def test_a_question_that_leaves_no_room_is_named(tokenizer: Any) -> None:
     questions = [ask("the cat"), Question("long", "who ? " * 9, "the cat", ((4, "cat"),), False)]
     with pytest.raises(ConfigError, match=r"question long has \d+ tokens, .* no room .* data.max_length 16"):
         make_windows(questions, tokenizer, 16, 2)
+
+
+@each_tokenizer
+def test_questions_that_leave_no_room_can_be_skipped(tokenizer: Any) -> None:
+    long = Question("long", "who ? " * 9, "the cat", (), True)
+    questions = [long, ask("the cat", "cat"), long, ask("on the cat", "cat")]
+    skipped = BadRows("skip")
+    kept, windows = make_all_windows(questions, tokenizer, 16, 2, skipped)
+    assert kept == [questions[1], questions[3]]
+    assert [window.question for window in windows] == [0, 1]
+    assert skipped.count == 2
+    assert str(skipped.first).startswith("question long has ")
+    assert make_all_windows([long], tokenizer, 16, 2, skipped) == ([], [])
 
 
 @each_tokenizer

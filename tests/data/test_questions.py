@@ -1,6 +1,7 @@
 """Questions are read in every format; invalid rows are named."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.questions import Question, read_questions
-from sansgpu.data.rows import SourceRow
+from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import open_sources
 
 CONTEXT = "The cat sat on the mat. It slept there."
@@ -22,7 +23,14 @@ def no_warning(message: str) -> None:
 
 def read(path: Path, on_bad_row: Any = "fail", warn: Any = no_warning) -> list[Question]:
     source = open_sources(DataConfig.model_validate({"dataset_name": str(path)})).train
-    return read_questions(source.rows(), on_bad_row, warn)
+    return read_rows(source.rows(), on_bad_row, warn)
+
+
+def read_rows(rows: Iterable[SourceRow], on_bad_row: Any = "fail", warn: Any = no_warning) -> list[Question]:
+    bad_rows = BadRows(on_bad_row)
+    questions = read_questions(rows, bad_rows)
+    bad_rows.report(warn)
+    return questions
 
 
 def flat(**changes: Any) -> dict[str, Any]:
@@ -83,7 +91,7 @@ def test_answers_may_be_a_list_of_objects_and_ids_numbers() -> None:
         SourceRow("x", flat(id=7, answers=[{"text": "cat", "answer_start": 4}])),
         SourceRow("y", flat(answers=None)),
     ]
-    first, second = read_questions(rows, "fail", no_warning)
+    first, second = read_rows(rows)
     assert (first.id, first.answers, first.impossible) == ("7", ((4, "cat"),), False)
     assert (second.answers, second.impossible) == ((), True)
 
@@ -110,7 +118,7 @@ def test_a_question_without_an_id_is_named_by_its_place(tmp_path: Path) -> None:
 )
 def test_an_answer_with_stripped_white_space_is_found(text: str, start: int, found: tuple[int, str]) -> None:
     answers = {"text": [text], "answer_start": [start]}
-    (question,) = read_questions([SourceRow("x", flat(answers=answers))], "fail", no_warning)
+    (question,) = read_rows([SourceRow("x", flat(answers=answers))])
     assert question.answers == (found,)
 
 
@@ -166,10 +174,10 @@ BAD = [
 def test_every_bad_row_is_named_and_can_be_skipped(value: Any, problem: str) -> None:
     rows = [SourceRow("w", flat(id="before")), SourceRow("x", value), SourceRow("y", flat(id="after"))]
     with pytest.raises(ConfigError, match=f"^{problem}") as refused:
-        read_questions(rows, "fail", no_warning)
+        read_rows(rows)
     str(refused.value).encode()
     warnings: list[str] = []
-    assert [question.id for question in read_questions(rows, "skip", warnings.append)] == ["before", "after"]
+    assert [question.id for question in read_rows(rows, "skip", warnings.append)] == ["before", "after"]
     named, hint, _ = str(refused.value).partition(", or set data.on_bad_row to skip.")
     assert hint
     assert warnings == [f"bad rows skipped: 1; the first: {named}."]
@@ -191,4 +199,4 @@ def test_a_single_warning_counts_bad_rows_and_names_the_first(tmp_path: Path) ->
 def test_an_id_given_twice_is_bad_though_it_comes_from_another_article() -> None:
     asked = {"id": "a", "question": "Who?", "answers": []}
     with pytest.raises(ConfigError, match="y, question a: the id a is used by an earlier question"):
-        read_questions([SourceRow("x", flat()), SourceRow("y", nested(asked))], "fail", no_warning)
+        read_rows([SourceRow("x", flat()), SourceRow("y", nested(asked))])

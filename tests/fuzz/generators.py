@@ -116,8 +116,9 @@ _COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         "--vocab-size": "number", "--sample-mb": "number", "--output": "path"}),
     "tokenizer encode": (["FINAL"], {"--text": "text"}),
     "k8s": (["--nodes", "1", "--cpus", "2", "--memory", "4Gi", "--pvc", "p", "--image", "i:1"], {
-        "--nodes": "number", "--cpus": "number", "--memory": "text", "--pvc": "text", "--image": "text",
-        "--namespace": "text", "--name": "text", "--node-selector": "text", "--processes-per-node": "number"}),
+        "--nodes": "number", "--cpus": "number", "--memory": "text", "--pvc": "text", "--create-pvc": "text",
+        "--image": "text", "--namespace": "text", "--name": "text", "--node-selector": "text",
+        "--processes-per-node": "number"}),
     "chat": (["FINAL", "--prompt", "hi", "--max-new-tokens", "2"], {"--system": "text", "--temperature": "number"}),
     "predict": (["ENCODER", "--question", "q", "--context", "c"], {"--question": "text", "--context": "text"}),
 }  # fmt: skip

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.processes import environment
+from tests.processes import environment, messages
 
 HANG_SECONDS, MOST_BYTES, LONGEST_MESSAGE = 10.0, 2 << 30, 3000
-# What is said on the way, besides the sentence that ends a command.
-ON_THE_WAY = ("warning: ", "tokenizing", "training the tokenizer", "reading", "measuring", "timing", "libgomp: ")
 # A defect, as the command line shows what it did not foresee.
 UNFORESEEN = re.compile(r"^sansgpu: \w+(Error|Exception|Interrupt|Warning)\b.*\(--debug shows where\)$")
 
@@ -49,7 +47,7 @@ class Outcome:
 
     def complaint(self, case: Case) -> str | None:
         """Returns a message if the outcome is unacceptable, else None."""
-        lines = [line for line in self.err.split("\n") if line and not line.startswith(ON_THE_WAY)]
+        lines = [line for line in messages(self.err) if line]
         if self.late or self.cpu_seconds > HANG_SECONDS:
             return f"it hangs: {self.cpu_seconds:.1f} s of processor time"
         if "Traceback" in self.err + self.out or "panicked" in self.err:

@@ -10,7 +10,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
-from tests.processes import settings, use_cache, write_corpus
+from tests.processes import messages, settings, use_cache, write_corpus
 from tests.tasks.folders import chat_rows, model_folder
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -60,7 +60,7 @@ def refused(capsys: Captured, *arguments: object) -> str:
     capsys.readouterr()
     assert cli([str(a) for a in arguments]) == 2
     captured = capsys.readouterr()
-    lines = captured.err.splitlines()
+    lines = messages(captured.err)
     assert captured.out == ""
     assert len(lines) == 1, captured.err
     return lines[0]

@@ -134,7 +134,7 @@ def test_a_dry_run_shows_the_space_and_how_long_it_takes() -> None:
         (("--hours", "-1"), {}, "--hours is -1"),
         (("--trials", "2"), {"training__until": "07:00"}, "set training.max_hours instead"),
         (("--trials", "2"), {"training__eval_batches": 3}, "evaluated on different texts"),
-        (("--trials", "2", "--workers", "4096"), {"training__threads": 2}, "there are only 2 threads"),
+        (("--trials", "2", "--workers", "4096"), {"training__threads": 2}, "only 2 threads can run"),
     ],
 )
 def test_what_is_no_search_is_refused(

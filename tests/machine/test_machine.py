@@ -15,7 +15,7 @@ from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.compilation import compile_pays_off, missing_compiler, resolve_compile
-from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, set_openmp_spin
+from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, make_cublas_deterministic, set_openmp
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
 
 
@@ -98,7 +98,7 @@ def test_threads_spin_briefly_unless_the_user_says_otherwise(
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    set_openmp_spin()
+    set_openmp()
     assert os.environ.get("GOMP_SPINCOUNT") == expected
     monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is taken away again
 
@@ -106,9 +106,10 @@ def test_threads_spin_briefly_unless_the_user_says_otherwise(
 def test_a_process_begins_with_its_randomness_settled_before_torch_is_there() -> None:
     """String hashes, which order sets, differ between processes unless PYTHONHASHSEED is set."""
     program = (
-        "import os, sys; from sansgpu.machine.launch import make_deterministic; make_deterministic();"
+        "import os, sys; from sansgpu.machine.launch import has_random_hashes, make_deterministic, set_openmp;"
+        "set_openmp(); make_deterministic();"
         "names = ('PYTHONHASHSEED', 'CUBLAS_WORKSPACE_CONFIG', 'OMP_DYNAMIC');"
-        "print('torch' in sys.modules, hash('a word'), *(os.environ[name] for name in names))"
+        "print(has_random_hashes(), 'torch' in sys.modules, hash('a word'), *(os.environ[name] for name in names))"
     )
     free = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
 
@@ -120,6 +121,34 @@ def test_a_process_begins_with_its_randomness_settled_before_torch_is_there() ->
 
     first = said(free)
     assert first == said(free)
-    assert first[0] == "False"
-    assert first[2:] == ["0", ":4096:8", "FALSE"]
-    assert said({**free, "PYTHONHASHSEED": "7"})[2] == "7"
+    assert first[:2] == ["False", "False"]
+    assert first[3:] == ["0", ":4096:8", "FALSE"]
+    assert said({**free, "PYTHONHASHSEED": "7"})[3] == "7"
+
+
+@pytest.mark.parametrize(
+    ("given", "late", "random"),
+    [({}, None, True), ({"PYTHONHASHSEED": "0"}, None, False), ({"PYTHONHASHSEED": "7"}, None, False),
+     ({"PYTHONHASHSEED": "random"}, None, True), ({}, "0", True)],
+)  # fmt: skip
+def test_random_hashes_are_noticed_even_if_their_seed_is_set_too_late(
+    given: dict[str, str], late: str | None, random: bool
+) -> None:
+    program = (
+        f"import os; late = {late!r}; late and os.environ.update(PYTHONHASHSEED=late);"
+        "from sansgpu.machine.launch import has_random_hashes; print(has_random_hashes())"
+    )
+    free = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    done = subprocess.run([sys.executable, "-c", program], env={**free, **given}, capture_output=True, text=True)
+    assert done.stdout.split() == [str(random)]
+
+
+def test_cublas_is_made_deterministic_unless_cuda_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for used, given, settled in ((False, None, True), (True, None, False), (True, ":16:8", True)):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        if given:
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda used=used: used)
+        assert make_cublas_deterministic() is settled
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is taken away again

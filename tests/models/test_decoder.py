@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sansgpu.config import Config, ModelConfig, load_config
 from sansgpu.kernels import native
 from sansgpu.models import TransformerLM
+from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from tests.models.small import LAYOUTS, config_of, model_of, tokens
 
 
@@ -84,6 +86,40 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_against_the_targets_as_give
     logits = model(inputs).flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), reduction="sum")
     torch.testing.assert_close(model.summed_loss(inputs, targets), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_call_with_labels_returns_loss_logits_and_gradients_of_transformers(layout: str) -> None:
+    ours = model_of(layout)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hugging_face_config(ours.config, end_id=0)))
+    theirs.load_state_dict(to_hugging_face(ours.config, ours.state_dict()), strict=False)
+    theirs.tie_weights()
+    inputs = tokens(3, 20)
+    labels = inputs.clone()
+    labels[:, :4], labels[1, 9] = -100, -100
+    output, expected = (model(input_ids=inputs, labels=labels) for model in (ours, theirs.eval()))
+    torch.testing.assert_close(output.loss, expected.loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    output.loss.backward()
+    expected.loss.backward()
+    gradients = to_hugging_face(
+        ours.config, {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    )
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_labels_of_the_next_document_are_ignored() -> None:
+    model, inputs = model_of("modern"), tokens(1, 12)
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    labels = inputs.clone()
+    labels[0, 5] = -100
+    expected = model(inputs, document_ids=documents, labels=labels).loss
+    torch.testing.assert_close(model(inputs, document_ids=documents, labels=inputs).loss, expected)
+    assert not torch.equal(model(inputs, labels=inputs).loss, expected)
+    assert torch.equal(
+        model(inputs, document_ids=documents), model(inputs, document_ids=documents, labels=inputs).logits
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,9 +13,11 @@ import yaml
 from sansgpu.cli import run as cli
 from sansgpu.config import SansGPUError, load_config
 from sansgpu.config.built_in import BUILT_IN
+from sansgpu.jobs.plan import plan as plan_job
+from sansgpu.planning.cluster import cluster_of
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
 from sansgpu.train.scaling_law import effective_tokens, expected_bits_per_byte
-from tests.processes import environment, json_lines, settings
+from tests.processes import environment, json_lines, settings, use_cache
 
 CORPUS_DOCUMENTS = 200
 
@@ -76,6 +78,23 @@ def test_a_plan_says_what_is_promised_and_training_does_what_it_says(
         assert start[key] == plan[key]
     assert start["micro_batch"] == plan["batch_size"]
     assert start["memory_bytes"] == plan["memory_bytes"]
+
+
+def test_what_takes_long_in_a_plan_is_shown(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, tmp_path / "cache")  # without measurements
+    shown: list[str] = []
+
+    def progress(doing: str, done: int, total: int, unit: str = "byte", /) -> None:
+        shown.append(doing)
+
+    settings_of_run = [setting for setting in chosen(home, training__compile="off") if setting != "--set"]
+    plan_job(None, settings_of_run, progress, print, cluster_of(2, "10gbps", "50us", None))
+    stages = list(dict.fromkeys(shown))
+    step = re.compile(r"timing steps with micro-batches of \d+ examples?, not compiled")
+    timings = [stage for stage in stages if step.fullmatch(stage)]
+    assert timings
+    after = stages[stages.index(timings[0]) :]
+    assert {"timing matrix products and memory", "timing gloo between two processes"} <= set(after)
 
 
 def test_a_plan_by_the_clock_tells_the_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,13 +233,6 @@ def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pyte
     assert cli(["train", str(output), "--output-dir", str(tmp_path / "r")]) == 0
     events = json_lines(tmp_path / "r/metrics.jsonl")
     assert events[-1]["seconds"] <= 36
-
-
-@pytest.mark.long
-def test_the_presets_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed(capsys, ["plan", "--presets"])["presets"]
-    assert [row["preset"] for row in rows] == ["small", "medium", "large"]
-    assert all(row["least_memory_bytes"] < row["memory_bytes"]["total"] for row in rows)
 
 
 def test_doctor_says_what_is_promised(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The live view fits every terminal, its keys control a real run, and it restores the terminal."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -129,6 +130,29 @@ class Terminal:
         while select.select([self._main], [], [], 0.2)[0]:
             self.text += os.read(self._main, 65536)
         return self.process.returncode
+
+
+@pytest.mark.parametrize(("controlling", "variables"), [(False, {}), (True, {"OMPI_COMM_WORLD_SIZE": "1"})])
+def test_output_that_a_launcher_forwards_has_no_terminal_codes(
+    controlling: bool, variables: dict[str, str], tmp_path: Path
+) -> None:
+    """Open MPI gives each process a pseudo-terminal and forwards its output, possibly to a pipe."""
+    chosen = settings(data__dataset_name=write_corpus(tmp_path / "corpus.jsonl"), training__max_steps=2)
+    main, other = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sansgpu", "train", *chosen, "--output-dir", str(tmp_path / "run")],
+        stdin=subprocess.DEVNULL, stdout=other, stderr=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=(lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)) if controlling else None,
+        env={**environment(tmp_path / "cache"), "TERM": "xterm-256color", **variables},
+    )  # fmt: skip
+    os.close(other)
+    text = b""
+    with contextlib.suppress(OSError):  # the end of a pseudo-terminal
+        while part := os.read(main, 65536):
+            text += part
+    assert process.wait() == 0
+    assert b"\x1b" not in text
+    assert text.splitlines()[-1].startswith(b"done after step 2")
 
 
 @pytest.fixture

@@ -256,9 +256,11 @@ def test_torchrun_goes_on_with_fewer_hosts(home: Path, undisturbed: dict[str, st
              "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29477", "--rdzv-id=elastic", "--max-restarts=3",
              "--local-addr=127.0.0.1", "-m"]  # fmt: skip
     long = {"training__max_steps": 400, "training__save_steps": 40}
-    first = started(agent, [*arguments(home, "elastic", **long), "--resume", "latest"], home / "cache")
+    (home / "empty.yaml").write_text("{}")  # without a configuration, only an existing run can be resumed
+    command = [*arguments(home, "elastic", **long), "--config", str(home / "empty.yaml"), "--resume", "latest"]
+    first = started(agent, command, home / "cache")
     time.sleep(1.0)  # it keeps the rendezvous
-    second = started(agent, [*arguments(home, "elastic", **long), "--resume", "latest"], home / "cache")
+    second = started(agent, command, home / "cache")
     wait_for_snapshot(home / "elastic", first)
     gone = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for each in gone:  # as when its host is

@@ -155,7 +155,7 @@ def test_an_interrupt_saves_once_and_the_run_goes_on(home: Path, one: Path, numb
 def test_what_cannot_work_is_said_once(home: Path) -> None:
     code, out = finish(torchrun(2), arguments(home, "none", training__batch_size=1), home / "cache")
     assert code != 0
-    assert spoken(out) == ["a step has 1 examples for 2 processes, and each needs at least one; raise "
+    assert spoken(out) == ["a step has 1 example for 2 processes, and each needs at least one; raise "
                            "training.gradient_accumulation_steps or start fewer processes."]  # fmt: skip
 
 

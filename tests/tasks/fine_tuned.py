@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import json_lines
+from tests.processes import json_lines, messages
 from tests.tasks.folders import model_folder
 
 Captured = pytest.CaptureFixture[str]
@@ -47,8 +47,7 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 def sentence(capsys: Captured) -> str:
     """Returns the only line of stderr apart from progress and warnings."""
     captured = capsys.readouterr()
-    doing = ("tokenizing", "warning: ")
-    lines = [line for line in captured.err.splitlines() if not line.startswith(doing)]
+    lines = messages(captured.err)
     assert len(lines) == 1, captured.err
     assert lines[0].startswith("sansgpu: ")
     assert "Traceback" not in captured.err + captured.out

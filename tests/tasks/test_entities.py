@@ -191,8 +191,25 @@ def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, cap
     changes = {**small, "data.dataset_name": home / "graph", "training.warmup_steps": 1}
     line = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     folder = home / "bench"
-    result = printed(capsys, "bench", str(file), *line, "--steps", "2", "--no-what-if", "--output-dir", str(folder))
+    asked = ["--vary", "model.n_layers=1,1000000", "--targets", "70,7", "--start", "2040-01-31T18:00"]
+    measured = ["--steps", "2", "--no-what-if", *asked, "--output-dir", str(folder)]
+    result = printed(capsys, "bench", str(file), *line, *measured)
     assert result["tokens_per_second"] > 0
+    names = ["as it is", "model.n_layers=1", "model.n_layers=1000000"]
+    assert [row["name"] for row in result["what_if"]] == names
+    assert "GB of memory, but" in result["what_if"][2]["problem"]
+    assert result["what_if"][1]["gives_up"].endswith("fewer parameters")
+    assert [(row["steps"], row["done"][:13]) for row in result["projections"]] == [
+        (7, "2040-01-31T18"), (70, "2040-01-31T18"),
+    ]  # fmt: skip
+    validation = result["validation"]
+    assert validation["queries"] == len((home / "graph" / "test.tsv").read_text().splitlines())
+    assert 0 < validation["mrr"] < 1
+    assert {"mlm_majority_acc", "mnm_acc", "entity_acc", "relation_frequency_mrr"} <= validation.keys()
+    report = (folder / "report.md").read_text()
+    assert f"MRR {validation['mrr']:.3f} of" in report
+    assert "masked tokens correct" in report
+    assert all(text in report for text in result["advice"])
     model = config_of_file(folder / "optimized.yaml")["model"]
     assert model["vocab_size"] >= 300
     lines = [line.split("\t") for line in (home / "graph" / "train.tsv").read_text().splitlines()]

@@ -250,6 +250,57 @@ def test_a_bad_row_is_named_or_skipped(home: Path, tmp_path: Path, task: str, ba
     assert "rows.jsonl, line 3" in warning
 
 
+def test_rows_that_are_shortened_or_too_long_are_counted(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    long = [{"role": role, "content": "red house " * 20} for role in ("user", "assistant")]
+    short = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "The red one."}]
+    rows = [long + short, long, short, short + long, [{"role": "system", "content": "Be brief."}, *long, *short]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    chosen = settings(home, data__dataset_name=path, data__max_length=64, training__max_steps=1)
+    assert cli(["train", *chosen, "--headless", "--output-dir", str(tmp_path / "run")]) == 0
+    said = " ".join(e["message"] for e in events_of(tmp_path / "run", "warning"))
+    assert "2 rows are longer than 64 tokens and were shortened" in said
+    assert "2 rows are dropped" in said
+    capsys.readouterr()
+    assert cli(["train", *chosen, "--set", "data.max_length=8", "--output-dir", str(tmp_path / "none")]) == 2
+    refused = sentence(capsys)
+    assert "0 usable rows" in refused
+    assert "5 rows are dropped" in refused
+    assert "raise data.max_length" in refused
+
+
+def test_evaluations_skip_questions_that_cannot_be_used(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    too_long = json.dumps({**json.loads(flat_questions()[0]), "id": "long", "question": "which " * 200})
+    rows, bad = tmp_path / "rows.jsonl", tmp_path / "bad.jsonl"
+    rows.write_text("\n".join([*flat_questions()[:5], too_long, *BAD_ROWS["qa"], *flat_questions()[5:]]))
+    bad.write_text(too_long)
+    run = made(home, "asked", "qa")
+    before = evaluated(capsys, run, "--data", str(rows))
+    assert (before["questions"], before["skipped"]) == (12, 3)
+    assert evaluated(capsys, run)["skipped"] == 0
+    assert cli(["eval", str(run), "--data", str(rows)]) == 0
+    captured = capsys.readouterr()
+    assert "12 questions" in captured.out
+    assert "3 skipped" in captured.out
+    assert "bad rows skipped: 3; the first: " in captured.err
+    assert "rows.jsonl, line 7: no context" in captured.err
+    assert cli(["eval", str(run), "--data", str(bad)]) == 2
+    assert "no examples to evaluate" in sentence(capsys)
+    trained = settings(home, "qa", data__validation_name=rows, training__max_steps=1)
+    assert cli(["train", *trained, "--output-dir", str(tmp_path / "run")]) == 0
+    captured = capsys.readouterr()
+    assert "validation questions: bad rows skipped: 3" in captured.err + captured.out
+    assert events_of(tmp_path / "run", "eval")[-1]["questions"] == 12
+    assert cli(["eval", str(tmp_path / "run")]) == 0
+    captured = capsys.readouterr()
+    assert "3 skipped" in captured.out
+    assert "rows.jsonl, line 7: no context" in captured.err
+    for key, value in (("validation_name", bad), ("dataset_name", rows)):
+        refused = settings(home, "qa", **{f"data__{key}": value})
+        assert cli(["train", *refused, "--output-dir", str(tmp_path / "refused")]) == 2
+        assert ("no validation question can be used" if value == bad else "line 7: no context") in sentence(capsys)
+
+
 def flat_questions() -> list[str]:
     def row(number: int) -> dict[str, object]:
         context = f"The fox{number} is brown and fast."

@@ -16,7 +16,7 @@ from sansgpu.config import Config
 from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import load_pretrained
 from sansgpu.models.unpadded import UnpaddedModel
-from tests.processes import digests, finish, json_lines, kill_when, record, start
+from tests.processes import digests, finish, json_lines, kill_when, messages, record, start
 from tests.tasks.folders import model_folder
 from tests.tasks.graphs import rows, write_rows
 
@@ -83,9 +83,7 @@ def refused(capsys: Captured, *arguments: str) -> str:
     capsys.readouterr()
     assert cli(list(arguments)) == 2
     captured = capsys.readouterr()
-    lines = [
-        line for line in captured.err.splitlines() if not line.startswith(("reading", "warning: ", "training the"))
-    ]
+    lines = messages(captured.err)
     assert len(lines) == 1, captured.err
     assert "Traceback" not in captured.err + captured.out
     return lines[0]

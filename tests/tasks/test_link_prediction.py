@@ -179,7 +179,10 @@ def test_no_cut_into_batches_changes_a_rank(world: World, monkeypatch: pytest.Mo
         """Records (questions done, total) of each progress call."""
         monkeypatch.setattr(gaps, name, value)
         told: list[tuple[int, int]] = []
-        assert world.ranking.report(world.held, False, None, lambda _, *done: told.append(done)) == whole
+        assert (
+            world.ranking.report(world.held, False, None, lambda _, done, total, unit: told.append((done, total)))
+            == whole
+        )
         return told
 
     some, single = pieces("MAX_NODES", 30), pieces("MAX_VALUES", 1)

@@ -12,7 +12,7 @@ import yaml
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.train.run_folders import open_run
-from tests.processes import settings, use_cache, write_corpus
+from tests.processes import TINY, settings, use_cache, write_corpus
 from tests.test_cli import sentence
 
 
@@ -139,3 +139,44 @@ def test_new_folders_and_the_configuration_are_on_the_disk_before_a_snapshot_is(
     for made in (run.parent, run, deep.parent.parent, deep.parent, deep, deep / "step-000004"):
         assert made.parent in synced, f"the name {made} may be lost"
     assert run in synced  # the names of config.yaml and of the record
+
+
+def test_a_run_means_the_same_files_in_every_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_cache(monkeypatch, tmp_path / "cache")
+    written, first, second = (tmp_path / name for name in ("written", "first", "second"))
+    for seed, folder in enumerate((written, first, second)):
+        (folder / "texts").mkdir(parents=True)
+        write_corpus(folder / "texts/corpus.jsonl", seed=seed)
+    values = {**{"data.dataset_name": "texts"}, **TINY, "training.max_steps": 4}
+    nested: dict[str, dict[str, object]] = {"training": {"device": "cpu"}, "model": {}, "data": {}}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        nested[section or "training"][name] = value
+    (written / "own.yaml").write_text(yaml.safe_dump(nested))
+
+    def works(folder: Path, *arguments: str) -> str:
+        monkeypatch.chdir(folder)
+        capsys.readouterr()
+        assert cli(list(arguments)) == 0
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    def recorded(run: Path) -> str:
+        return str(yaml.safe_load((run / "config.yaml").read_text())["data"]["dataset_name"])
+
+    command = ["train", str(written / "own.yaml"), "--output-dir", "run"]
+    assert "exists both in the working directory, which is used, and as" in works(first, *command)
+    assert recorded(first / "run") == str(first / "texts")
+    own = works(first, "eval", "run", "--json")
+    assert works(second, "eval", str(first / "run"), "--json") == own
+    resumed = works(second, "train", "--resume", "4", "--output-dir", str(first / "run"))
+    assert "was made with" not in resumed
+    assert works(second, "snapshots", "verify", str(first / "run"))
+    third = tmp_path / "third"
+    third.mkdir()
+    assert "exists both" not in works(third, *command)
+    assert recorded(third / "run") == str(written / "texts")
+    assert "was made with" not in works(tmp_path, *command[:2], "--resume", "--output-dir", str(third / "run"))
+    assert recorded(third / "run") == str(written / "texts")

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +17,12 @@ def rates(total: int, **settings: object) -> list[float]:
     return [learning_rate(training, step, total) for step in range(total)]
 
 
-@pytest.mark.parametrize("scheduler", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("scheduler", ["cosine", "linear", "polynomial", "constant", "wsd"])
 def test_warm_up_rises_by_equal_steps_to_the_peak(scheduler: str) -> None:
     assert rates(40, lr_scheduler=scheduler)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
-@pytest.mark.parametrize("scheduler", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("scheduler", ["cosine", "linear", "polynomial", "wsd"])
 def test_the_decay_is_laid_over_exactly_the_steps_of_the_run(scheduler: str) -> None:
     for total in (20, 400):
         curve = rates(total, lr_scheduler=scheduler)
@@ -34,6 +35,20 @@ def test_wsd_is_flat_until_its_decay_begins() -> None:
     curve = rates(100, decay_ratio=0.25)
     assert curve[4:76] == [1.0] * 72
     assert curve[76:] == pytest.approx([(100 - step) / 25 for step in range(76, 100)])
+
+
+def test_polynomial_decay_is_that_of_transformers() -> None:
+    from transformers import get_polynomial_decay_schedule_with_warmup
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs = get_polynomial_decay_schedule_with_warmup(optimizer, 0, 50, lr_end=0.1, power=2.5)
+    ours = rates(50, lr_scheduler="polynomial", lr_power=2.5, min_lr_ratio=0.1, warmup_steps=0)
+    for rate in ours:
+        assert rate == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    assert rates(50, lr_scheduler="polynomial") == rates(50, lr_scheduler="linear")
 
 
 def test_constant_stays_and_the_floor_holds() -> None:

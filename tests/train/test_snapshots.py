@@ -13,7 +13,7 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import clear_leftovers, snapshots
 from tests import processes
-from tests.processes import environment, json_lines, settings, use_cache, write_corpus
+from tests.processes import environment, json_lines, record, settings, use_cache, write_corpus
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -75,6 +75,18 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken(
     assert newest.folder.name in said
     assert "skipped" in said
     assert f"resumed from {before.folder.name}" in said
+
+
+def test_the_snapshot_that_a_run_resumes_from_is_not_shown_as_saved(
+    home: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(home, run, "--resume", training__max_steps=13) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("resumed from step-000012") == 1
+    assert shown.rstrip().endswith(f"; the model is in {run}/final")
+    assert [line for line in shown.splitlines() if line.startswith("snapshot ")] == ["snapshot step-000013"]
+    recorded = [event["path"] for event in record(run) if event["event"] == "snapshot"]
+    assert recorded[-2:] == ["step-000012", "step-000013"]
 
 
 def test_where_none_is_whole_nothing_is_resumed(home: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

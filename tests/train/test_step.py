@@ -88,7 +88,7 @@ def test_the_reported_loss_is_the_mean_over_tokens_whatever_the_accumulation() -
 
 
 @pytest.mark.parametrize("settings", [MODERN, CLASSIC])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "adam"])
 def test_every_parameter_is_trained(settings: dict[str, object], optimizer: str) -> None:
     training = TrainingConfig.model_validate({"optimizer": optimizer})
     model = model_of(settings)
@@ -150,7 +150,7 @@ def test_muon_steps_along_the_orthogonalised_momentum() -> None:
         assert float(parameter.detach().norm() / direction.norm()) == pytest.approx(0.1 * 0.2 * 20**0.5, rel=0.25)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "adam", "sgd"])
 def test_moments_survive_a_snapshot_bit_for_bit(optimizer: str) -> None:
     training = TrainingConfig.model_validate({"optimizer": optimizer})
 

@@ -6,7 +6,7 @@ import sys
 import threading
 
 from sansgpu.cli.signals import CODE, handle_interrupts, stop_handling_interrupts
-from sansgpu.machine.launch import make_deterministic, set_openmp_spin
+from sansgpu.machine.launch import make_deterministic, set_openmp
 
 __all__ = ["main", "run"]
 
@@ -15,7 +15,7 @@ def main() -> None:
     """Runs the command line and exits with its code. Errors are printed as one sentence on stderr."""
     try:
         handle_interrupts()
-        set_openmp_spin()
+        set_openmp()
         make_deterministic()
         if "--debug" not in sys.argv:
             threading.excepthook = _warn_of_thread

@@ -54,7 +54,6 @@ def extract(
 
     Example: sansgpu extract runs/graph --text "Metformin lowers glucose." --head Metformin
     """
-    from sansgpu.jobs.extract import extract as job
     from sansgpu.reporting.outputs import require_file
     from sansgpu.reporting.tables import print_extraction
     from sansgpu.reporting.terminal import RunConsole
@@ -64,6 +63,8 @@ def extract(
     if output is not None:
         require_file(output)
     with preparation_bar() as bar:
+        from sansgpu.jobs.extract import extract as job
+
         queries, width = (head or (), relation or ()), max(beams, top)
         triples = job(run, text, data, *queries, closed, min_score, width, top, snapshot, bar, warn, objective)
         write_json_lines(triples, output)

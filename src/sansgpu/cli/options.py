@@ -50,7 +50,8 @@ ConfigArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="CONFIG",
-        help="Configuration file or preset (small, medium, large). Default: built-in configuration.",
+        help="Configuration file, preset (small, medium, large) or name of a file in configs/. Default: built-in "
+        "configuration.",
         show_default=False,
     ),
 ]
@@ -106,11 +107,13 @@ def print_result(result: Any, as_json: bool, print_table: Callable[[RunConsole, 
         print_table(RunConsole(), result)
 
 
-def preparation_bar() -> closing[PreparationBar]:
-    """Returns a progress bar on stderr for use in a `with` statement."""
+def preparation_bar(silent: bool = False) -> closing[PreparationBar]:
+    """Returns a progress bar on stderr for use in a `with` statement that begins with imports."""
     from sansgpu.reporting.terminal import PreparationBar, RunConsole
 
-    return closing(PreparationBar(RunConsole(stderr=True)))
+    bar = PreparationBar(RunConsole(stderr=True), silent)
+    bar("loading PyTorch", 0, 0)
+    return closing(bar)
 
 
 def complain(message: str) -> None:

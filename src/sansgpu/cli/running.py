@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     },
     "Scale": {"k8s": k8s},
 }  # fmt: skip
+MIN_LIKENESS = 0.7  # of an unknown option to a known one that is suggested, by difflib
 # Errors caused by the requested path (missing, wrong kind of file, too long) rather than by the disk.
 _PATH_ERRORS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO,
@@ -52,14 +54,18 @@ def run(arguments: list[str]) -> int:
             for line in traceback.format_exc().splitlines():
                 complain(line)
         message, code = _explain(error)
-        complain(f"sansgpu: {message}")
+        if message:
+            complain(f"sansgpu: {message}")
         return code
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
+    """Returns the sentence to print, or "" if the help was printed instead, and the exit code."""
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
     from sansgpu.config.plain_data import truncate
+    from sansgpu.machine.allocation_failure import out_of_memory
 
+    error = out_of_memory(error, "or use a smaller model") or error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
         return f"the name {truncate(name)} has {len(name):,} characters, which is too long for the file system.", 2
@@ -69,8 +75,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, SansGPUError):
         return " ".join(str(error).split()), error.exit_code  # it may quote a library's message of several lines
     if isinstance(error, usage_error):
-        context = error.ctx.command_path if error.ctx else "sansgpu"
-        return f"{error.format_message().rstrip('.')}; see {context} --help.", 2
+        return _usage_problem(error), 2
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return (
             f"{truncate(str(error.filename))} cannot be used: {error.strerror}.",
@@ -78,6 +83,19 @@ def _explain(error: BaseException) -> tuple[str, int]:
         )
     # a bug in sansgpu, or a failing machine
     return f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)", 1
+
+
+def _usage_problem(error: Any) -> str:
+    """Returns a sentence about arguments that do not fit a command, with a near name if there is one."""
+    context = error.ctx.command_path if error.ctx else "sansgpu"
+    if (name := getattr(error, "option_name", None)) and error.ctx:
+        known = [known for param in error.ctx.command.params for known in param.opts if known.startswith("--")]
+        begins = [known for known in known if len(name) > len("--x") and known.startswith(name)]
+        near = begins or get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
+        message = f"there is no option {name}" + (f" (did you mean {' or '.join(near)}?)" if near else "")
+    else:
+        message = error.format_message().rstrip(".").replace(". Did you mean ", ", did you mean ")
+    return f"{message.rstrip('?')}; see {context} --help." if message else ""
 
 
 def _with_resume_value(arguments: list[str]) -> list[str]:

@@ -34,6 +34,9 @@ def k8s(
     image: Annotated[str, option("Image reference with a tag, e.g. registry.example/sansgpu:1.", _IMAGE)],
     config: ConfigArgument = None,
     override: OverrideOption = None,
+    create_pvc: Annotated[
+        str | None, option("Size of the claim, to create it, e.g. 200Gi. Default: it exists.", _PODS, metavar="SIZE")
+    ] = None,
     min_nodes: Annotated[int, option("Minimum pods for the run to continue (PyTorchJob only).", _PODS, min=1)] = 1,
     processes_per_node: Annotated[int, option("Processes per pod, e.g. one per NUMA node.", _PODS, min=1)] = 1,
     node_selector: Annotated[
@@ -71,6 +74,7 @@ def k8s(
             name=name,
             allocator=allocator.value,
             openmp=openmp.value,
+            create_pvc=create_pvc,
             output_dir=output_dir,
         ),
         warn,
@@ -83,13 +87,18 @@ def k8s(
 
 def _show_files(result: dict[str, Any]) -> None:
     """Prints the written files, the pods and the next commands."""
+    from sansgpu.config.wording import counted
+
     show("\n".join(result["files"]))
     show(
-        f"\nPods: {result['nodes']}, each with {result['cpus']} CPUs, {result['memory']} of memory, "
+        f"\nPods: {result['nodes']}, each with {counted(result['cpus'], 'CPU')}, {result['memory']} of memory, "
         f"{result['processes_per_node']} x {result['threads']} compute threads and {result['grace_seconds']} s to save "
         "a snapshot before termination."
     )
-    if result["access_mode"] == "ReadWriteMany":
-        show(f"The claim {result['claim']} must be ReadWriteMany, because pods on several nodes mount it.")
+    claim, mode = result["claim"], result["access_mode"]
+    if result["storage"]:
+        show(f"claim.yaml creates the claim {claim} of {result['storage']} in the default storage class ({mode}).")
+    elif mode == "ReadWriteMany":
+        show(f"The claim {claim} must be ReadWriteMany, because pods on several nodes mount it.")
     show("\nNext steps (for Kubeflow Trainer 2, apply trainjob.yaml and skip the wait for the PyTorchJob):\n")
     show("\n".join(result["commands"]))

@@ -27,16 +27,20 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Example: sansgpu doctor
     """
-    from sansgpu.jobs.doctor import doctor as job
-    from sansgpu.reporting.tables import print_doctor
+    with preparation_bar() as bar:
+        from sansgpu.jobs.doctor import doctor as job
+        from sansgpu.reporting.tables import print_doctor
 
-    print_result(asdict(job()), as_json, print_doctor)
+        report = job(bar)
+    print_result(asdict(report), as_json, print_doctor)
 
 
 def plan(
     config: ConfigArgument = None,
     override: OverrideOption = None,
-    presets: Annotated[bool, flag("Compare small, medium and large.", CONFIGURATION, "--presets")] = False,
+    presets: Annotated[
+        bool, flag("Compare memory and time of small, medium and large by processor.", CONFIGURATION, "--presets")
+    ] = False,
     hours: Annotated[float | None, option("Propose the best configuration for this many hours.", _PROPOSAL)] = None,
     data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None,
     output: Annotated[
@@ -57,11 +61,6 @@ def plan(
     Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
     """
     from sansgpu.config import ConfigError
-    from sansgpu.jobs.plan import plan as job
-    from sansgpu.jobs.plan import plan_presets
-    from sansgpu.planning.cluster import cluster_of
-    from sansgpu.planning.propose import propose
-    from sansgpu.reporting.plan_table import print_plan, print_presets
 
     if presets and (config or hours is not None):
         raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
@@ -73,19 +72,32 @@ def plan(
         raise ConfigError("--nodes plans a single configuration; leave out --presets and --hours.")
     if nodes is None and (network is not None or latency is not None or price is not None):
         raise ConfigError("--network, --latency and --price require --nodes.")
-    cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
     if presets:
-        rows = plan_presets(override or [], warn)
-        print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
+        _show_presets(override or [], as_json)
         return
     result: Any
     with preparation_bar() as bar:
+        from sansgpu.jobs.plan import plan as job
+        from sansgpu.planning.cluster import cluster_of
+        from sansgpu.planning.propose import propose
+        from sansgpu.reporting.plan_table import print_plan
+
+        cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
         if hours is not None:
-            file = output or Path("proposed.yaml")
-            result = propose(hours, data or "python-stdlib", override or [], file, bar, warn, bar.show_message)
+            result = propose(hours, data or "python-stdlib", override or [], output or Path("proposed.yaml"), bar, warn)
         else:
             result = job(config, override or [], bar, warn, cluster)
     print_result(result, as_json, print_plan)
+
+
+def _show_presets(overrides: list[str], as_json: bool) -> None:
+    with preparation_bar() as bar:
+        from sansgpu.planning.presets import compare_presets
+        from sansgpu.reporting.presets_table import print_presets
+
+        bar.show_message("estimating the presets; timing matrix products")
+        rows = compare_presets(overrides)
+    print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
 
 
 def bench(
@@ -94,7 +106,21 @@ def bench(
     steps: Annotated[int, option("Number of steps to time.", _MEASUREMENT, min=2)] = 20,
     output_dir: Annotated[Path | None, path_option("Folder for the report. Default: bench/NAME.", "DIR")] = None,
     from_step: Annotated[int, option("Also project the time of a run resumed here.", _MEASUREMENT, min=0)] = 0,
-    what_if: Annotated[bool, flag("Also measure variations of the configuration.", _MEASUREMENT)] = True,
+    targets: Annotated[
+        str | None, option("Steps to project. Default: 100 to 100,000.", _MEASUREMENT, metavar="N,N,...")
+    ] = None,
+    start: Annotated[
+        str | None, option("When projected runs start, e.g. 18:00. Default: now.", _MEASUREMENT, metavar="TIME")
+    ] = None,
+    what_if: Annotated[bool, flag("Also measure usual variations of the configuration.", _MEASUREMENT)] = True,
+    vary: Annotated[
+        list[str] | None,
+        option(
+            "Also measure other values of a key, e.g. model.n_layers=4,8. Repeatable.",
+            _MEASUREMENT,
+            metavar="KEY.PATH=VALUE,...",
+        ),
+    ] = None,
     forward_only: Annotated[
         bool, flag("Time only forward passes, without data.", _MEASUREMENT, "--forward-only")
     ] = False,
@@ -107,17 +133,27 @@ def bench(
 
     Writes report.md, report.html, optimized.yaml and start.sh.
 
-    Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --steps 20
+    Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --vary training.threads=1,2
     """
-    from sansgpu.jobs.bench import BenchRequest
-    from sansgpu.jobs.bench import bench as job
-    from sansgpu.reporting.bench_table import print_bench, print_forward
+    from sansgpu.config import ConfigError
 
+    if forward_only and (vary or targets or start):
+        raise ConfigError("--vary, --targets and --start need training steps; leave out --forward-only.")
     folder = output_dir or Path("bench") / (config.stem if config else "default")
-    request = BenchRequest(
-        config, tuple(override or ()), folder, steps, from_step, what_if, forward_only,
-        gpu_tflops * 1e12 if gpu_tflops else None,
-    )  # fmt: skip
     with preparation_bar() as bar:
-        result: Any = job(request, bar, warn, bar.show_message)
+        from sansgpu.jobs.bench import BenchRequest
+        from sansgpu.jobs.bench import bench as job
+        from sansgpu.planning.forecast import start_time, target_steps
+        from sansgpu.reporting.bench_table import print_bench, print_forward
+
+        request = BenchRequest(
+            config, tuple(override or ()), folder, steps, from_step,
+            targets=target_steps(targets) if targets else (),
+            start=start_time(start) if start else None,
+            what_if=what_if,
+            vary=tuple(vary or ()),
+            forward_only=forward_only,
+            gpu_flops_per_second=gpu_tflops * 1e12 if gpu_tflops else None,
+        )  # fmt: skip
+        result: Any = job(request, bar, warn)
     print_result(result, as_json, print_forward if forward_only else print_bench)

@@ -28,9 +28,9 @@ def tokenizer_train(
 
     Example: sansgpu tokenizer train notes/ --vocab-size 8192 --output tokenizer
     """
-    from sansgpu.jobs.tokenize import train_tokenizer
-
     with preparation_bar() as bar:
+        from sansgpu.jobs.tokenize import train_tokenizer
+
         result = train_tokenizer(source, vocab_size, sample_mb, output, bar)
     if as_json:
         print_json(result)

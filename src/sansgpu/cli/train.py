@@ -22,14 +22,17 @@ from sansgpu.cli.options import (
     flag,
     option,
     path_option,
+    preparation_bar,
     print_json,
     show,
     warn,
 )
+from sansgpu.cli.other_flags import with_other_flags
 
 if TYPE_CHECKING:
     from sansgpu.jobs.train import TrainRequest
     from sansgpu.machine.world import World
+    from sansgpu.reporting.terminal import PreparationBar
 
 
 class Pruner(str, Enum):
@@ -40,6 +43,7 @@ class Pruner(str, Enum):
     NONE = "none"
 
 
+@with_other_flags
 def train(
     config: ConfigArgument = None,
     config_option: Annotated[Path | None, option("Same as CONFIG.", CONFIGURATION, "-f", "--config")] = None,
@@ -86,15 +90,18 @@ def train(
     }
     overrides = (*(override or ()), *((key, value) for key, value in settings.items() if value is not None))
 
-    from sansgpu.jobs.train import TrainRequest
     from sansgpu.machine.world import find_world
 
     world = find_world()
-    if processes is not None and (number := _number_of_processes(processes, world)) > 1:
-        return _launch(number)
-    file = config or config_option
-    request = TrainRequest(file, overrides, output_dir, resume, strict, dry_run, force, world, started)
-    return _train(request, headless, plain)
+    with preparation_bar(silent=world.rank > 0) as bar:
+        from sansgpu.jobs.train import TrainRequest
+
+        number = 1 if processes is None else _number_of_processes(processes, world)
+        file = config or config_option
+        request = TrainRequest(file, overrides, output_dir, resume, strict, dry_run, force, world, started)
+        if number == 1:
+            return _train(request, headless, plain, bar)
+    return _launch(number)
 
 
 def _device(target: str | None) -> str | None:
@@ -121,25 +128,28 @@ def _launch(number: int) -> int:
     return launch(number, _without(sys.argv[1:], "--processes"))
 
 
-def _train(request: TrainRequest, headless: bool, plain: bool) -> int:
+def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationBar) -> int:
     """Trains with the requested display and returns the exit code."""
     from sansgpu.jobs.train import train as job
+    from sansgpu.machine.launcher_output import is_forwarded
     from sansgpu.reporting.events import Sink
     from sansgpu.reporting.jsonl import JsonLines
-    from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal, Warnings
+    from sansgpu.reporting.terminal import RunConsole, Terminal, Warnings
     from sansgpu.train.loop import TrainingResult
 
-    console, errors, rank = RunConsole(), RunConsole(stderr=True), request.world.rank
+    forwarded = is_forwarded(sys.stdout)
+    console, errors, rank = RunConsole(forwarded=forwarded), RunConsole(stderr=True), request.world.rank
     sink: Sink = Terminal(errors if request.dry_run else console)
     if rank:
         sink = Warnings(errors, rank)
     elif headless:
         sink = JsonLines(sys.stdout)
-    elif sys.stdout.isatty() and not (plain or request.dry_run or console.is_dumb_terminal):
+    elif sys.stdout.isatty() and not (plain or request.dry_run or forwarded or console.is_dumb_terminal):
         from sansgpu.reporting.live import LiveView
 
         sink = LiveView(console, request.controls, request.monitor.latest)
-    with closing(sink), closing(PreparationBar(errors, silent=rank > 0)) as bar:
+    bar.ends_at_start = not isinstance(sink, Terminal)
+    with closing(sink), closing(bar):
         outcome = job(request, [bar, sink], bar)
     if isinstance(outcome, TrainingResult):
         return 128 + outcome.signal if outcome.signal else 0
@@ -198,23 +208,24 @@ def tune(
 
     Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
     """
-    from sansgpu.jobs.tune import Interrupted, TuneRequest
-    from sansgpu.jobs.tune import tune as job
-    from sansgpu.reporting.terminal import PreparationBar, RunConsole
-    from sansgpu.reporting.tune_events import SearchEstimate, SearchEvent
-    from sansgpu.reporting.tune_terminal import TuneTerminal, print_estimate, print_tune
-
     overrides = (*(override or ()), *([] if seed is None else [("training.seed", seed)]))
-    request = TuneRequest(config, overrides, space, trials, hours, workers, pruner.value, output_dir, dry_run)
-    console = RunConsole(stderr=as_json)
-    bar, terminal = PreparationBar(RunConsole(stderr=True)), TuneTerminal(console)
+    with preparation_bar() as bar:
+        from sansgpu.jobs.tune import Interrupted, TuneRequest
+        from sansgpu.jobs.tune import tune as job
+        from sansgpu.reporting.terminal import RunConsole
+        from sansgpu.reporting.tune_events import SearchEstimate, SearchEvent
+        from sansgpu.reporting.tune_terminal import TuneTerminal, print_estimate, print_tune
 
-    def show(event: SearchEvent) -> None:
-        bar.close()
-        terminal(event)
+        console = RunConsole(stderr=as_json)
+        terminal = TuneTerminal(console)
 
-    with closing(terminal), closing(bar):
-        result = job(request, bar, show, warn)
+        def show(event: SearchEvent) -> None:
+            bar.close()
+            terminal(event)
+
+        request = TuneRequest(config, overrides, space, trials, hours, workers, pruner.value, output_dir, dry_run)
+        with closing(terminal):
+            result = job(request, bar, show, warn)
     if isinstance(result, Interrupted):
         console.print(f"interrupted and saved; the same command resumes {result.folder}", soft_wrap=True)
         return 128 + result.signal

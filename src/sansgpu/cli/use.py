@@ -60,26 +60,28 @@ def evaluate(
 
     Example: sansgpu eval runs/default --data notes.txt
     """
-    from sansgpu.reporting.events import finite
-    from sansgpu.reporting.tables import print_link_prediction
-    from sansgpu.reporting.terminal import Terminal
-
     if limit is not None and not link_prediction:
         raise typer.BadParameter("--limit requires --link-prediction")
     if window is not None and link_prediction:
         raise typer.BadParameter("--window has no effect with --link-prediction; leave it out")
-    if link_prediction:
-        from sansgpu.jobs.evaluate import link_prediction as rank
+    from sansgpu.reporting.events import finite
+    from sansgpu.reporting.tables import print_link_prediction
+    from sansgpu.reporting.terminal import Terminal
 
+    if link_prediction:
         with preparation_bar() as bar:
+            from sansgpu.jobs.evaluate import link_prediction as rank
+
             ranked = rank(run, data, snapshot, limit, bar, warn, objective)
         print_result(ranked, as_json, print_link_prediction)
         return
-    from sansgpu.jobs.evaluate import evaluate_model
-
     with preparation_bar() as bar:
+        from sansgpu.jobs.evaluate import evaluate_model
+
         event, settings = evaluate_model(run, data, snapshot, window, bar, warn, trust_remote_code, objective)
-    print_result(finite(event), as_json, lambda console, event: Terminal(console, settings).emit(event))
+    print_result(
+        finite(event), as_json, lambda console, event: Terminal(console, settings, data or "validation").emit(event)
+    )
 
 
 def generate(
@@ -98,11 +100,12 @@ def generate(
 
     Example: sansgpu generate runs/default --prompt "def main" --max-new-tokens 100
     """
-    from sansgpu.jobs.generate import generate_text
-    from sansgpu.models.generate import Sampling
+    with preparation_bar() as bar:
+        from sansgpu.jobs.generate import generate_text
+        from sansgpu.models.generate import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    pieces = generate_text(run, prompt, max_new_tokens, sampling, snapshot, warn, trust_remote_code, objective)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        pieces = generate_text(run, prompt, max_new_tokens, sampling, snapshot, warn, trust_remote_code, objective, bar)
     show(prompt, end="")
     for piece in pieces:
         show(piece, end="")
@@ -132,10 +135,11 @@ def chat(
     """
     import sys
 
-    from sansgpu.jobs.chat import ChatSession
-    from sansgpu.models.generate import Sampling
+    with preparation_bar() as bar:
+        from sansgpu.jobs.chat import ChatSession
+        from sansgpu.models.generate import Sampling
 
-    conversation = ChatSession(run, system, snapshot, warn, trust_remote_code, objective)
+        conversation = ChatSession(run, system, snapshot, warn, trust_remote_code, objective, bar)
     interactive = prompt is None and sys.stdin.isatty()
     lines = iter([prompt]) if prompt is not None else _lines("> " if interactive else "")
     for number, line in enumerate(lines):
@@ -179,8 +183,6 @@ def predict(
 
     Example: sansgpu predict runs/squad --question "Who wrote it?" --context "It was written by Ada."
     """
-    from sansgpu.jobs.predict import predict as job
-    from sansgpu.jobs.predict import rows_of
     from sansgpu.reporting.outputs import require_file
 
     if (data is None) == (question is None) or (question is None) != (context is None):
@@ -192,8 +194,12 @@ def predict(
     if data is None and not (str(question).strip() and str(context).strip()):
         raise typer.BadParameter("--question and --context must not be empty")
     options = {} if null_answers is None else {"null_answers": null_answers}
-    rows = [{"question": question, "context": context}] if data is None else rows_of(data)
-    results = job(run, rows, snapshot, warn, trust_remote_code, objective, **options)
+    with preparation_bar() as bar:
+        from sansgpu.jobs.predict import predict as job
+        from sansgpu.jobs.predict import rows_of
+
+        rows = [{"question": question, "context": context}] if data is None else rows_of(data)
+        results = job(run, rows, snapshot, warn, bar, trust_remote_code, objective, **options)
     if data is not None:
         write_json_lines(results, output)
     elif as_json:
@@ -233,11 +239,11 @@ def export(
         raise typer.BadParameter("--type requires --format gguf")
     if form == "gguf" and merge is not None:
         raise typer.BadParameter("--merge and --no-merge require --format hf; a GGUF file always holds the whole model")
-    if form == "gguf":
-        from sansgpu.jobs.export import export_gguf
+    with preparation_bar() as bar:
+        from sansgpu.jobs.export import export_gguf, export_run
 
-        show(export_gguf(run, snapshot, output, kind or "f16", warn, trust_remote_code, objective))
-    else:
-        from sansgpu.jobs.export import export_run
-
-        show(export_run(run, snapshot, output, merge, warn, trust_remote_code, objective))
+        if form == "gguf":
+            written = export_gguf(run, snapshot, output, kind or "f16", warn, bar, trust_remote_code, objective)
+        else:
+            written = export_run(run, snapshot, output, merge, warn, bar, trust_remote_code, objective)
+    show(written)

@@ -4,6 +4,7 @@ from sansgpu.config.built_in import PRESETS
 from sansgpu.config.built_in_tasks import SETTINGS
 from sansgpu.config.by_task import import_class, task_class
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
+from sansgpu.config.find import INPUT_KEYS, same_input
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
     Override,
@@ -21,6 +22,7 @@ from sansgpu.config.load import (
 )
 from sansgpu.config.metrics import Metric
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
+from sansgpu.config.other_names import note_of, with_own_names
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
@@ -39,6 +41,7 @@ from sansgpu.config.training import TrainingConfig
 __all__ = [
     "ABANDONED_FOLDER",
     "BUILT_IN_NAMES",
+    "INPUT_KEYS",
     "MAX_LEAVES",
     "PRESETS",
     "PYTHON_STDLIB",
@@ -71,12 +74,15 @@ __all__ = [
     "load_config",
     "load_space",
     "measure_of",
+    "note_of",
     "overridden_key",
     "problems",
     "recorded_values",
     "require_identity",
+    "same_input",
     "save_config",
     "setting",
     "spaced_values",
     "task_class",
+    "with_own_names",
 ]

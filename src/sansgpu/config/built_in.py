@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 PRESETS = ("small", "medium", "large")
 # Takes minutes on two cores and writes samples.
 BUILT_IN: dict[str, dict[str, Any]] = {"training": {"max_steps": 500, "sample_tokens": 64}}
 LENGTH_KEYS = frozenset(f"training.{key}" for key in ("num_epochs", "max_steps", "max_tokens", "max_hours", "until"))
-
-
-def preset_file(path: Path) -> Path:
-    """Returns the file of a preset, or `path` if it is not the name of one or exists as a file."""
-    is_preset = str(path) in PRESETS and not path.exists()
-    return Path(__file__).parent / "presets" / f"{path}.yaml" if is_preset else path
 
 
 def built_in(overridden: Collection[str]) -> dict[str, Any]:

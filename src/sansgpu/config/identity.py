@@ -20,8 +20,8 @@ Values = dict[str, Any]
 # snapshot has a fingerprint of its weights.
 _CHANGEABLE = {
     "model.name_or_path", "model.gradient_checkpointing", "model.merge_adapter", "model.trust_remote_code",
-    "data.cache_dir", "data.long_tails", "data.preprocessing_num_workers", "data.n_best_size", "data.max_answer_length",
-    "data.null_answers", "data.null_score_diff_threshold",
+    "data.cache_dir", "data.long_tails", "data.preprocessing_num_workers", "data.timeout_seconds", "data.n_best_size",
+    "data.max_answer_length", "data.null_answers", "data.null_score_diff_threshold",
 }  # fmt: skip
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
 _EXAMPLES_PER_STEP = " x ".join(_BATCH_KEYS)

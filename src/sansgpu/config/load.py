@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sansgpu.config.built_in import built_in, preset_file
+from sansgpu.config.built_in import built_in
 from sansgpu.config.by_task import (
     DEFAULT_TASK,
     TASK_CLASSES,
@@ -22,11 +22,14 @@ from sansgpu.config.by_task import (
     with_defaults,
 )
 from sansgpu.config.errors import ConfigError
+from sansgpu.config.find import configuration_file, use_files_beside
 from sansgpu.config.model import ModelConfig
+from sansgpu.config.other_names import note_of, own_name, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH, shown, truncate
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
 from sansgpu.config.training import unused_settings
+from sansgpu.config.wording import counted
 
 Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or a key and its value
 
@@ -35,30 +38,33 @@ MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 
 
 def load_config(
-    path: Path | None = None, overrides: Sequence[Override] = (), own: bool = True
+    path: Path | None = None, overrides: Sequence[Override] = (), own: bool = True, find_beside: bool = True
 ) -> tuple[Config, list[str]]:
-    """Loads a file, a preset or (None) the built-in default, and applies the overrides.
+    """Loads a file, given by its path or name, or (None) the built-in default, and applies the overrides.
 
-    If the file is the user's `own`, a task that it names as `package.module:Class` is imported.
+    If the file is the user's `own`, a task that it names as `package.module:Class` is imported. With `find_beside`,
+    paths that it names are found in its folder, too, if they do not exist in the working directory.
 
-    Returns the configuration and notes for the user about ignored keys.
+    Returns the configuration and notes for the user about ignored and renamed keys and ambiguous paths.
     Raises ConfigError naming the file and every problem in it.
     """
-    path = preset_file(path) if path else None
-    values = read_values(path) if path else built_in([overridden_key(override) for override in overrides])
-    for override in overrides:
-        _set(values, *_key_and_value(override))
+    path = configuration_file(path) if path else None
+    where = str(path) if path else "the configuration"
+    overridden = [overridden_key(override) for override in overrides]
+    values, replaced = with_own_names(read_values(path) if path else built_in(overridden), where)
+    notes = note_of(replaced)
+    if path and own and find_beside:
+        notes += use_files_beside(values, path.parent, overridden)
+    notes += _override(values, overrides)
     if own and is_outside(task := str(values.get("task"))):
         task_class(task)
-    return as_config(values, str(path) if path else "the configuration"), unused_settings(values)
+    return as_config(values, where), [*notes, *unused_settings(values)]
 
 
 def change_config(config: Config, overrides: Sequence[Override]) -> Config:
     """Applies the overrides to `config`. Raises ConfigError if the result is invalid."""
-    values = config.model_dump()
-    for override in overrides:
-        key, value = _key_and_value(override)
-        _set(values, f"training.{key}" if key in TOP_LEVEL_KEYS else key, value)  # model_dump() has these in `training`
+    values = config.given_values()
+    _override(values, overrides)
     return as_config(values)
 
 
@@ -72,6 +78,12 @@ def as_config(values: Values, where: str = "the configuration") -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{where}: {'; '.join(problems(error))}.") from None
+
+
+def assignment_error(section: type[BaseModel], error: ValidationError) -> ConfigError:
+    """Returns the error of an assignment to a key of `section`, in the words of `as_config`."""
+    names = [name for name, field in Config.model_fields.items() if field.annotation is section]
+    return ConfigError(f"the configuration: {'; '.join(problems(error, section=(*names,)))}.")
 
 
 def recorded_values(path: Path) -> Values:
@@ -133,13 +145,32 @@ def default_values(values: Values) -> Values:
     return {**found, "device": found["training.device"]}
 
 
+def _override(values: Values, overrides: Sequence[Override]) -> list[str]:
+    """Applies the overrides to `values`. Returns notes about keys that `values` has in another place."""
+    notes, replaced = [], []
+    for override in overrides:
+        given, (key, value) = overridden_key(override), _key_and_value(override)
+        name = key.removeprefix("training.")
+        if name in TOP_LEVEL_KEYS:
+            top = values.pop(name, None)
+            if given == key and top not in (None, value):
+                notes.append(f"--set {key}={value} overrides {name}: {shown(top)} at the top level of the file.")
+        if given not in (key, name):
+            replaced.append(f"{given} as {key}")
+        _set(values, key, value)
+    return [*note_of(replaced), *notes]
+
+
 def _key_and_value(override: Override) -> tuple[str, Any]:
-    if not isinstance(override, str):
-        return override
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {truncate(override)} has no value; write --set key.path=value.")
-    return key.strip(), parse_value(text)
+    """Returns the key and the value of an override. Keys of other trainers and of the top level get their own names."""
+    if isinstance(override, str):
+        text, equals, value = override.partition("=")
+        if not equals or not text.strip():
+            raise ConfigError(f"--set {truncate(override)} has no value; write --set key.path=value.")
+        key, value = own_name(text.strip(), parse_value(value))
+    else:
+        key, value = override
+    return f"training.{key}" if key in TOP_LEVEL_KEYS else key, value
 
 
 def _set(values: Values, key: str, value: Any) -> None:
@@ -155,15 +186,16 @@ def _set(values: Values, key: str, value: Any) -> None:
     values[name] = value
 
 
-def problems(error: ValidationError, with_unknown: bool = True) -> list[str]:
+def problems(error: ValidationError, with_unknown: bool = True, section: tuple[str, ...] = ()) -> list[str]:
     """Returns a clause for each of the first wrong keys, and the number of the remaining ones.
 
-    pydantic reports every member of a union that did not match; they are joined to one clause with alternatives.
+    `section` is the path of the section that was validated. pydantic reports every member of a union that did not
+    match; they are joined to one clause with alternatives.
     """
     unknown: dict[str, list[str]] = {}  # paths by name
     wrong: dict[str, str] = {}  # clauses by key
     for item in error.errors(include_url=False):
-        path = _field_path(item["loc"])
+        path = _field_path((*section, *item["loc"]))
         where = truncate(".".join(path))
         if item["type"] == "extra_forbidden":
             unknown |= {where: path} if with_unknown else {}
@@ -176,8 +208,10 @@ def problems(error: ValidationError, with_unknown: bool = True) -> list[str]:
         elif (other := item["msg"].removeprefix("Input should be ")) not in wrong[where]:
             wrong[where] += f", or {other}"
     named = [f"unknown key {where}{_nearest(path)}" for where, path in list(unknown.items())[:MAX_UNKNOWN_KEYS]]
-    more = [f"{len(unknown) - MAX_UNKNOWN_KEYS:,} more unknown keys"] if len(unknown) > MAX_UNKNOWN_KEYS else []
-    rest = [f"{len(wrong) - MAX_WRONG_VALUES:,} more wrong values"] if len(wrong) > MAX_WRONG_VALUES else []
+    more = (
+        [f"{counted(len(unknown) - MAX_UNKNOWN_KEYS, 'more unknown key')}"] if len(unknown) > MAX_UNKNOWN_KEYS else []
+    )
+    rest = [f"{counted(len(wrong) - MAX_WRONG_VALUES, 'more wrong value')}"] if len(wrong) > MAX_WRONG_VALUES else []
     return [*named, *more, *list(wrong.values())[:MAX_WRONG_VALUES], *rest]
 
 

@@ -22,6 +22,8 @@ class Metric:
     short: str = ""  # label of the current value in step lines and the live view; "": not shown there
     reported: bool = True  # whether reports, plots and model cards show it
     plotted: bool = True  # False if its curve has the shape of the loss
+    baseline: str = ""  # name of the metric that a predictor without a model reaches
+    remedies: tuple[str, ...] = ()  # keys to double if the metric stays near its baseline
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "label", self.label or self.name.replace("_", " "))
@@ -47,12 +49,25 @@ def percentage(name: str, label: str, short: str = "") -> Metric:
     return Metric(name, label, "{:.2f} %", unit="%", better="higher", short=short)
 
 
-def accuracy(stem: str, target: str, targets: str, short: str = "") -> tuple[Metric, ...]:
+def accuracy(
+    stem: str, target: str, targets: str, short: str = "", remedies: tuple[str, ...] = ()
+) -> tuple[Metric, ...]:
     """Describes `stem`_acc, the share of correct targets, and the metrics that the terminal shows beside it."""
     name, right = f"{stem}_acc", f"{{value}} of {{{stem}_count:,.0f}} {targets} correct"
     return (
         Metric(f"{stem}_loss", f"{target} loss", text="loss {value}", within=name, unit="nats"),
-        Metric(name, f"{target} accuracy", "{:.1%}", right, unit="%", scale=100.0, better="higher", short=short),
+        Metric(
+            name,
+            f"{target} accuracy",
+            "{:.1%}",
+            right,
+            unit="%",
+            scale=100.0,
+            better="higher",
+            short=short,
+            baseline=f"{stem}_majority_acc",
+            remedies=("training.learning_rate", *remedies),
+        ),
         Metric(f"{stem}_hits", text="", reported=False),
         Metric(f"{stem}_count", text="", reported=False),
         Metric(f"{stem}_interval", "95 % interval", "{0[0]:.1%} to {0[1]:.1%}", within=name, reported=False),
@@ -63,11 +78,22 @@ def accuracy(stem: str, target: str, targets: str, short: str = "") -> tuple[Met
 LOSS = Metric("loss")  # every task has it
 BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per byte")  # comparable across vocabularies
 TEXT_METRICS = (Metric("perplexity", form="{:.2f}", plotted=False), BITS_PER_BYTE)
+# Link prediction: mean reciprocal rank of held-out triples' tails.
+_RANKING_METRICS = (
+    Metric(
+        "mrr", "MRR", "{:.3f}", "{label} {value} of {queries:,.0f} held-out triples", better="higher",
+        baseline="relation_frequency_mrr",
+        remedies=("training.learning_rate", "training.entity_weight", "data.kge_triples"),
+    ),
+    Metric("relation_frequency_mrr", "", "{:.3f}", "ranked by frequency: {value}", within="mrr", reported=False),
+    Metric("queries", text="", reported=False),
+)  # fmt: skip
 MASKED_METRICS = (
-    *accuracy("mlm", "masked token", "masked tokens", "masked tokens"),
-    *accuracy("mnm", "masked leaf", "masked leaves", "masked leaves"),
+    *accuracy("mlm", "masked token", "masked tokens", "masked tokens", ("training.mlm_weight",)),
+    *accuracy("mnm", "masked leaf", "masked leaves", "masked leaves", ("training.mnm_weight",)),
     *accuracy("entity", "entity", "entity queries"),
     *accuracy("tail", "whole tail", "whole tails"),
+    *_RANKING_METRICS,
 )
 QUESTION_METRICS = (
     percentage("exact_match", "exact match", "exact match"),
@@ -75,6 +101,7 @@ QUESTION_METRICS = (
     Metric("questions", form="{:.0f}", text="{value} {label}", reported=False),
     Metric("answerable", form="{:.0f}", text="{value} {label}", reported=False),
     Metric("unanswerable", form="{:.0f}", text="{value} not", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
     percentage("no_answer_exact_match", "no answer exact match"),
     percentage("has_answer_exact_match", "has answer exact match"),
     percentage("has_answer_f1", "has answer F1"),

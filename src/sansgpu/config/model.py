@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from sansgpu.config.architectures import (
     ARCHITECTURES,
@@ -159,15 +159,18 @@ class ModelConfig(Section):
         """Key-value heads, each shared by n_heads / kv_heads query heads."""
         return self.n_kv_heads or self.n_heads
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _default_activation(cls, values: Any) -> Any:
+    def _default_activation(cls, values: Any, validate: ModelWrapValidatorHandler[ModelConfig]) -> ModelConfig:
         """Sets a missing activation to the first one of the architecture that the other keys select."""
         if not isinstance(values, dict) or "activation" in values:
-            return values
+            return validate(values)
         selecting = {key: values[key] for key in ("architecture", *SELECTING_KEYS) if values.get(key) is not None}
         name = architecture_name(selecting) or architecture_name({"architecture": values.get("architecture")})
-        return {**values, "activation": ARCHITECTURES[name].activation[0]} if selecting and name else values
+        default = {"activation": ARCHITECTURES[name].activation[0]} if selecting and name else {}
+        config = validate({**values, **default})
+        config.model_fields_set.discard("activation")  # it follows a later assignment to the other keys
+        return config
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ else:
 
 Values = dict[str, Any]
 
+SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 MAX_CONFIG_BYTES = 64 << 10  # PyYAML parses about this much per second
 MAX_NODES = 10_000  # nodes of a YAML file with aliases expanded
 
@@ -40,10 +40,7 @@ def read_values(path: Path) -> Values:
             raise ConfigError(f"{path} is a folder; give a .yaml, .toml or .json file.")
         text = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
-        raise ConfigError(
-            f"{path} does not exist{f'; did you mean {path.parent / near[0]}' if near else ''}."
-        ) from None
+        raise ConfigError(f"{path} does not exist.") from None
     except OSError as error:
         raise ConfigError(f"{truncate(str(path))} cannot be read: {error.strerror}.") from None
     except (InvalidDataError, UnicodeDecodeError) as error:
@@ -102,6 +99,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
 class _Loader(yaml.SafeLoader):
     """yaml.SafeLoader that limits nesting and alias expansion, and rejects repeated keys.
 
+    As in YAML 1.2, 17:30 is a string; SafeLoader reads it as a number in base 60.
     Invalid scalars (`2025-02-30`, `!!int abc`, integers of thousands of digits) raise a YAMLError with the line number,
     where SafeLoader raises ValueError, AttributeError or KeyError.
     """
@@ -154,6 +152,14 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.YAMLError(f"the key {truncate(repr(key))} is given twice, again{_line(key_node)}")
                 keys.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+def _unless_base_60(construct: Callable[[Any, yaml.ScalarNode], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
+    return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _unless_base_60(yaml.SafeLoader.construct_yaml_int))
+_Loader.add_constructor("tag:yaml.org,2002:float", _unless_base_60(yaml.SafeLoader.construct_yaml_float))
 
 
 def _line(of: Any) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.by_task import (
@@ -59,7 +59,10 @@ class DataConfig(Section):
         "boundaries",
     )
     long_rows: Literal["truncate", "drop"] = Field(
-        "truncate", description="rows longer than max_length; truncate: keep the end; drop: leave them out"
+        "truncate",
+        description="rows longer than max_length; truncate: remove the oldest turns of a conversation and the "
+        "beginning of a text, and leave out conversations whose last question and answer are too long; drop: leave "
+        "all of them out",
     )
     chat_template: str | None = Field(
         None,
@@ -67,7 +70,9 @@ class DataConfig(Section):
         "template",
     )
     on_bad_row: Literal["fail", "skip"] = Field(
-        "fail", description="fail: stop at the first invalid row; skip: leave invalid rows out and report their number"
+        "fail",
+        description="fail: stop at the first invalid row; skip: leave invalid rows out and report their number, as "
+        "evaluations of task qa always do",
     )
     triples: Literal["all", "first"] = Field(
         "all",
@@ -111,6 +116,10 @@ class DataConfig(Section):
         0.0, description="predict no answer if its score exceeds the best answer's by more than this"
     )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
+    # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
+    timeout_seconds: float = Field(
+        240.0, gt=0, description="longest wait of a step for the threads that prepare batches; the run then ends"
+    )
     cache_dir: str | None = Field(None, description="cache folder for tokenized data. Default: ~/.cache/sansgpu")
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
@@ -135,11 +144,12 @@ class Config(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     data: DataConfig = Field(default_factory=DataConfig)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _move_top_level_device(cls, values: Any) -> Any:
+    def _with_defaults(cls, values: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
+        """Moves top-level keys to `training` and adds the defaults of the task."""
         if not isinstance(values, dict):
-            return values
+            return validate(values)
         if isinstance(sampling := values.get("sampling"), dict) and sampling.get("stream"):
             raise ValueError(
                 "sampling.stream is not supported in training, because a streamed sample cannot be reproduced; "
@@ -154,7 +164,16 @@ class Config(Section):
             if clash:
                 raise ValueError(f"{clash[0]} has different values at the top level and in training; remove one")
             rest["training"] = {**training, **top}
-        return with_defaults(str(rest.get("task", DEFAULT_TASK)), rest)
+        config = validate(with_defaults(str(rest.get("task", DEFAULT_TASK)), rest))
+        for name in _SECTIONS:  # the defaults follow a later assignment to the task
+            getattr(config, name).model_fields_set.intersection_update(as_values(rest.get(name)))
+        return config
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key in TOP_LEVEL_KEYS:
+            setattr(self.training, key, value)
+        else:
+            super().__setattr__(key, value)
 
     @field_validator("task")
     @classmethod
@@ -231,6 +250,10 @@ class Config(Section):
     @property
     def device(self) -> Device:
         return self.training.device
+
+    def get_effective_device(self) -> Any:
+        """Returns the torch.device to train on. Raises ConfigError if a GPU is requested but not available."""
+        return self.training.get_effective_device()
 
     @property
     def window(self) -> int:

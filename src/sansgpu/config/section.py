@@ -4,15 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from sansgpu.config.plain_data import InvalidDataError, require_plain
 
 
 class Section(BaseModel):
-    """An immutable section without unknown keys. Integers fit into 64 bits and strings can be encoded as UTF-8."""
+    """A section without unknown keys. Integers fit into 64 bits and strings can be encoded as UTF-8.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    Values can be assigned: `config.training.learning_rate = 1e-3`. A configuration copies the sections that it is
+    given, so an assignment changes one configuration only.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", revalidate_instances="always", protected_namespaces=(), allow_inf_nan=False
+    )
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        """Validates the section with the new value. Raises ConfigError, and changes nothing, if it is not valid."""
+        from sansgpu.config.load import assignment_error  # it imports this module
+
+        try:
+            changed = type(self).model_validate({**self.given_values(), key: value})
+        except ValidationError as error:
+            raise assignment_error(type(self), error) from None
+        self._take(changed)
+
+    def given_values(self) -> dict[str, Any]:
+        """Returns the values that are not defaults of the schema, those of sections as mappings."""
+        inner = {key: value for key, value in self.__dict__.items() if isinstance(value, Section)}
+        given = {key: self.__dict__[key] for key in self.model_fields_set}
+        return {**given, **{key: section.given_values() for key, section in inner.items()}}
+
+    def _take(self, other: Section) -> None:
+        """Copies all values of `other`. Sections stay the same objects, because a caller may hold them."""
+        for key, value in other.__dict__.items():
+            if isinstance(own := self.__dict__.get(key), Section):
+                own._take(value)
+            else:
+                self.__dict__[key] = value
+        object.__setattr__(self, "__pydantic_fields_set__", other.model_fields_set)
 
     @model_validator(mode="after")
     def _plain(self) -> Any:

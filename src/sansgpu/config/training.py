@@ -6,8 +6,9 @@ from datetime import datetime
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
+from sansgpu.config.errors import ConfigError
 from sansgpu.config.plain_data import truncate
 from sansgpu.config.section import Section
 
@@ -25,9 +26,9 @@ def _as_list(value: object) -> object:
 
 
 def _time_limit(value: object) -> object:
-    """Normalizes a time of day, or a date with a time. YAML 1.1 reads a bare 17:30 as a base-60 integer."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 24 * 60:
-        value = f"{value // 60:02d}:{value % 60:02d}"
+    """Normalizes a time of day, or a date with a time."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     if isinstance(value, datetime):
         value = value.isoformat()
     if isinstance(value, str):
@@ -60,9 +61,14 @@ class TrainingConfig(Section):
     )
     learning_rate: float = Field(0.004, gt=0, description="peak learning rate")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="ratio of the final learning rate to the peak")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay, on hidden matrices only")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment")
-    beta2: float = Field(0.98, ge=0, lt=1, description="decay of AdamW's second moment")
+    weight_decay: float = Field(
+        0.1,
+        ge=0,
+        description="weight decay of hidden matrices; muon, adamw: decoupled; adam, sgd: added to the gradient, as in "
+        "torch. Default for adam and sgd: 0",
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment of AdamW and Adam; momentum of SGD")
+    beta2: float = Field(0.98, ge=0, lt=1, description="decay of the second moment of AdamW and Adam")
     num_epochs: float | None = Field(None, gt=0, description="passes over the training split (1 if no limit is set)")
     max_steps: int | None = Field(None, ge=1, description="optimizer steps; the first limit reached ends the run")
     max_tokens: int | None = Field(None, ge=1, description="training tokens (prediction targets)")
@@ -74,10 +80,13 @@ class TrainingConfig(Section):
     until: Annotated[str | None, BeforeValidator(_time_limit)] = Field(
         None, description="deadline, e.g. 07:00 or 2030-01-31T07:00; the learning rate schedule ends there"
     )
-    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "wsd", description="wsd: warmup, stable, then linear decay over the last `decay_ratio` of the steps"
+    lr_scheduler: Literal["cosine", "linear", "polynomial", "constant", "wsd"] = Field(
+        "wsd",
+        description="wsd: warmup, stable, then linear decay over the last `decay_ratio` of the steps; polynomial: "
+        "linear decay to the power `lr_power`",
     )
     decay_ratio: float = Field(0.5, gt=0, le=1, description="fraction of steps in which wsd decays")
+    lr_power: float = Field(1.0, gt=0, description="exponent of polynomial decay")
     warmup_steps: int = Field(50, ge=0, description="linear warmup steps")
     window_warmup_ratio: float = Field(
         0.4,
@@ -85,10 +94,10 @@ class TrainingConfig(Section):
         lt=1,
         description="fraction of steps in which windows are split into pieces of 32, then 64, 128, ... tokens",
     )
-    optimizer: Literal["auto", "muon", "adamw"] = Field(
+    optimizer: Literal["auto", "muon", "adamw", "adam", "sgd"] = Field(
         "auto",
-        description="muon: Muon on hidden matrices, AdamW on the rest; adamw: AdamW on all; auto: muon if it takes "
-        "less than a tenth of the step",
+        description="muon: Muon on hidden matrices, AdamW on the rest; adamw, adam, sgd: on all weights; auto: "
+        "muon if it takes less than a tenth of the step, otherwise adamw",
     )
     master_weights: Literal["fp32", "bf16"] = Field(
         "fp32",
@@ -157,8 +166,11 @@ class TrainingConfig(Section):
         None, ge=1, description="batches that each worker prefetches. Default: 2"
     )
     dataloader_pin_memory: bool = Field(False, description="use page-locked memory for faster copies to a GPU")
+    world_size: PositiveInt | None = Field(
+        None, description="expected number of processes; a warning says if the launcher started another number"
+    )
     distributed_backend: Literal["gloo", "nccl", "mpi", "ccl"] = Field(
-        "gloo", description="torch.distributed backend; must be supported by the installed torch"
+        "gloo", description="torch.distributed backend, which the installed torch must support; nccl: gloo on a CPU"
     )
     network_interface: str | None = Field(
         None,
@@ -189,8 +201,20 @@ class TrainingConfig(Section):
             return {key: value for key, value in values.items() if key != "dataloader_prefetch_factor"}
         return values
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _default_weight_decay(cls, values: Any, validate: ModelWrapValidatorHandler[TrainingConfig]) -> TrainingConfig:
+        """Sets a missing weight decay to 0 for optimizers that add it to the gradient, as torch does."""
+        if not isinstance(values, dict) or "weight_decay" in values or values.get("optimizer") not in ("adam", "sgd"):
+            return validate(values)
+        config = validate({**values, "weight_decay": 0.0})
+        config.model_fields_set.discard("weight_decay")  # it follows a later assignment to the optimizer
+        return config
+
     @model_validator(mode="after")
     def _fits_together(self) -> TrainingConfig:
+        if self.lr_power != 1 and self.lr_scheduler != "polynomial":
+            raise ValueError(f"lr_power has no effect with lr_scheduler {self.lr_scheduler}; set it to polynomial")
         if self.adapt_threads and self.threads != "auto":
             raise ValueError(f"adapt_threads needs threads auto, but threads is {self.threads}; change one of the two")
         if self.use_amp is False and self.precision == "bf16":
@@ -220,10 +244,16 @@ class TrainingConfig(Section):
         return self.dataloader_num_workers * (self.dataloader_prefetch_factor or 2)
 
     def get_effective_device(self) -> Any:
-        """Returns the torch.device that this machine will train on."""
+        """Returns the torch.device to train on. Raises ConfigError if a GPU is requested but not available."""
         torch = import_module("torch")  # takes seconds, and only this method needs it
-        wants_gpu = not self.force_cpu and self.device != "cpu"
-        return torch.device("cuda" if wants_gpu and torch.cuda.is_available() else "cpu")
+        if self.force_cpu or self.device == "cpu":
+            return torch.device("cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if self.device == "cuda":
+            reason = "this is a CPU build of torch" if torch.version.cuda is None else "torch finds no GPU"
+            raise ConfigError(f"device is cuda, but {reason}; set device to auto.")
+        return torch.device("cpu")
 
 
 def unused_settings(values: dict[str, Any]) -> list[str]:

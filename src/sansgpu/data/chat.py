@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -44,14 +45,14 @@ class MaskedConversation:
 
 @dataclass(frozen=True)
 class TokenizedConversations:
-    """N concatenated examples, with counts of the rows that were truncated, dropped or skipped."""
+    """N concatenated examples, with counts of the rows that were shortened, dropped or skipped."""
 
     tokens: np.ndarray  # (T,) int32
     learned: np.ndarray  # (T,) bool
     offsets: np.ndarray  # (N + 1,) int64
     learned_bytes: np.ndarray  # (N,) int64: UTF-8 bytes of text with a loss, without special tokens
-    truncated: int  # rows cut at their start
-    dropped: int  # rows that are too long, or have no token with a loss after truncation
+    shortened: int  # conversations without their oldest turns, and texts without their beginning
+    dropped: int  # rows that are too long, or have no token with a loss
     skipped: int  # invalid rows
     first_skipped: str | None  # error message of the first invalid row
 
@@ -84,19 +85,18 @@ def tokenize_conversations(
     is_text_token = token_bytes(tokenizer.backend_tokenizer) > 0
     if tokenizer.unk_token_id is not None:
         is_text_token[tokenizer.unk_token_id] = True
-    truncated = dropped = 0
+    shortened = dropped = 0
 
-    def mask(row: SourceRow) -> MaskedConversation:
+    def fit(row: SourceRow) -> tuple[MaskedConversation | None, bool]:
         with tokenizer_errors(row.where):
-            return mask_conversation(read_conversation(row), tokenizer)
+            return mask_within(read_conversation(row), tokenizer, max_length, long_rows)
 
     bad_rows = BadRows(on_bad_row)
-    for masked in bad_rows.parsed(rows, mask):
-        fitted = shorten_to_window(masked, max_length, long_rows)
+    for fitted, is_shortened in bad_rows.parsed(rows, fit):
         if fitted is None:
             dropped += 1
             continue
-        truncated += len(fitted.ids) < len(masked.ids)
+        shortened += is_shortened
         tokens.extend(fitted.ids)
         learned.extend(fitted.learned)
         offsets.append(len(tokens))
@@ -104,19 +104,36 @@ def tokenize_conversations(
         sizes.append(int(np.array(fitted.sizes[1:])[counted].sum()))
     arrays = (np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64))
     return TokenizedConversations(
-        *arrays, np.array(sizes, np.int64), truncated, dropped, bad_rows.count, bad_rows.first
+        *arrays, np.array(sizes, np.int64), shortened, dropped, bad_rows.count, bad_rows.first
     )
 
 
-def shorten_to_window(
-    masked: MaskedConversation, max_length: int, long_rows: Literal["truncate", "drop"]
-) -> MaskedConversation | None:
-    """Truncates `masked` to its last `max_length` tokens; returns None if no token with a loss remains."""
-    if len(masked.ids) > max_length:
-        if long_rows == "drop":
-            return None
-        masked = MaskedConversation(masked.ids[-max_length:], masked.learned[-max_length:], masked.sizes[-max_length:])
-    return masked if any(masked.learned[1:]) else None
+def mask_within(
+    conversation: Conversation, tokenizer: Any, max_length: int, long_rows: Literal["truncate", "drop"]
+) -> tuple[MaskedConversation | None, bool]:
+    """Masks a conversation of at most `max_length` tokens; returns None if it is too long or has no token with a loss.
+
+    With "truncate", a long conversation loses as few of its oldest turns as possible, so that no question or answer is
+    cut, and a long text loses its beginning. Also returns whether the conversation was shortened.
+    """
+    masked = mask_conversation(conversation, tokenizer)
+    is_long = len(masked.ids) > max_length
+    if is_long and long_rows == "drop":
+        return None, False
+    if is_long and conversation.text is not None:
+        end = slice(-max_length, None)
+        masked = MaskedConversation(masked.ids[end], masked.learned[end], masked.sizes[end])
+    elif is_long:
+
+        def masked_from(question: int) -> MaskedConversation:
+            return mask_conversation(conversation.from_question(question), tokenizer)
+
+        questions = conversation.later_questions()
+        first = bisect_left(questions, True, key=lambda question: len(masked_from(question).ids) <= max_length)
+        if first == len(questions):
+            return None, False
+        masked = masked_from(questions[first])
+    return (masked, is_long) if any(masked.learned[1:]) else (None, False)
 
 
 def show_masked(ids: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray, tokenizer: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sansgpu.data.rows import BadRowError, SourceRow, column_names, is_text, shorten
@@ -34,6 +34,18 @@ class Conversation:
     first: int = 0  # turns before this one have no loss
     plain: tuple[str, str] | None = None  # prompt and answer, for a tokenizer without a chat template
     text: str | None = None
+
+    def later_questions(self) -> list[int]:
+        """Returns the turns, apart from the first question, that ask a question with an answer after it."""
+        turns = [(n, turn["role"]) for n, turn in enumerate(self.turns)]
+        last_answer = max((n for n, role in turns if role == "assistant"), default=0)
+        return [n for n, role in turns if role == "user" and n < last_answer][1:]
+
+    def from_question(self, number: int) -> Conversation:
+        """Returns the conversation without the turns before this one, except for the system message."""
+        system = self.turns[: next(n for n, turn in enumerate(self.turns) if turn["role"] == "user")]
+        first = max(0, self.first - number + len(system))
+        return replace(self, turns=system + self.turns[number:], first=first)
 
 
 def bad_row(where: str, problem: str) -> BadRowError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, TypeAlias
 
+from sansgpu.config.wording import counted
 from sansgpu.data.graph import GraphDocument, Triple
 from sansgpu.data.rows import SourceRow, row_text
 
@@ -121,7 +122,9 @@ def _span(row: SourceRow, where: str, span: Any, text: str) -> _Span | None:
         raise row.error(f"{where}its head_span is {span!r}, not two integers")
     start, end = span
     if not 0 <= start < end <= len(text):
-        raise row.error(f"{where}its head_span {span} is empty or exceeds the text of {len(text)} characters")
+        raise row.error(
+            f"{where}its head_span {span} is empty or exceeds the text of {counted(len(text), 'character')}"
+        )
     return start, end
 
 
@@ -181,12 +184,14 @@ def _mention(row: SourceRow, number: int, mention: Any, spans: list[list[_Span]]
         raise row.error(f"{where}a mention is a {type(mention).__name__}, not an object")
     sentence, tokens = mention.get("sent_id"), mention.get("pos")
     if type(sentence) is not int or not 0 <= sentence < len(spans):
-        raise row.error(f"{where}sent_id {sentence!r} is not one of the {len(spans)} sentences")
+        raise row.error(f"{where}sent_id {sentence!r} is not one of the {counted(len(spans), 'sentence')}")
     if not isinstance(tokens, list) or len(tokens) != 2 or not all(type(place) is int for place in tokens):
         raise row.error(f"{where}pos {tokens!r} is not two integers")
     first, end = tokens
     if not 0 <= first < end <= len(spans[sentence]):
-        raise row.error(f"{where}pos {tokens} is not within the {len(spans[sentence])} tokens of its sentence")
+        raise row.error(
+            f"{where}pos {tokens} is not within the {counted(len(spans[sentence]), 'token')} of its sentence"
+        )
     span = spans[sentence][first][0], spans[sentence][end - 1][1]
     return _Mention(span, _string(row, mention, "name", where))
 
@@ -196,7 +201,7 @@ def _label_triple(row: SourceRow, title: str, label: Any, mentions: list[_Mentio
         raise row.error(f"a label is a {type(label).__name__}, not an object")
     for end in ("h", "t"):
         if type(label.get(end)) is not int or not 0 <= label[end] < len(mentions):
-            raise row.error(f"a label's {end} {label.get(end)!r} is not one of the {len(mentions)} entities")
+            raise row.error(f"a label's {end} {label.get(end)!r} is not one of the {counted(len(mentions), 'entity')}")
     head, tail = label["h"], label["t"]
     return Triple(
         mentions[head].name,

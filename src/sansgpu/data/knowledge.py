@@ -15,7 +15,9 @@ from sansgpu.data.graph_rows import Fact
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES
 
-TRAIN_FILE, ENTITY_FILE, RELATION_FILE = "train.tsv", "entity2text.txt", "relation2text.txt"
+TRAIN_FILE = "train.tsv"
+ENTITY_FILE, DESCRIPTION_FILE, RELATION_FILE = "entity2text.txt", "entity2textlong.txt", "relation2text.txt"
+TEXT_FILES = (ENTITY_FILE, DESCRIPTION_FILE, RELATION_FILE)
 
 
 class NamedText(NamedTuple):
@@ -78,20 +80,20 @@ def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
     }
     if not (folder / TRAIN_FILE).is_file():
         return {}
-    for name in (name for names in parts.values() for name in (*names, ENTITY_FILE, RELATION_FILE)):
+    for name in (name for names in parts.values() for name in (*names, *TEXT_FILES)):
         require_regular_file(folder / name)
     there = {part: next((name for name in names if (folder / name).is_file()), None) for part, names in parts.items()}
-    texts = [name for name in (ENTITY_FILE, RELATION_FILE) if (folder / name).is_file()]
+    texts = [name for name in TEXT_FILES if (folder / name).is_file()]
     return {part: {file: folder / file for file in (name, *texts)} for part, name in there.items() if name}
 
 
 def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: bool) -> Iterator[GraphDocument]:
-    """Yields the documents of one split from its triples, the descriptions of entities and the names of relations.
+    """Yields the documents of one split from its triples, the texts of entities and the names of relations.
 
-    An entity's name is its description up to the first ", ". Raises ConfigError if a file cannot be read.
+    Raises ConfigError if a file cannot be read.
     """
     triples, *_ = files.values()
-    entities = {key: _described_entity(text) for key, text in _texts(files.get(ENTITY_FILE), bad_rows) if text}
+    entities = _entities(files, bad_rows)
     relations = {key: text for key, text in _texts(files.get(RELATION_FILE), bad_rows) if text}
 
     def fact(row: SourceRow) -> Fact:
@@ -104,8 +106,16 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
     yield from fact_documents(bad_rows.parsed(_lines(triples), fact), entities, inverse)
 
 
-def _described_entity(text: str) -> NamedText:
-    return NamedText(text.partition(", ")[0] or text, text)
+def _entities(files: Mapping[str, Path], bad_rows: BadRows) -> dict[str, NamedText]:
+    """Reads KG-BERT's files of entities, as of FB15k-237 with names and descriptions, or of WN18RR with one text each.
+
+    Without a file of descriptions, the name is the text up to the first ", ".
+    """
+    texts = {key: text for key, text in _texts(files.get(ENTITY_FILE), bad_rows) if text}
+    if DESCRIPTION_FILE not in files:
+        return {key: NamedText(text.partition(", ")[0] or text, text) for key, text in texts.items()}
+    descriptions = dict(_texts(files[DESCRIPTION_FILE], bad_rows))
+    return {key: named_entity(texts.get(key, key), descriptions.get(key, "")) for key in {**texts, **descriptions}}
 
 
 def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:

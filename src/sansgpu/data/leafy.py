@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tokenizers import Encoding
 
+from sansgpu.config.wording import counted
 from sansgpu.data.graph import Entity, GraphDocument, Triple
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 
@@ -101,10 +102,8 @@ class LeafyDataset:
         if not self.dropped:
             return None
         reasons = ", ".join(f"{count:,} because {reason}" for reason, count in sorted(self.dropped.items()))
-        used = (
-            f"{len(self.triples):,} of {self.document_triples:,} triples are attached to {len(self.windows):,} windows"
-        )
-        return f"{used}; skipped {reasons}"
+        triples, windows = counted(self.document_triples, "triple"), counted(len(self.windows), "window")
+        return f"{len(self.triples):,} of {triples} attached to {windows}; skipped {reasons}"
 
 
 class _Ids:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.split import TokenRanges
 
@@ -145,7 +146,8 @@ class TextWindows:
     def __init__(self, part: TokenRanges, window: int, before: int, end_id: int) -> None:
         if before >= window:
             raise ConfigError(
-                f"a window of {window} tokens has no room after the {before} special tokens at its start."
+                f"a window of {counted(window, 'token')} has no room after the {counted(before, 'special token')} at "
+                "its start."
             )
         self._part, self._before, self._end_id = part, before, end_id
         rows: list[tuple[int, int, int, int]] = []  # document start, prefix length, range

@@ -5,14 +5,14 @@ Windows and labels follow transformers' examples/pytorch/question-answering/run_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.rows import BadRows, SourceRow, is_text
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow, is_text
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 BATCH = 1000  # questions tokenized in one call, in parallel
@@ -46,13 +46,10 @@ class QuestionWindow:
     offsets: np.ndarray  # (T, 2) int32; -1, -1 for tokens outside the context
 
 
-def read_questions(
-    rows: Iterable[SourceRow], on_bad_row: Literal["fail", "skip"], warn: Callable[[str], None]
-) -> list[Question]:
+def read_questions(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[Question]:
     """Reads SQuAD's nested articles (v1.1, v2) or Hugging Face's flat columns, in order.
 
-    A question without answers is impossible; one without an id is identified by its location. Raises ConfigError for
-    the first invalid row; with "skip", leaves invalid rows out and reports their number in one warning.
+    A question without answers is impossible; one without an id is identified by its location.
     """
     seen: set[str] = set()
 
@@ -63,10 +60,7 @@ def read_questions(
         seen.add(question.id)
         return question
 
-    bad_rows = BadRows(on_bad_row)
-    questions = list(bad_rows.parsed(_single_questions(rows), unique))
-    bad_rows.report(warn)
-    return questions
+    return list(bad_rows.parsed(_single_questions(rows), unique))
 
 
 def _single_questions(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
@@ -166,11 +160,14 @@ def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, s
 
 
 @tokenizer_errors()
-def make_windows(questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int) -> list[QuestionWindow]:
+def make_windows(
+    questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int, bad_rows: BadRows
+) -> tuple[list[Question], list[QuestionWindow]]:
     """Tokenizes questions, in order, into windows of at most `max_length` tokens that overlap by `doc_stride` tokens.
 
+    A question that leaves no room for its context is a bad row. Returns the other questions and their windows.
     `tokenizer` is a fast tokenizer of transformers; if it pads on the left, the context comes before the question.
-    Raises ConfigError if a question and the overlap leave no room for more context.
+    Raises ConfigError if the overlap leaves no room for any question.
     """
     room = max_length - int(tokenizer.num_special_tokens_to_add(pair=True))
     if doc_stride >= room:
@@ -178,12 +175,13 @@ def make_windows(questions: list[Question], tokenizer: Any, max_length: int, doc
             f"data.doc_stride {doc_stride} leaves no room in a window of data.max_length {max_length} tokens; "
             "lower data.doc_stride or raise data.max_length."
         )
+    kept: list[Question] = []
     windows: list[QuestionWindow] = []
     for first in range(0, len(questions), BATCH):
-        batch = questions[first : first + BATCH]
-        _check_room(batch, tokenizer, room, max_length, doc_stride)
-        windows += _batch_windows(batch, first, tokenizer, max_length, doc_stride)
-    return windows
+        batch = _with_room(questions[first : first + BATCH], tokenizer, room, max_length, doc_stride, bad_rows)
+        windows += _batch_windows(batch, len(kept), tokenizer, max_length, doc_stride) if batch else []
+        kept += batch
+    return kept, windows
 
 
 def _lengths(texts: list[str], tokenizer: Any) -> list[int]:
@@ -191,22 +189,28 @@ def _lengths(texts: list[str], tokenizer: Any) -> list[int]:
     return [len(ids) for ids in encoded["input_ids"]]
 
 
-def _check_room(questions: list[Question], tokenizer: Any, room: int, max_length: int, doc_stride: int) -> None:
-    """Raises ConfigError for a question that does not fit: `tokenizers` would not name it, or would panic."""
-    lengths = _lengths([question.question.lstrip() for question in questions], tokenizer)
-    for question, length in zip(questions, lengths, strict=True):
+def _with_room(
+    questions: list[Question], tokenizer: Any, room: int, max_length: int, doc_stride: int, bad_rows: BadRows
+) -> list[Question]:
+    """Returns the questions that fit. For the others, `tokenizers` would not name the question, or would panic."""
+
+    def fitting(measured: tuple[Question, int]) -> Question:
+        question, length = measured
         left = room - length
         if left > doc_stride or _lengths([question.context], tokenizer)[0] <= left:
-            continue  # the context fits or can be cut
+            return question  # the context fits or can be cut
         if left < 1:
-            raise ConfigError(
+            raise BadRowError(
                 f"question {question.id} has {length} tokens, which leaves no room for its context in a window of "
                 f"data.max_length {max_length}; raise data.max_length or drop the question."
             )
-        raise ConfigError(
+        raise BadRowError(
             f"question {question.id} leaves {left} tokens for its context in a window of data.max_length {max_length}, "
             f"no more than data.doc_stride {doc_stride}; lower data.doc_stride or raise data.max_length."
         )
+
+    lengths = _lengths([question.question.lstrip() for question in questions], tokenizer)
+    return list(bad_rows.parsed(zip(questions, lengths, strict=True), fitting))
 
 
 def _batch_windows(

@@ -10,6 +10,7 @@ from sansgpu.config.plain_data import truncate
 
 MAX_PROBLEM = 400  # characters of a message about a row
 
+_Row = TypeVar("_Row")
 _T = TypeVar("_T")
 
 
@@ -51,7 +52,7 @@ class BadRows:
         self.count = 0
         self.first: str | None = None  # error message of the first invalid row
 
-    def parsed(self, rows: Iterable[SourceRow], parse: Callable[[SourceRow], _T]) -> Iterator[_T]:
+    def parsed(self, rows: Iterable[_Row], parse: Callable[[_Row], _T]) -> Iterator[_T]:
         """Yields `parse(row)` for each row, except those for which it raises BadRowError."""
         for row in rows:
             try:

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 from filelock import FileLock
@@ -31,7 +31,16 @@ BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and r
 SIZE = np.dtype("<u4")
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset after its last token
 
-ReportProgress = Callable[[str, int, int], None]  # name of the activity, bytes done, bytes in total
+
+class ReportProgress(Protocol):
+    """A callback that shows the progress of a command."""
+
+    def __call__(self, doing: str, done: int, total: int, unit: str = "byte", /) -> None:
+        """Reports that `done` of `total` bytes, or other units, of an activity are done. A total of 0 is unknown."""
+
+
+def ignore_progress(*_: object) -> None:
+    """Shows nothing."""
 
 
 @dataclass(frozen=True)

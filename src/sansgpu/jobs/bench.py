@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from statistics import mean, median
 from typing import cast
@@ -17,28 +18,33 @@ from sansgpu.config import (
     Config,
     ConfigError,
     SansGPUError,
-    TrainingConfig,
     change_config,
     load_config,
     save_config,
 )
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import best_gemm_rate
 from sansgpu.planning.estimate import roofline_of, step_limits
-from sansgpu.planning.forecast import Forecast, done_at
+from sansgpu.planning.forecast import Forecast, projections
+from sansgpu.planning.learning_advice import learning_advice
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.prepare import prepare
 from sansgpu.planning.prepared import Prepared
 from sansgpu.planning.set_up import Warn
-from sansgpu.planning.variations import HARMLESS_COSTS, variations
+from sansgpu.planning.variations import (
+    HARMLESS_COSTS,
+    WHAT_IF_STEPS,
+    asked_changes,
+    built_in_changes,
+    time_variations,
+)
 from sansgpu.reporting.bench_report import write_report
 from sansgpu.reporting.bench_table import (
     BenchResult,
     ForwardPass,
     ForwardResult,
     GpuComparison,
-    Projection,
     Variation,
 )
 from sansgpu.reporting.outputs import replace_folder, require_folder
@@ -46,7 +52,6 @@ from sansgpu.tasks import task_of
 from sansgpu.train.run_folders import open_any, require_plain_name
 
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
-WHAT_IF_STEPS = 4  # timed per variation
 MIN_SPEEDUP = 1.03  # smaller speedups are noise
 MAX_STEP_RATIO = 1.15  # slowest step / median step; above it, something disturbed the measurement
 MIN_BUSY_CORES = 0.15  # cores used by other programs before they are reported
@@ -62,14 +67,15 @@ class BenchRequest:
     output_dir: Path
     steps: int = 20
     from_step: int = 0
+    targets: tuple[int, ...] = ()  # numbers of steps to project; empty: PROJECTED_STEPS
+    start: datetime | None = None  # when the projections start; None: now
     what_if: bool = True
+    vary: tuple[str, ...] = ()  # `key=value,value`: more variations to time
     forward_only: bool = False
     gpu_flops_per_second: float | None = None
 
 
-def bench(
-    request: BenchRequest, progress: ReportProgress, warn: Warn, say: Callable[[str], None]
-) -> BenchResult | ForwardResult:
+def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchResult | ForwardResult:
     """Measures and writes the files. Raises ConfigError, or SansGPUError if a measurement failed."""
     require_plain_name(request.output_dir)
     config, notes = load_config(request.config_file, request.overrides)
@@ -79,26 +85,28 @@ def bench(
         config = task_of(config).with_vocabulary(config)
     else:
         require_folder(request.output_dir, "bench")
+    asked = asked_changes(config, request.vary)
     prepared = prepare(config, None, progress, warn, data="unread" if request.forward_only else "wanted")
     chosen = _with_choices(config, prepared)
     if request.forward_only:
-        return _forward_only(prepared, chosen, request, say)
+        return _forward_only(prepared, chosen, request, progress)
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as compiled:
-        say(f"timing {request.steps} steps with empty caches")
+        progress(f"timing {counted(request.steps, 'step')} with empty caches", 0, 0)
         measured = measure_in_subprocess(_first_request(chosen, prepared, request, Path(compiled)))
-        say("timing the same configuration with warm caches")
+        progress("timing the same configuration with warm caches", 0, 0)
         baseline = measure_in_subprocess(
             MeasureRequest(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens)
         )
-    result = _summary(prepared, measured, baseline, request)
+    result = _summary(prepared, measured, baseline, request, progress)
     if prepared.corpus is None:
         result["warnings"].append(
             "the data could not be read, so the projections leave out reading it, evaluations and the export"
         )
-    result["what_if"] = _what_if(chosen, prepared, baseline, say) if request.what_if else []
-    result["gpu"] = _gpu(chosen, prepared, result, request, say)
-    optimized, changes = _optimized(chosen, result["what_if"])
-    result["optimized"] = changes
+    changes = asked + (built_in_changes(chosen) if request.what_if else [])
+    result["what_if"] = time_variations(chosen, prepared, baseline, changes, progress) if changes else []
+    result["gpu"] = _gpu(chosen, prepared, result, request, progress)
+    optimized, result["optimized"] = _optimized(chosen, result["what_if"])
+    progress("writing the report", 0, 0)
     _write_files(result, optimized, request)
     return result
 
@@ -127,7 +135,9 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
     return change_config(config, settings)
 
 
-def _summary(prepared: Prepared, measured: Measured, baseline: Measured, request: BenchRequest) -> BenchResult:
+def _summary(
+    prepared: Prepared, measured: Measured, baseline: Measured, request: BenchRequest, progress: ReportProgress
+) -> BenchResult:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
     needed = prepared.costs.work(tokens).needed
@@ -135,13 +145,15 @@ def _summary(prepared: Prepared, measured: Measured, baseline: Measured, request
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
     config = prepared.config
-    training, limits = config.training, step_limits(prepared, roofline_of(prepared))
+    training, limits = config.training, step_limits(prepared, roofline_of(prepared, progress))
     keep = (
         "own_cores", "other_cores", "stolen_cores", "frequency_hz", "temperature_celsius", "throttled", "losses",
         "evaluation_seconds", "save_seconds", "write_seconds", "export_seconds", "import_seconds", "warnings",
+        "validation",
     )  # fmt: skip
     resumed = (request.from_step + n for n in PROJECTED_STEPS[:4])
-    projected = sorted({*PROJECTED_STEPS, *(resumed if request.from_step else ())})
+    usual = {*PROJECTED_STEPS, *(resumed if request.from_step else ())}
+    targets = sorted(set(request.targets) or usual)
     result = {
         "name": request.config_file.stem if request.config_file else "default",
         **{k: v for k, v in prepared.facts().items() if k not in ("total_steps", "max_hours", "until")},
@@ -170,8 +182,10 @@ def _summary(prepared: Prepared, measured: Measured, baseline: Measured, request
         "seconds_per_million_tokens": 1e6 * middle / tokens,
         "disturbances": _disturbances(measured, seconds),
         "from_step": request.from_step,
+        "start": request.start.isoformat(timespec="minutes") if request.start else None,
         "startup_seconds": {"from zero": cold.startup_seconds, "from a snapshot": warm.startup_seconds},
-        "projections": [_projection(n, request.from_step, cold, warm, training) for n in projected],
+        "projections": projections(targets, request.from_step, cold, warm, training, request.start),
+        "advice": learning_advice(config, measured["validation"], len(measured["step_seconds"])),
     }
     return cast(BenchResult, result)
 
@@ -185,15 +199,6 @@ def _forecasts(measured: Measured, baseline: Measured, step: float) -> tuple[For
     warm_first = min(first, max(0.0, baseline["step_seconds"][0] - step))
     cold = Forecast(start + built + first, step, measured["evaluation_seconds"], measured["save_seconds"], end)
     return cold, replace(cold, startup_seconds=start + warm_first)
-
-
-def _projection(steps: int, first: int, cold: Forecast, warm: Forecast, training: TrainingConfig) -> Projection:
-    total = cold.seconds(training, steps)
-    row: Projection = {"steps": steps, "seconds": total, "done": done_at(total)}
-    if steps > first:
-        rest = warm.seconds(training, steps, first)
-        row["seconds_from_snapshot"], row["done_from_snapshot"] = rest, done_at(rest)
-    return row
 
 
 def _disturbances(measured: Measured, seconds: list[float]) -> list[str]:
@@ -211,55 +216,12 @@ def _disturbances(measured: Measured, seconds: list[float]) -> list[str]:
     return found
 
 
-def _what_if(chosen: Config, prepared: Prepared, baseline: Measured, say: Callable[[str], None]) -> list[Variation]:
-    rows = [_row("as it is", (), "", chosen, baseline, prepared)]
-    for name, settings, given_up in variations(chosen):
-        try:
-            changed = change_config(chosen, settings)
-        except ConfigError:
-            continue  # the model's shape is not divisible
-        say(f"timing a variation: {name}")
-        try:
-            measured = measure_in_subprocess(
-                MeasureRequest(changed, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
-            )
-        except SansGPUError as error:
-            rows.append({"name": name, "set": list(settings), "gives_up": given_up, "problem": str(error)})
-            continue
-        rows.append(_row(name, settings, given_up, changed, measured, prepared))
-    for row in rows[1:]:
-        if "tokens_per_second" in row:
-            row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-    return rows
-
-
-def _row(
-    name: str, settings: Sequence[str], given_up: str, config: Config, measured: Measured, prepared: Prepared
-) -> Variation:
-    task = task_of(config)
-    parameters = sum(task.costs(config).parameters().values())
-    seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
-    lost = parameters / sum(prepared.costs.parameters().values()) - 1
-    if given_up == "parameters":
-        given_up = f"{-lost:.0%} of the parameters"
-    return {
-        "name": name,
-        "set": list(settings),
-        "gives_up": given_up,
-        "parameters": parameters,
-        "step_seconds": seconds,
-        "tokens_per_second": effective_batch(config.training) * min(prepared.example_tokens, config.window) / seconds,
-        "peak_rss_bytes": measured["peak_rss_bytes"],
-        "speedup": 1.0,
-    }
-
-
 def _gpu(
-    chosen: Config, prepared: Prepared, result: BenchResult, request: BenchRequest, say: Callable[[str], None]
+    chosen: Config, prepared: Prepared, result: BenchResult, request: BenchRequest, progress: ReportProgress
 ) -> GpuComparison | None:
     tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
     if torch.cuda.is_available() and prepared.execution.device.type == "cpu":
-        say("timing the GPU")
+        progress("timing the GPU", 0, 0)
         settings = (
             "device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16",
         )  # fmt: skip
@@ -323,14 +285,12 @@ def _gemm_rate(prepared: Prepared, measured: Measured, reached: float) -> float:
     return best_gemm_rate(measured["gemm_flops_per_second"], reached, execution.precision, execution.device.type)
 
 
-def _forward_only(
-    prepared: Prepared, chosen: Config, request: BenchRequest, say: Callable[[str], None]
-) -> ForwardResult:
+def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, progress: ReportProgress) -> ForwardResult:
     """Times forward passes at the run's micro-batch and at batch size 1."""
     rows: list[ForwardPass] = []
     task, window = task_of(chosen), chosen.window
     for size in sorted({1, prepared.execution.micro_batch}):
-        say(f"timing forward passes of {size} x {window} tokens")
+        progress(f"timing forward passes of {size} x {window} tokens", 0, 0)
         one = change_config(chosen, (f"training.batch_size={size}",))
         measured = measure_in_subprocess(MeasureRequest(one, request.steps, forward_only=True))
         seconds = median(measured["step_seconds"][-request.steps :])

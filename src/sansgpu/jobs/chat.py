@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sansgpu.config import ConfigError
+from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.models.generate import Sampling, require_valid_sampling
 from sansgpu.train.loading import open_model
 
@@ -20,9 +21,10 @@ class ChatSession:
         warn: Callable[[str], None],
         remote_code: bool = False,
         objective: str | None = None,
+        progress: ReportProgress = ignore_progress,
     ) -> None:
         """Raises ConfigError if there is no model, or if it has no chat template."""
-        self._model = open_model(target, "chat", snapshot, warn, remote_code, objective)
+        self._model = open_model(target, "chat", snapshot, warn, remote_code, objective, progress)
         if self._model.tokenizer.chat_template is None:
             raise ConfigError(f"{target} has no chat template; use `sansgpu generate`, or give data.chat_template.")
         self._system_messages = [{"role": "system", "content": system}] if system else []

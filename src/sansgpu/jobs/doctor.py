@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sansgpu.config import TrainingConfig
+from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
 from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.compiled import compiled_cache
@@ -76,14 +77,16 @@ class MachineReport:
     advice: tuple[Advice, ...] = ()
 
 
-def doctor() -> MachineReport:
+def doctor(progress: ReportProgress) -> MachineReport:
     cache = cache_dir(None)
     torch.set_num_threads(resolve_threads(TrainingConfig()))
+    progress("measuring this machine", 0, 0)
     strain = LoadMeter()
     time.sleep(USAGE_SECONDS)
     others = strain.sample()
     unsafe: list[str] = []
-    kernels = native.load(compiled_cache(unsafe.append))
+    kernels = native.load(compiled_cache(unsafe.append), lambda doing: progress(doing, 0, 0))
+    progress("measuring this machine", 0, 0)
     bf16, threads = has_native_bf16(), torch.get_num_threads()
     facts = MachineReport(
         **hardware(),

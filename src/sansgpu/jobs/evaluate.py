@@ -32,7 +32,7 @@ def evaluate_model(
     `remote_code` allows the model's own Python code to run. `objective` names the Python class that prepares the run's
     data. Raises ConfigError if the target or the data cannot be used.
     """
-    loaded = open_model(target, "evaluate", snapshot, warn, remote_code, objective)
+    loaded = open_model(target, "evaluate", snapshot, warn, remote_code, objective, progress)
     kind, config, source = loaded.kind, loaded.config, loaded.source
     if objective not in (None, config.task) and data is not None:
         raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
@@ -51,7 +51,8 @@ def evaluate_model(
     evaluator = kind.evaluator_for(loaded, request)
     if isinstance(evaluator, PredictionWriter):
         require_run(source.path)
-    metrics = evaluate(evaluator, StepPlan(kind.evaluation_batch(config), loaded.device, loaded.precision))
+    plan = StepPlan(kind.evaluation_batch(config), loaded.device, loaded.precision)
+    metrics = evaluate(evaluator, plan, progress=progress)
     assert metrics is not None
     if isinstance(evaluator, DetailedEvaluator):
         metrics = evaluator.detailed(metrics)
@@ -76,6 +77,6 @@ def link_prediction(
     which filtered ranking excludes. `limit` is the maximum number of triples per side. Raises ConfigError if there is
     nothing to query.
     """
-    loaded = open_model(target, "rank", snapshot, warn, objective=objective)
+    loaded = open_model(target, "rank", snapshot, warn, objective=objective, progress=progress)
     report = loaded.kind.rank_entities(loaded, data, limit, progress, warn)
     return {"event": "link_prediction", "step": loaded.source.step, **report}

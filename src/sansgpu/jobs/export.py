@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.config.wording import counted
+from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
 from sansgpu.models.gguf_file import TYPES, ModelDescription, write_gguf
@@ -22,6 +24,7 @@ def export_run(
     output: Path | None,
     merge: bool | None,
     warn: Callable[[str], None],
+    progress: ReportProgress,
     remote_code: bool = False,
     objective: str | None = None,
 ) -> Path:
@@ -40,7 +43,8 @@ def export_run(
     _require_no_other_run(folder, run)
     if merge is not None and config.model.adapter == "none":
         raise ConfigError(f"{run} has no adapter; leave out --merge and --no-merge.")
-    loaded = open_model(str(run), "export", snapshot, warn, remote_code, objective)
+    loaded = open_model(str(run), "export", snapshot, warn, remote_code, objective, progress)
+    progress(f"writing {folder}", 0, 0)
     loaded.kind.export_model(loaded, folder, merge)
     write_model_card(run, folder, loaded.source.step, warn)
     return folder
@@ -60,6 +64,7 @@ def export_gguf(
     output: Path | None,
     kind: str,
     warn: Callable[[str], None],
+    progress: ReportProgress,
     remote_code: bool = False,
     objective: str | None = None,
 ) -> Path:
@@ -75,13 +80,14 @@ def export_gguf(
     if output is None:
         require_run(run)
     require_file(path, GGUF)
-    loaded = open_model(str(run), "gguf", snapshot, warn, remote_code, objective)
+    loaded = open_model(str(run), "gguf", snapshot, warn, remote_code, objective, progress)
+    progress(f"writing {path}", 0, 0)
     about = _about(run, config, loaded.source.step)
     unquantized = write_gguf(path, *loaded.kind.gguf_parts(loaded), kind, about)
     if unquantized:
         warn(
-            f"{len(unquantized)} matrices are stored as f16, because their row length is not a multiple of 32; the "
-            f"first is {unquantized[0]}"
+            f"{counted(len(unquantized), 'matrix', 'matrices')} stored as f16, because the length of a row is not a "
+            f"multiple of 32; the first is {unquantized[0]}."
         )
     return path
 

@@ -64,7 +64,7 @@ def extract(
         raise ConfigError("give either --text or --data to extract triples from.")
     if text is not None and not text.strip():
         raise ConfigError("--text must not be empty.")
-    loaded = open_model(target, "extract", snapshot, warn, objective=objective)
+    loaded = open_model(target, "extract", snapshot, warn, objective=objective, progress=progress)
     require_triples(loaded)
     config, codec = loaded.config, loaded.tokenizer
     unknown = next((name for name in relations if name not in codec.relations), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.models.generate import Sampling, require_valid_sampling
 from sansgpu.train.loading import open_model
 
@@ -17,11 +18,12 @@ def generate_text(
     warn: Callable[[str], None],
     remote_code: bool = False,
     objective: str | None = None,
+    progress: ReportProgress = ignore_progress,
 ) -> Iterator[str]:
     """Streams the continuation of `prompt` by a run, a Hugging Face model or a GGUF file.
 
     `remote_code` allows the model's own Python code to run.
     """
     require_valid_sampling(sampling)
-    loaded = open_model(target, "generate", snapshot, warn, remote_code, objective)
+    loaded = open_model(target, "generate", snapshot, warn, remote_code, objective, progress)
     return loaded.kind.generate(loaded, prompt, max_new_tokens, sampling)

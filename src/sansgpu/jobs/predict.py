@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.train.loading import open_model
 
@@ -19,6 +20,7 @@ def predict(
     rows: Sequence[Row],
     snapshot: str,
     warn: Callable[[str], None],
+    progress: ReportProgress,
     remote_code: bool = False,
     objective: str | None = None,
     **options: Any,
@@ -27,7 +29,8 @@ def predict(
 
     Raises ConfigError if the model's task predicts nothing.
     """
-    loaded = open_model(target, "predict", snapshot, warn, remote_code, objective)
+    loaded = open_model(target, "predict", snapshot, warn, remote_code, objective, progress)
+    progress("predicting", 0, 0)
     with torch.no_grad():
         return list(loaded.kind.predict(loaded, rows, **options))
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
+from sansgpu.config.paths import RUNS
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.reporting.record import RunRecord
 from sansgpu.reporting.results import RunSummary, changed_settings, size_bytes, summarize
-from sansgpu.train.run_folders import RUNS
 
 
 def list_runs(folder: Path) -> list[RunSummary]:

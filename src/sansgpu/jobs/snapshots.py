@@ -90,7 +90,7 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
         raise ConfigError(f"{output} already contains a run; choose another --output-dir.")
     file = recorded_file(run, str(snapshot.folder))
     assert file is not None  # open_run requires one
-    config, _ = load_config(file)
+    config, _ = load_config(file, find_beside=False)
     here = config.training.model_copy(update={"checkpoint_dir": None, "logging_dir": None})
     config = config.model_copy(update={"training": here})
     with write_failures_as(SansGPUError, output):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.group import Group, reporting_failure
-from sansgpu.machine.joining import join, require_backend
+from sansgpu.machine.joining import join, resolve_backend
+from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
@@ -43,7 +44,16 @@ from sansgpu.train import RunSetup, Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.loop import TrainingResult
 from sansgpu.train.resume import recorded_environment
-from sansgpu.train.run_folders import lock_run, open_output, recorded_file, require_allowed, run_paths, write_json
+from sansgpu.train.run_folders import (
+    lock_run,
+    no_run_to_resume,
+    open_any,
+    open_output,
+    recorded_file,
+    require_allowed,
+    run_paths,
+    write_json,
+)
 from sansgpu.train.run_marks import mark_other_folders, mark_run, require_own_configuration, require_unclaimed_folders
 from sansgpu.train.snapshots import Snapshot, clear_leftovers, find_snapshot, snapshots
 
@@ -64,6 +74,7 @@ class TrainRequest:
     controls: Controls = field(default_factory=Controls)
     monitor: Monitor = field(default_factory=Monitor)
     config: Config | None = None  # used instead of config_file
+    notes: tuple[str, ...] = ()  # warnings about the request, for the user
 
 
 @dataclass(frozen=True)
@@ -91,12 +102,12 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     """
     config, notes = _configuration(request)
     training, world = config.training, request.world
-    require_backend(training.distributed_backend)
-    group = join(world, training.distributed_backend, training.timeout_seconds, training.network_interface)
+    backend, backend_note = resolve_backend(training)
+    group = join(world, backend, training.timeout_seconds, training.network_interface)
     with reporting_failure(group), ExitStack() as locks:
         buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
         early = Sinks([*own_sinks, buffer])
-        for note in [*notes, *([world.note] if world.note else [])]:
+        for note in filter(None, [*request.notes, *notes, *_launch_notes(config, world, group), backend_note]):
             early.warn(note)
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
@@ -107,6 +118,22 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         outcome = _train_in(target, config, request, group, sinks, early.warn, buffer, progress)
         group.shutdown()
         return outcome
+
+
+def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
+    """Yields a note for each way in which the processes of the run are not what the configuration needs."""
+    if world.note:
+        yield world.note
+    if (expected := config.training.world_size) not in (None, group.size):
+        yield (
+            f"training.world_size is {expected}, but the world size of this run is {group.size}; to change that, start "
+            f"it with --processes {expected}, torchrun or mpirun."
+        )
+    if config.outside_class and has_random_hashes():  # the command fixes the seed of hashes, a Python script cannot
+        yield (
+            f"the order of a set of strings differs between Python processes, so results can differ if "
+            f"{config.outside_class} depends on it; set PYTHONHASHSEED=0 before Python starts."
+        )
 
 
 def _require_same(config: Config, group: Group) -> None:
@@ -174,14 +201,19 @@ def _train_in(
     prepared = prepare(config, target.before, progress, warn, shortage, group=group)
     if group.is_main:
         _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
+    progress("building the model", 0, 0)
     task = task_of(config)(prepared.config, prepared.corpus, effective_batch(prepared.config.training))
     for note in task.notes:
         warn(note)
-    if group.size > 1 and config.training.sharding == "full" and config.training.sample_tokens:
+    sharding = config.training.sharding
+    if group.size == 1 and sharding != "none":
+        warn(f"training.sharding {sharding} has no effect in a single process; start several, e.g. with --processes 2.")
+    elif sharding == "full" and config.training.sample_tokens:
         warn("no text samples are generated, because with training.sharding full no process holds the whole model.")
     if request.dry_run:
         return DryRun(prepared, paths)
-    return _run(prepared, paths, task, target.snapshot, request, sinks, early)
+    prepared = replace(prepared, config=open_any(prepared.config))  # to record what relative paths mean
+    return _run(prepared, paths, task, target.snapshot, request, sinks, early, progress)
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
@@ -195,9 +227,13 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
         if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
             require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))
         recorded = recorded_file(folder, request.resume)
+        # A run that was killed before it recorded its configuration may have its settings from the command line only.
+        if file is None and recorded is None and not (request.overrides and folder.is_dir()):
+            raise no_run_to_resume(folder)
         if file is None and recorded is not None:
             require_allowed(load_config(recorded, request.overrides, own=False)[0], recorded, request.overrides)
-            return load_config(recorded, request.overrides)  # now with the defaults of a class outside the package
+            # Now with the defaults of a class outside the package.
+            return load_config(recorded, request.overrides, find_beside=False)
     return load_config(file, request.overrides)
 
 
@@ -209,6 +245,7 @@ def _run(
     request: TrainRequest,
     sinks: list[Sink],
     early: EventBuffer,
+    progress: ReportProgress,
 ) -> TrainingResult:
     config, environment, plan = prepared.config, prepared.environment, prepared.step_plan
     if environment.compile == "on":
@@ -218,7 +255,7 @@ def _run(
     observed = Sinks(sinks)
     total_steps, eval_ratio = prepared.total_steps, prepared.eval_token_ratio
     run = RunSetup(config, paths, plan, environment, total_steps, gemm, eval_ratio, request.started)
-    trainer = Trainer(task, run, observed, request.controls, request.monitor.mean)
+    trainer = Trainer(task, run, observed, request.controls, request.monitor.mean, progress)
     if snapshot:
         trainer.resume(snapshot, request.strict)  # before any file of the old run is overwritten
     if not prepared.group.is_main:
@@ -239,6 +276,7 @@ def _run(
         for event in early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()
+        progress("writing the report", 0, 0)
         write_run_report(paths, partial(observed.warn, cause="report"))
         return end
     finally:

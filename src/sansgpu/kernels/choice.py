@@ -11,15 +11,21 @@ from sansgpu.config import ConfigError
 from sansgpu.kernels import native
 
 
-def load_kernels(requested: str, cache: Path, device: torch.device, warn: Callable[[str], None]) -> str:
+def load_kernels(
+    requested: str,
+    cache: Path,
+    device: torch.device,
+    warn: Callable[[str], None],
+    announce: Callable[[str], None] = lambda doing: None,
+) -> str:
     """Resolves `training.kernels` (auto, native or torch) to native or torch, and loads them.
 
-    `cache` comes from `machine.compiled.compiled_cache`. Raises ConfigError if native kernels are required but cannot
-    be loaded.
+    `cache` comes from `machine.compiled.compiled_cache`. `announce` is called before a compilation. Raises ConfigError
+    if native kernels are required but cannot be loaded.
     """
     if requested == "torch" or (requested == "auto" and device.type != "cpu"):
         return "torch"
-    reason = native.load(cache)
+    reason = native.load(cache, announce)
     if reason is None:
         return "native"
     if requested == "native":

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import SubprocessError
 
 import torch
 from filelock import FileLock
@@ -48,9 +50,10 @@ def has_amx() -> bool:
     return _loaded and _amx
 
 
-def load(cache: Path) -> str | None:
+def load(cache: Path, announce: Callable[[str], None] = lambda doing: None) -> str | None:
     """Loads the kernels, compiling them first if `cache` has none for this processor and torch version.
 
+    Compiling takes up to a minute, so `announce` is called with a description before it starts.
     Loads libraries only from the private folder of the cache (see `machine.compiled`). Returns None, or the reason why
     plain torch runs instead: no compiler, unsupported instructions, or a folder that other users can write to.
     """
@@ -58,17 +61,19 @@ def load(cache: Path) -> str | None:
     if _loaded:
         return None
     try:
-        _load(compiled_in(cache) / "kernels" / _key())
-    except (OSError, RuntimeError, ImportError) as error:
+        _load(compiled_in(cache) / "kernels" / _key(), announce)
+    except (OSError, RuntimeError, ImportError, SubprocessError) as error:
         return next((line for line in str(error).splitlines() if "error:" in line), str(error).split("\n", 1)[0])
     _loaded, _amx = True, bool(torch.cpu.get_capabilities().get("amx_bf16"))
     return None
 
 
-def _load(folder: Path) -> None:
+def _load(folder: Path, announce: Callable[[str], None]) -> None:
     library, ready = folder / f"{NAME}.so", folder / "ready"
     make_private(folder.parent)
     make_private(folder)
+    if not ready.exists():
+        announce("compiling the C++ kernels, once for this machine")
     with FileLock(folder / ".lock"):
         if ready.exists():
             require_own_file(library)

@@ -16,7 +16,7 @@ import torch
 from sansgpu.machine import cgroup
 from sansgpu.machine.compilation import cxx
 from sansgpu.machine.kernel_files import kernel_number, kernel_text
-from sansgpu.machine.probe import allowed_cpus
+from sansgpu.machine.probe import allowed_cpus, memory_limit
 
 _SYS = Path("/sys/devices/system")
 # Flags in /proc/cpuinfo (features on ARM) that matter for matrix products.
@@ -40,7 +40,7 @@ def hardware() -> dict[str, Any]:
         "numa_nodes": max(1, len(nodes)),
         "isa": instruction_sets(),
         "memory_bytes": psutil.virtual_memory().total,
-        "memory_limit_bytes": cgroup.memory_limit(),
+        "memory_limit_bytes": memory_limit(),
         "swap_bytes": psutil.swap_memory().total,
     }
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sansgpu.config import SansGPUError
+from sansgpu.machine.allocation_failure import out_of_memory
 from sansgpu.machine.peers import (
     LINGER_SECONDS,
     POLL_SECONDS,
@@ -24,6 +25,7 @@ from sansgpu.machine.peers import (
     this_process,
 )
 
+SMALLER_RUN = "lower training.batch_size or set model.gradient_checkpointing"
 Answer = TypeVar("Answer")
 
 
@@ -218,13 +220,14 @@ def reporting_failure(group: Group) -> Iterator[None]:
     """Reports an error that ends this process to the other ranks; if rank 0 reports it, this process exits silently."""
     try:
         yield
-    except SansGPUError as error:
+    except BaseException as raised:
+        error = out_of_memory(raised, SMALLER_RUN) or raised
+        if not isinstance(error, SansGPUError):
+            group.report_failure(error)
+            raise
         reported = isinstance(error, LostRankError) and error.reported
         if reported:
             time.sleep(REPORT_SECONDS)
         if reported or group.report_failure(error):
             raise SystemExit(error.exit_code) from None
-        raise
-    except BaseException as error:
-        group.report_failure(error)
-        raise
+        raise error from None

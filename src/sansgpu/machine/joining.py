@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.machine import cores
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.network import interface_for, interfaces, is_loopback, route_to
@@ -21,12 +21,19 @@ from sansgpu.machine.peers import POLL_SECONDS, Heartbeats, LostRankError, Peer,
 from sansgpu.machine.world import World
 
 
-def require_backend(backend: str) -> None:
-    """Raises ConfigError if this build of torch lacks the backend."""
+def resolve_backend(training: TrainingConfig) -> tuple[str, str | None]:
+    """Returns the backend and, if it is gloo because nccl supports only GPUs, a message for the user.
+
+    Raises ConfigError if this build of torch lacks the backend.
+    """
+    backend = training.distributed_backend
+    if backend == "nccl" and training.get_effective_device().type == "cpu":
+        return "gloo", "training.distributed_backend nccl works on GPUs only, so this run on the CPU uses gloo."
     if not dist.is_backend_available(backend):
         raise ConfigError(
             f"training.distributed_backend is {backend}, but this build of torch does not support it; set it to gloo."
         )
+    return backend, None
 
 
 def join(world: World, backend: str, timeout: float, interface: str | None) -> Group:

@@ -14,13 +14,14 @@ CONTENDED_SPINS = 3_000  # faster while other programs use some cores, a few per
 SPARE_CORES = 0.5  # tolerance: the load may exceed the cores left to other programs by this
 
 
-def set_openmp_spin() -> None:
-    """Lets OpenMP threads spin briefly before they sleep, unless the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT.
+def set_openmp() -> None:
+    """Makes OpenMP use the requested number of threads, and lets them spin briefly before they sleep.
 
     GNU OpenMP spins for milliseconds by default. That gains nothing on an idle machine, and slows a step down several
-    times if another process uses one of two cores. libgomp reads the setting once, when torch is loaded, so the load at
-    the start of the run decides.
+    times if another process uses one of two cores. libgomp reads the settings once, when torch is loaded, so the load
+    at the start of the run decides. The user's OMP_DYNAMIC, OMP_WAIT_POLICY and GOMP_SPINCOUNT win.
     """
+    os.environ.setdefault("OMP_DYNAMIC", "FALSE")  # also while other programs use the cores
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(CONTENDED_SPINS if _contended() else SPINS))
 
@@ -38,14 +39,30 @@ def make_deterministic() -> None:
 
     Python fixes its hash seed at startup, so if PYTHONHASHSEED is not set, this re-executes the process.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS reductions deterministic
-    os.environ.setdefault("OMP_DYNAMIC", "FALSE")  # use the requested number of threads at any load
+    make_cublas_deterministic()
     if "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
         if os.name == "posix" and sys.executable:
             # Blocked until the new process installs its handler; during startup it would print a traceback.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def make_cublas_deterministic() -> bool:
+    """Makes reductions of cuBLAS deterministic, unless the user chose otherwise. Returns False if it is too late.
+
+    cuBLAS reads the variable when CUDA is first used.
+    """
+    torch = sys.modules.get("torch")
+    late = "CUBLAS_WORKSPACE_CONFIG" not in os.environ and torch is not None and torch.cuda.is_initialized()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return not late
+
+
+def has_random_hashes() -> bool:
+    """Returns whether the hashes of strings, which order sets, differ between processes."""
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    return bool(sys.flags.hash_randomization) and seed in ("random", "0")  # 0 had no effect if it was set too late
 
 
 def quiet_profiler() -> None:

@@ -23,7 +23,7 @@ class Execution:
     precision: str  # fp32 | bf16
     compile: str  # on | off
     kernels: str  # native | torch
-    optimizer: str  # adamw | muon
+    optimizer: str  # adamw | adam | sgd | muon
     max_tokens: Callable[[int], int] | None = None  # examples -> maximum tokens; None: all have the maximum length
     world_size: int = 1
     threads: int = 1

@@ -14,13 +14,17 @@ import psutil
 import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.wording import counted
 from sansgpu.machine import cgroup, cores
+from sansgpu.machine.address_space import address_space_left, address_space_limit
 from sansgpu.machine.group import Group
 from sansgpu.machine.roofline import gemm_rate, product_seconds
 from sansgpu.machine.world import threads_from_environment
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
 GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
+# Address space that a run reserves and does not use: stacks and heaps of threads, libraries. Measured: 460 to 750 MB.
+RESERVED_BYTES = 640 << 20
 MAX_THREADS, MAX_THREADS_PER_CPU = 512, 16  # a thread count is valid up to the larger limit; OpenMP may abort beyond
 # Flags of hardware bf16 products; with avx512 alone they are emulated, several times slower than fp32.
 NATIVE_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
@@ -58,15 +62,6 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sansgpu"
 
 
-def resolve_device(training: TrainingConfig) -> torch.device:
-    """Returns the device to train on. Raises ConfigError if a GPU is requested but not available."""
-    device: torch.device = training.get_effective_device()
-    if training.device == "cuda" and not training.force_cpu and device.type != "cuda":
-        reason = "this is a CPU build of torch" if torch.version.cuda is None else "torch finds no GPU"
-        raise ConfigError(f"device is cuda, but {reason}; set device to cpu or auto.")
-    return device
-
-
 def allowed_cpus() -> int:
     """Returns the number of logical processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -81,19 +76,31 @@ def available_cores() -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Returns the available memory in bytes, of the GPU, or of the machine within the container's limit."""
+    """Returns the available memory in bytes, of the GPU, or of the machine within the limits of this process."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
+    left = address_space_left()
+    return _shared_memory() if left is None else min(_shared_memory(), left)
+
+
+def _shared_memory() -> int:
+    """Returns the bytes available to all processes of this container, or of the machine."""
     free: int = psutil.virtual_memory().available
     left = cgroup.available_memory()
     return free if left is None else min(free, left)
 
 
+def memory_limit() -> int | None:
+    """Returns the tightest limit of the container's memory and of this process's address space, or None."""
+    limits = (cgroup.memory_limit(), address_space_limit())
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def total_memory() -> int:
-    """Returns the machine's memory in bytes, or the container's limit if that is less."""
+    """Returns the machine's memory in bytes, or `memory_limit` if that is less."""
     total: int = psutil.virtual_memory().total
-    limit = cgroup.memory_limit()
+    limit = memory_limit()
     return total if limit is None else min(total, limit)
 
 
@@ -107,12 +114,20 @@ def held_memory(device: torch.device) -> int:
 
 def memory_for_run(device: torch.device, processes: int = 1) -> int:
     """Returns the bytes this process may use: its share of the available memory plus what it already uses."""
-    return available_memory(device) // processes + held_memory(device)
+    if device.type == "cuda":
+        return available_memory(device) // processes + held_memory(device)
+    share, left = _shared_memory() // processes, address_space_left()
+    return (share if left is None else min(share, max(0, left - RESERVED_BYTES))) + held_memory(device)
 
 
 def resolve_threads(training: TrainingConfig) -> int:
     """Returns the number of compute threads: as configured, else OMP_NUM_THREADS, else the usable cores."""
     return (threads_from_environment() or available_cores()) if training.threads == "auto" else training.threads
+
+
+def threads_of_share(cpus: float, processes: int) -> int:
+    """Returns the compute threads of each of the processes that share a container's CPUs."""
+    return max(1, int(cpus / processes))
 
 
 def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
@@ -128,24 +143,27 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
     quota, local_size = cgroup.cpu_quota(), len(group.local_ranks)
     threads = resolve_threads(training)
     if training.threads == "auto" and quota and threads_from_environment() is None:
-        threads = max(1, min(threads, int(quota / local_size)))
+        threads = min(threads, threads_of_share(quota, local_size))
     cpus = len({cpu for rank in group.local_ranks for cpu in group.peers[rank].cpus})
     setting = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
     if threads > (limit := max(MAX_THREADS, MAX_THREADS_PER_CPU * cpus)):  # OpenMP aborts if it cannot start them
         raise ConfigError(f"{setting} is {threads}, but at most {limit:,} threads can run here; lower it.")
     if local_size > 1 and threads > 1 and threads * local_size > cpus:
         raise ConfigError(
-            f"{local_size} processes with {threads} threads each exceed the {cpus} processors of "
+            f"{local_size} processes with {threads} threads each exceed the {counted(cpus, 'processor')} of "
             f"{group.peers[group.rank].host}; set {setting} to {max(1, cpus // local_size)}, or start fewer processes."
         )
     if local_size == 1 and threads > (usable := max(1, int(min(cpus, quota or cpus)))):
         warn(
-            f"{threads} threads share {usable} processors, which slows them down; set training.threads to {usable} or "
-            "auto."
+            f"{threads} threads share {counted(usable, 'processor')}, which slows them down; set training.threads to "
+            f"{usable} or auto."
         )
     if local_size > cpus and group.rank == group.local_ranks[0]:
         host = group.peers[group.rank].host
-        warn(f"{local_size} processes share {cpus} processors of {host}, which slows them down; start fewer processes.")
+        warn(
+            f"{local_size} processes share {counted(cpus, 'processor')} of {host}, which slows them down; start fewer "
+            "processes."
+        )
     return threads
 
 

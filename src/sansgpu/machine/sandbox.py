@@ -9,13 +9,13 @@ import contextlib
 import faulthandler
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+from sansgpu.machine.address_space import used_address_space
 
 MEMORY_BYTES = 1 << 30  # the child's memory limit on top of what this process uses
 IDLE_SECONDS = 2.0  # after which a child exits, because copy-on-write slows this process down while it lives
@@ -97,7 +97,7 @@ def _serve_requests(pipe: Connection, serve: Callable[[bytes], bytes], cpu_secon
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
-        if (used := _address_space_bytes()) is not None:
+        if (used := used_address_space()) is not None:
             _limit(resource.RLIMIT_AS, used + MEMORY_BYTES)
         while pipe.poll(IDLE_SECONDS):
             request = pipe.recv_bytes()
@@ -120,13 +120,6 @@ def _limit(kind: int, value: int) -> None:
     _, hard = resource.getrlimit(kind)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-
-
-def _address_space_bytes() -> int | None:
-    if sys.platform != "linux":
-        return None  # other systems do not enforce RLIMIT_AS
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _reason(status: int, cpu_seconds: int) -> str:

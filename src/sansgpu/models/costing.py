@@ -16,7 +16,13 @@ from sansgpu.machine.memory import Execution, Memory
 FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: master weights, and compute dtype by precision
 # Bytes of optimizer state per weight in hidden matrices, and per other weight, by (optimizer, optimizer_state).
 _8BIT = 2.0 + 8 / 256  # two codes and their block scales
-MOMENTS = {("adamw", "fp32"): (8.0, 8.0), ("adamw", "8bit"): (_8BIT, _8BIT), ("muon", "fp32"): (4.0, 8.0)}
+MOMENTS = {
+    ("adamw", "fp32"): (8.0, 8.0),
+    ("adamw", "8bit"): (_8BIT, _8BIT),
+    ("adam", "fp32"): (8.0, 8.0),
+    ("sgd", "fp32"): (4.0, 4.0),
+    ("muon", "fp32"): (4.0, 8.0),
+}
 # Measured on Linux: the memory of a process with torch and its libraries, the memory that the compiler does not free,
 # and the ratio by which the allocator rounds up.
 _PROCESS_BYTES, _COMPILER_BYTES, _ALLOCATOR_OVERHEAD = 434 << 20, 96 << 20, 0.05

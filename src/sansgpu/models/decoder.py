@@ -6,6 +6,7 @@ B batch, T time, D width, H query heads, K key-value heads, d head dim, V vocabu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,15 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
+
+IGNORED_LABEL = -100  # label without a loss, as in torch and transformers
+
+
+class CausalLMOutput(NamedTuple):
+    """The result of a decoder that is called with labels."""
+
+    loss: torch.Tensor  # mean over the labels
+    logits: torch.Tensor  # (B, T, V)
 
 
 class KeyValueCache:
@@ -162,7 +172,7 @@ class DecoderBlock(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """A decoder-only language model. `forward` returns logits, `hidden` the input of the output head.
+    """A decoder-only language model. A call returns logits, and with labels also the loss.
 
     With `seed` None the weights are on the meta device: to count them, or to load them with `assign=True`.
     """
@@ -171,7 +181,7 @@ class TransformerLM(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size must be set to at least the size of the tokenizer")
-        self.config = config
+        self.config = config.model_copy()  # later assignments to `config` do not change this model
         self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
         rotary = config.decoder.positions == "rope"
         with torch.device("meta"):  # weights are drawn below, from a separate generator
@@ -266,13 +276,25 @@ class TransformerLM(nn.Module):
 
     def forward(
         self,
-        inputs: torch.Tensor,
+        input_ids: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
-    ) -> torch.Tensor:
-        """Returns logits: (B, T) -> (B, T, V)."""
-        return F.linear(self.hidden(inputs, positions, document_ids, caches), self.head_weight)
+        labels: torch.Tensor | None = None,
+    ) -> torch.Tensor | CausalLMOutput:
+        """Returns logits: (B, T) -> (B, T, V). With `labels` (B, T), returns the loss and the logits.
+
+        As in transformers, `labels` are usually the inputs themselves: they are shifted here, -100 is ignored, and the
+        loss is the mean cross-entropy. No token predicts the next one of another document.
+        """
+        logits = F.linear(self.hidden(input_ids, positions, document_ids, caches), self.head_weight)
+        if labels is None:
+            return logits
+        targets = labels[:, 1:]
+        if document_ids is not None:
+            targets = targets.masked_fill(document_ids[:, 1:] != document_ids[:, :-1], IGNORED_LABEL)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_LABEL)
+        return CausalLMOutput(loss, logits)
 
     @property
     def parameter_count(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import read_json, read_object, require_regular_file
+from sansgpu.config.wording import counted
 
 MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
 MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
@@ -34,7 +35,7 @@ def validate_model_folder(folder: Path) -> None:
 
 
 def require_possible_sizes(settings: Any, source: Path) -> None:
-    """Raises ConfigError if settings have more layers, experts or heads, or a larger width, than any model has."""
+    """Raises ConfigError if settings have sizes that no model has, or key-value heads that do not divide the heads."""
     if not isinstance(settings, dict):
         raise ConfigError(f"{source} holds a {type(settings).__name__}, not keys and values.")
     for key, value in settings.items():
@@ -43,6 +44,11 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
         limit = MAX_PARTS if _PARTS.search(key) else MAX_WIDTH if _WIDTHS.search(key) else None
         if limit is not None and isinstance(value, (int, float)) and not -limit <= value <= limit:
             raise ConfigError(f"{source}: {key} is larger than {limit:,}, which no model has.")
+    heads, kv_heads = (settings.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
+        raise ConfigError(
+            f"{source}: num_key_value_heads is {kv_heads}, which does not divide {heads} attention heads."
+        )
 
 
 def require_short_header(path: Path) -> None:
@@ -56,7 +62,10 @@ def require_short_header(path: Path) -> None:
 def require_layers(layers: int, weights: int, source: Path | str) -> None:
     """Raises ConfigError if a model has more layers than weights, before building them all."""
     if layers > max(weights, ALLOWED_LAYERS):
-        raise ConfigError(f"{source}: the weights do not fit its settings: {layers} layers, but {weights} weights.")
+        raise ConfigError(
+            f"{source}: the weights do not fit its settings: {counted(layers, 'layer')}, but "
+            f"{counted(weights, 'weight')}."
+        )
 
 
 def _check_index(path: Path) -> None:

@@ -248,6 +248,9 @@ def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
     """Writes the adapter, without its base model, to a folder that peft loads, atomically."""
 
     def write(partial: Path) -> None:
+        for config in adapted.peft_config.values():
+            if isinstance(config.target_modules, set):  # its order differs between processes
+                config.target_modules = sorted(config.target_modules)
         adapted.save_pretrained(partial, save_embedding_layers=False)
         save_tokenizer(tokenizer, partial)
 

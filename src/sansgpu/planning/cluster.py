@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config.wording import counted
+from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.gloo_rate import Link, measure_gloo
 from sansgpu.machine.memory import Memory, effective_batch
@@ -58,25 +61,26 @@ def cluster_of(nodes: int, network: str, latency: str, price: float | None) -> C
     return Cluster(nodes, bits, _quantity("--latency", latency, SECONDS, "50us or 0.1ms"), price)
 
 
-def require_examples(cluster: Cluster, config: Config) -> None:
-    """Raises ConfigError if a batch has fewer examples than there are nodes."""
-    if (batch := effective_batch(config.training)) < cluster.nodes:
+def require_examples(nodes: int, config: Config, processes: int = 1) -> None:
+    """Raises ConfigError if a batch has fewer examples than there are nodes with this number of processes each."""
+    if (batch := effective_batch(config.training)) < nodes * processes:
+        many, each = (f" with {processes} processes each", "process") if processes > 1 else ("", "node")
         raise ConfigError(
-            f"--nodes is {cluster.nodes}, but a step has {batch} examples, and each node needs one; raise "
+            f"--nodes is {nodes}{many}, but a step has {counted(batch, 'example')}, and each {each} needs one; raise "
             "training.gradient_accumulation_steps or lower --nodes."
         )
 
 
-def plan_nodes(prepared: Prepared, cluster: Cluster) -> ClusterPlan:
+def plan_nodes(prepared: Prepared, cluster: Cluster, progress: ReportProgress) -> ClusterPlan:
     """Returns the `cluster` object of `plan --json`. Raises ConfigError if no step could be timed here."""
     if prepared.timing is None:
         raise ConfigError(
             "the model is too large to time here (three of its layers do not fit into memory), so --nodes cannot be "
             "estimated; plan on a machine like the nodes."
         )
-    gloo, most = _gloo(prepared), effective_batch(prepared.config.training)
+    gloo, most = _gloo(prepared, progress), effective_batch(prepared.config.training)
     link = link_of(cluster.bits_per_second, cluster.latency_seconds, gloo)
-    run = _ClusterRun(prepared, cluster, link, _work(prepared, prepared.timing))
+    run = _ClusterRun(prepared, cluster, link, _work(prepared, prepared.timing, progress))
     curve = [run.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
     seconds = {row["nodes"]: row["step_seconds"] for row in curve}
     here, step = run.row(cluster.nodes), run.step(cluster.nodes)
@@ -153,12 +157,12 @@ class _ClusterRun:
         return share_of(config.training, config.window, self.prepared.execution.micro_batch, nodes)
 
 
-def _work(prepared: Prepared, timing: Timing) -> NodeWork:
+def _work(prepared: Prepared, timing: Timing, progress: ReportProgress) -> NodeWork:
     """Returns a step's work in seconds and bytes. Pass times are linear between batch size 1 and the timed one."""
     training = prepared.config.training
     parts, layers = prepared.costs.parameters(), prepared.costs.layers
     whole, example = timing.pass_seconds(layers), 0.0
-    if timing.micro_batch > 1 and (one := _one_example(prepared, timing)) is not None:
+    if timing.micro_batch > 1 and (one := _one_example(prepared, timing, progress)) is not None:
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
     sharded = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
     trained = parts.get("adapter", sum(parts.values())) - sharded
@@ -174,7 +178,7 @@ def _work(prepared: Prepared, timing: Timing) -> NodeWork:
     )
 
 
-def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
+def _one_example(prepared: Prepared, timing: Timing, progress: ReportProgress) -> Timing | None:
     settings = (
         "training.batch_size=1",
         f"training.gradient_accumulation_steps={effective_batch(prepared.config.training)}",
@@ -182,15 +186,19 @@ def _one_example(prepared: Prepared, timing: Timing) -> Timing | None:
         f"training.precision={prepared.execution.precision}",
     )
     changed = change_config(prepared.config, settings)
-    return prepare(changed, None, ignore_message, ignore_message, "report", data="wanted", timed="always").timing
+    return prepare(changed, None, progress, ignore_message, "report", data="wanted", timed="always").timing
 
 
-def _gloo(prepared: Prepared) -> Link:
+def _gloo(prepared: Prepared, progress: ReportProgress) -> Link:
     """Returns gloo's speed at this run's bucket size and dtype. Measured once and then read from the cache."""
     dtype = "bfloat16" if prepared.config.training.gradient_reduction == "bf16" else "float32"
     question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": prepared.environment.torch}
-    answer = cached_measurement(prepared.cache, question, lambda: vars(measure_gloo(BUCKET_BYTES, dtype)))
-    return Link(**answer)
+
+    def ask() -> dict[str, Any]:
+        progress("timing gloo between two processes", 0, 0)
+        return vars(measure_gloo(BUCKET_BYTES, dtype))
+
+    return Link(**cached_measurement(prepared.cache, question, ask))
 
 
 def _critical_batch(prepared: Prepared) -> CriticalBatch:

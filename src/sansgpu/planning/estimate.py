@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.roofline import Roofline, measure_roofline
@@ -14,7 +17,7 @@ from sansgpu.train.schedule import UNKNOWN_STEPS
 ROOFLINE_TOKENS = 4096  # maximum rows of timed matrix products
 
 
-def plan_prepared(prepared: Prepared, suggest_changes: bool = True) -> RunPlan:
+def plan_prepared(prepared: Prepared, progress: ReportProgress) -> RunPlan:
     """Returns a plan, with changes that make the run fit if it does not."""
     config, how = prepared.config, prepared.execution
     parts = prepared.costs.parameters()
@@ -46,8 +49,8 @@ def plan_prepared(prepared: Prepared, suggest_changes: bool = True) -> RunPlan:
         "total_seconds": None,
         "finish": None,
     }
-    _add_time(plan, prepared)
-    if suggest_changes and not prepared.fits:
+    _add_time(plan, prepared, progress)
+    if not prepared.fits:
         changes = changes_that_fit(config, how, prepared.available)
         plan["changes"] = [MemoryChange(set=[*c.settings], cost=c.cost, memory=c.memory.least) for c in changes]
     return plan
@@ -66,7 +69,7 @@ def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:
     }
 
 
-def roofline_of(prepared: Prepared) -> Roofline:
+def roofline_of(prepared: Prepared, progress: ReportProgress) -> Roofline:
     """Returns the machine's peak rates at this model's matrix shapes. Measured once and then read from the cache."""
     how, products = prepared.execution, prepared.costs.products()
     shapes, head = products.block, products.head
@@ -79,13 +82,15 @@ def roofline_of(prepared: Prepared) -> Roofline:
         "threads": how.threads,
         "isa": isa(),
     }
-    answer = cached_measurement(
-        prepared.cache, question, lambda: vars(measure_roofline(tokens, shapes, head, how.precision))
-    )
-    return Roofline(**answer)
+
+    def ask() -> dict[str, Any]:
+        progress("timing matrix products and memory", 0, 0)
+        return vars(measure_roofline(tokens, shapes, head, how.precision))
+
+    return Roofline(**cached_measurement(prepared.cache, question, ask))
 
 
-def _add_time(plan: RunPlan, prepared: Prepared) -> None:
+def _add_time(plan: RunPlan, prepared: Prepared, progress: ReportProgress) -> None:
     """Adds speed and duration, unless the model is too large to time here."""
     training = prepared.config.training
     steps: int | None = None if prepared.total_steps == UNKNOWN_STEPS else prepared.total_steps
@@ -96,7 +101,7 @@ def _add_time(plan: RunPlan, prepared: Prepared) -> None:
         plan["tokens_per_second"] = tokens_per_second
         plan["seconds_per_million_tokens"] = 1e6 / tokens_per_second
         if prepared.execution.device.type == "cpu":
-            limit = sum(step_limits(prepared, roofline_of(prepared)).values())
+            limit = sum(step_limits(prepared, roofline_of(prepared, progress)).values())
             plan["machine_share"] = limit / forecast.step_seconds
         if steps is not None or training.time_limited:
             steps, seconds = length_of(prepared, forecast)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.plain_data import truncate
 from sansgpu.planning.prepare import seconds_allowed
 from sansgpu.planning.prepared import Prepared
-from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP
+from sansgpu.reporting.bench_table import Projection
+from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS
 
 MAX_SECONDS = 1e10  # about 300 years; later dates may overflow datetime
@@ -63,9 +66,50 @@ def length_of(prepared: Prepared, forecast: Forecast) -> tuple[int, float]:
     return steps, forecast.seconds(training, steps)
 
 
-def done_at(seconds: float) -> str:
-    """Returns the local time `seconds` from now, to the minute."""
-    return (datetime.now() + timedelta(seconds=min(seconds, MAX_SECONDS))).isoformat(timespec="minutes")
+def done_at(seconds: float, start: datetime | None = None) -> str:
+    """Returns the local time `seconds` after `start`, by default now, to the minute."""
+    return ((start or datetime.now()) + timedelta(seconds=min(seconds, MAX_SECONDS))).isoformat(timespec="minutes")
+
+
+def target_steps(text: str) -> tuple[int, ...]:
+    """Parses numbers of steps such as 500,5000. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"--targets is {truncate(text)!r}; give numbers of steps, e.g. 500,5000.")
+    return tuple(int(part) for part in parts)
+
+
+def start_time(text: str) -> datetime:
+    """Returns the next occurrence of a clock time such as 18:00, or the given date and time. Raises ConfigError."""
+    now = datetime.now()
+    try:
+        start = datetime.fromisoformat(text) if "T" in text else finish_time(text, now)
+    except ValueError:
+        raise ConfigError(
+            f"--start is {truncate(text)!r}, which is not a time; write 18:00 or 2030-01-31T18:00."
+        ) from None
+    start = start.astimezone().replace(tzinfo=None) if start.tzinfo else start
+    if start < now:
+        raise ConfigError(f"--start is {text}, which is in the past; give a later time.")
+    return start
+
+
+def projections(
+    targets: Sequence[int], first: int, cold: Forecast, warm: Forecast, training: TrainingConfig, start: datetime | None
+) -> list[Projection]:
+    """Returns when each number of steps would be done: `cold` from step 0, and `warm` from a snapshot of step `first`.
+
+    The times of day count from `start`, by default now.
+    """
+    rows: list[Projection] = []
+    for steps in targets:
+        total = cold.seconds(training, steps)
+        row: Projection = {"steps": steps, "seconds": total, "done": done_at(total, start)}
+        if steps > first:
+            rest = warm.seconds(training, steps, first)
+            row["seconds_from_snapshot"], row["done_from_snapshot"] = rest, done_at(rest, start)
+        rows.append(row)
+    return rows
 
 
 def _due(every: int, first: int, steps: int) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.machine.address_space import address_space_limit
 from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
-from sansgpu.machine.probe import has_native_bf16
+from sansgpu.machine.probe import has_native_bf16, memory_limit
 from sansgpu.models.costing import FULL
 from sansgpu.tasks import task_of
 
@@ -94,6 +95,8 @@ def fitting_micro_batches(
         return choices[:1]
     needed = estimate_memory(config, replace(how, micro_batch=choices[0]))
     short = f"the run needs about {needed.least / 1e9:.1f} GB of memory, but {available / 1e9:.1f} GB are available"
+    if (limit := address_space_limit()) is not None and limit == memory_limit():
+        short += f" within `ulimit -v` ({limit / 1e9:.1f} GB, including libraries and threads)"
     if shortage == "refuse":
         changes = "; or ".join(str(change) for change in changes_that_fit(config, how, available))
         remedy = f"it fits with {changes}" if changes else "choose a much smaller model"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from sansgpu.config import Config, ConfigError, UnreachableError
+from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
@@ -59,7 +60,7 @@ def prepare(
     """
     config = _with_finish(config)
     _require_share(config, group.size)
-    how, available = set_up(config, before, warn, group)
+    how, available = set_up(config, before, warn, progress, group)
     config, corpus = _corpus(config, progress, warn, data, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
     config, steps, long = _with_length(config, how, corpus)
@@ -76,7 +77,7 @@ def prepare(
     elif not long or timed == "never":
         sizes = [usual_micro_batch(tokens, sizes)]  # measuring would take longer than it saves
     pays = timed == "always" or (timed != "never" and (len(sizes) > 1 or compiled == "measure"))
-    timing = _timing(config, how, sizes, compiled, tokens, available, group) if pays else None
+    timing = _timing(config, how, sizes, compiled, tokens, available, group, progress) if pays else None
     size = timing.micro_batch if timing else sizes[0]
     accumulation = micro_batches_per_rank(config.training, size, group.size)
     compiled = timing.compile if timing else how.compile
@@ -136,6 +137,7 @@ def _corpus(
     found = (config, None) if data == "unread" else _read(config, progress, warn, data)
     if leads:
         group.all_gather_object(None)
+    progress("planning the run", 0, 0)
     return found
 
 
@@ -171,24 +173,31 @@ def seconds_allowed(config: Config) -> float:
 def _require_share(config: Config, world_size: int) -> None:
     if (batch := effective_batch(config.training)) < world_size:
         raise ConfigError(
-            f"a step has {batch} examples for {world_size} processes, and each needs at least one; raise "
+            f"a step has {counted(batch, 'example')} for {world_size} processes, and each needs at least one; raise "
             "training.gradient_accumulation_steps or start fewer processes."
         )
 
 
 def _timing(
-    config: Config, how: Execution, sizes: list[int], compiled: str, tokens: int, available: int, group: Group
+    config: Config,
+    how: Execution,
+    sizes: list[int],
+    compiled: str,
+    tokens: int,
+    available: int,
+    group: Group,
+    progress: ReportProgress,
 ) -> Timing | None:
     """Returns the timing of the fastest choice, or None if not even a model with a few of the layers fits."""
     smallest, largest = (replace(how, micro_batch=size) for size in (sizes[0], sizes[-1]))
     if not fits(estimate_memory(config, smallest, LONG), available):
         return None
     whole = fits(estimate_memory(config, largest), available)
-    return Timing(**group.broadcast_object(lambda: _measured(config, how, sizes, compiled, whole, tokens)))
+    return Timing(**group.broadcast_object(lambda: _measured(config, how, sizes, compiled, whole, tokens, progress)))
 
 
 def _measured(
-    config: Config, how: Execution, sizes: list[int], compiled: str, whole: bool, tokens: int
+    config: Config, how: Execution, sizes: list[int], compiled: str, whole: bool, tokens: int, progress: ReportProgress
 ) -> dict[str, Any]:
     """Returns the timing of the fastest choice. It is measured once and then read from the cache."""
     question = {
@@ -210,7 +219,7 @@ def _measured(
     task = task_of(config)
 
     def ask() -> dict[str, Any]:
-        return measure(task, config, plan, sizes, compiled, whole, tokens).to_json()
+        return measure(task, config, plan, sizes, compiled, whole, tokens, progress).to_json()
 
     answer = cached_measurement(cache_dir(config.data.cache_dir), question, ask)
     trim_memory()  # frees what the trials allocated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -58,7 +58,6 @@ def propose(
     output: Path,
     progress: ReportProgress,
     warn: Warn,
-    say: Callable[[str], None],
 ) -> ProposedPlan:
     """Writes the proposed configuration to `output` and returns its plan and the candidates.
 
@@ -71,9 +70,8 @@ def propose(
     require_file(output)
     base = _base(data, overrides, progress, warn)
     corpus: Corpus = base.corpus
-    say(f"{corpus.train_tokens:,} tokens; timing {len(WIDTHS)} matrix sizes and {len(MEASURED_WIDTHS)} block sizes")
-    efficiencies = [(width, _measured_efficiency(base, width, hours)) for width in MEASURED_WIDTHS]
-    candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, efficiencies)) is not None]
+    efficiencies = [(width, _measured_efficiency(base, width, hours, progress)) for width in MEASURED_WIDTHS]
+    candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, efficiencies, progress)) is not None]
     if not candidates:
         raise ConfigError("not even the smallest model fits into memory; free some memory or use another machine.")
     best = min(candidates, key=lambda candidate: candidate.bits_per_byte)
@@ -92,7 +90,7 @@ def propose(
         }
         for c in candidates
     ]
-    return {**plan_prepared(prepared), "candidates": rows, "file": str(output)}
+    return {**plan_prepared(prepared, progress), "candidates": rows, "file": str(output)}
 
 
 def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: Warn) -> Prepared:
@@ -122,36 +120,49 @@ def _shape(base: Prepared, width: int) -> Config:
     return change_config(base.config, settings)
 
 
-def _prepared(config: Config, hours: float, timed: bool) -> Prepared:
+def _prepared(config: Config, hours: float, timed: bool, progress: ReportProgress) -> Prepared:
     """Prepares a run of this many hours, without reading the data again."""
     settings = [f"training.max_hours={hours}"]
     if saves_compile_time(hours * 3600) and missing_compiler() is None:
         settings.append("training.compile='on'")
     changed = change_config(config, settings)
     return prepare(
-        changed, None, ignore_message, ignore_message, "report", data="unread", timed="always" if timed else "never"
+        changed, None, progress, ignore_message, "report", data="unread", timed="always" if timed else "never"
     )
 
 
-def _measured_efficiency(base: Prepared, width: int, hours: float) -> float:
+def _of_width(width: int, progress: ReportProgress) -> ReportProgress:
+    """Names the width of the model in the descriptions of `progress`."""
+
+    def report(doing: str, done: int, total: int, unit: str = "byte", /) -> None:
+        progress(f"width {width}: {doing}", done, total, unit)
+
+    return report
+
+
+def _measured_efficiency(base: Prepared, width: int, hours: float, progress: ReportProgress) -> float:
     """Returns the ratio of a step's roofline time to its measured time. Measured once and then read from the cache."""
-    prepared = _prepared(_shape(base, width), hours, timed=True)
+    progress = _of_width(width, progress)
+    prepared = _prepared(_shape(base, width), hours, timed=True, progress=progress)
     if prepared.timing is None:
         return 0.5  # unused: a model too large to time here is not a candidate
-    return _limit_seconds(prepared) / forecast_of(prepared).step_seconds
+    return _limit_seconds(prepared, progress) / forecast_of(prepared).step_seconds
 
 
-def _limit_seconds(prepared: Prepared) -> float:
-    return sum(step_limits(prepared, roofline_of(prepared)).values())
+def _limit_seconds(prepared: Prepared, progress: ReportProgress) -> float:
+    return sum(step_limits(prepared, roofline_of(prepared, progress)).values())
 
 
-def _candidate(base: Prepared, width: int, hours: float, efficiencies: list[tuple[int, float]]) -> ProposedRun | None:
+def _candidate(
+    base: Prepared, width: int, hours: float, efficiencies: list[tuple[int, float]], progress: ReportProgress
+) -> ProposedRun | None:
+    progress = _of_width(width, progress)
     config = _shape(base, width)
-    prepared = _prepared(config, hours, timed=False)
+    prepared = _prepared(config, hours, timed=False, progress=progress)
     if not prepared.fits:
         return None
     unique = base.corpus.train_tokens
-    speed = prepared.tokens_per_step / _limit_seconds(prepared) * _interpolated(width, efficiencies)
+    speed = prepared.tokens_per_step / _limit_seconds(prepared, progress) * _interpolated(width, efficiencies)
     tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MAX_EPOCHS * unique)
     parameters = sum(prepared.costs.parameters().values())
     return ProposedRun(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
+from sansgpu.config.wording import counted
+from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
@@ -19,7 +21,6 @@ from sansgpu.machine.probe import (
     limit_tokenizer_threads,
     memory_for_run,
     pin_cores,
-    resolve_device,
     resolve_precision,
 )
 from sansgpu.machine.vector_math import choose_vector_math
@@ -28,7 +29,11 @@ Warn = Callable[[str], None]
 
 
 def set_up(
-    config: Config, before: Environment | None, warn: Warn, group: Group = SINGLE_PROCESS
+    config: Config,
+    before: Environment | None,
+    warn: Warn,
+    progress: ReportProgress,
+    group: Group = SINGLE_PROCESS,
 ) -> tuple[Execution, int]:
     """Configures threads and memory allocation of this process and loads the kernels.
 
@@ -36,7 +41,7 @@ def set_up(
     `before` is the recorded environment, and automatic choices repeat it.
     """
     training = config.training
-    device = resolve_device(training)
+    device: torch.device = training.get_effective_device()
     if device.type == "cuda" and group.size > 1:
         device = _gpu_of_rank(training, group)
     threads = pin_cores(group, training, warn)
@@ -52,7 +57,9 @@ def set_up(
     keep_compiled(compiled, warn)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
-    kernels = load_kernels("torch" if plain else training.kernels, compiled, device, warn)
+    kernels = load_kernels(
+        "torch" if plain else training.kernels, compiled, device, warn, lambda doing: progress(doing, 0, 0)
+    )
     if kernels == "native":
         native.install_caching_allocator(varying=config.settings.varying_length)
     precision = before.precision if before and training.wanted_precision == "auto" else None
@@ -75,7 +82,9 @@ def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
     """Returns this local rank's GPU. Raises ConfigError if there are fewer GPUs than processes, or with sharding."""
     local_rank, count = group.local_ranks.index(group.rank), torch.cuda.device_count()
     if len(group.local_ranks) > count:
-        raise ConfigError(f"{len(group.local_ranks)} processes share {count} GPUs; start one process per GPU.")
+        raise ConfigError(
+            f"{len(group.local_ranks)} processes share {counted(count, 'GPU')}; start one process per GPU."
+        )
     if training.sharding != "none":
         raise ConfigError(
             f"training.sharding {training.sharding} works on CPUs only; set it to none, or set device to cpu."

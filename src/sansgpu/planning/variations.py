@@ -1,30 +1,146 @@
-"""Variations of a configuration that `bench` times."""
+"""The "what if" of `bench`: times variations of a configuration, built-in ones and those that the user asks for."""
 
 from __future__ import annotations
 
-from sansgpu.config import Config
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from sansgpu.config import Config, ConfigError, SansGPUError, change_config
+from sansgpu.config.plain_data import truncate
+from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.compilation import missing_compiler
-from sansgpu.machine.memory import micro_batch_choices
+from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16
+from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
+from sansgpu.planning.memory_fit import estimate_memory, fits
+from sansgpu.planning.prepared import Prepared
+from sansgpu.reporting.bench_table import Variation
+from sansgpu.tasks import task_of
 
-COMPILE_COST = "half a minute at the start"
+WHAT_IF_STEPS = 4  # timed per variation
+COMPILE_COST, FEWER = "half a minute at the start", "parameters"  # the latter is replaced by their share
 HARMLESS_COSTS = ("nothing", "memory", COMPILE_COST)  # costs that do not change what the model learns
+HARMLESS_KEYS = ("training.threads", "training.compile", "training.kernels")
+TIMED_DATA_KEY = "data.max_length"  # the only key of the data that acts on random tokens
+
+Change = tuple[str, tuple[str, ...], str]  # name, settings, cost
 
 
-def variations(chosen: Config) -> list[tuple[str, tuple[str, ...], str]]:
-    """Returns (name, settings, cost) of each variation, all with the same tokens per step."""
+def asked_changes(config: Config, asked: Sequence[str]) -> list[Change]:
+    """Parses `key=value,value` arguments into one change per value. Raises ConfigError if a key or value is invalid."""
+    changes: list[Change] = []
+    for text in asked:
+        key, equals, values = (part.strip() for part in text.partition("="))
+        if not equals or not all(values.split(",")):
+            raise ConfigError(f"--vary {truncate(text)} has no values; write --vary model.n_layers=4,8.")
+        if key.startswith("data.") and key != TIMED_DATA_KEY:
+            raise ConfigError(f"--vary {key} has no effect, because random tokens are timed; vary model or training.")
+        settings = [f"{key}={value.strip()}" for value in values.split(",")]
+        if "training.batch_size=auto" in settings:
+            raise ConfigError("--vary training.batch_size needs numbers, because auto is timed as it is.")
+        changes += [(setting, (setting,), _cost(config, _varied(config, setting), key)) for setting in settings]
+    return changes
+
+
+def _varied(config: Config, setting: str) -> Config:
+    try:
+        return change_config(config, (setting,))
+    except ConfigError as error:
+        raise ConfigError(f"--vary {setting}: {str(error).removeprefix('the configuration: ')}") from None
+
+
+def _cost(config: Config, changed: Config, key: str) -> str:
+    if key in HARMLESS_KEYS:
+        return "nothing"
+    if key.startswith("model."):
+        return FEWER
+    tokens = effective_batch(changed.training) * changed.window
+    if tokens != effective_batch(config.training) * config.window:
+        return f"{tokens:,} tokens per step"
+    return "another training"
+
+
+def time_variations(
+    chosen: Config, prepared: Prepared, baseline: Measured, changes: Sequence[Change], progress: ReportProgress
+) -> list[Variation]:
+    """Times each change of `chosen` on random tokens. The first row is `baseline`, the configuration itself."""
+    rows = [_row("as it is", (), "", chosen, baseline, prepared)]
+    for number, (name, settings, cost) in enumerate(changes, start=1):
+        progress(f"timing variation {number} of {len(changes)}: {name}", 0, 0)
+        try:
+            changed = change_config(chosen, settings)
+            _require_memory(changed, prepared)
+            measured = measure_in_subprocess(
+                MeasureRequest(changed, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
+            )
+        except SansGPUError as error:
+            rows.append({"name": name, "set": list(settings), "gives_up": cost, "problem": str(error)})
+            continue
+        rows.append(_row(name, settings, cost, changed, measured, prepared))
+    for row in rows[1:]:
+        if "tokens_per_second" in row:
+            row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+    return rows
+
+
+def _require_memory(config: Config, prepared: Prepared) -> None:
+    """Raises SansGPUError if the run does not fit into memory, where it would disturb other programs."""
+    size = config.training.batch_size
+    assert size != "auto"
+    memory = estimate_memory(config, replace(prepared.execution, micro_batch=size))
+    if not fits(memory, prepared.available):
+        raise SansGPUError(
+            f"it needs {memory.least / 1e9:.1f} GB of memory, but {prepared.available / 1e9:.1f} GB are available"
+        )
+
+
+def _row(
+    name: str, settings: Sequence[str], cost: str, config: Config, measured: Measured, prepared: Prepared
+) -> Variation:
+    parameters = sum(task_of(config).costs(config).parameters().values())
+    seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
+    more = parameters / sum(prepared.costs.parameters().values()) - 1
+    if cost == FEWER:
+        cost = f"{abs(more):.0%} {'more' if more > 0 else 'fewer'} parameters" if more else "as many parameters"
+    return {
+        "name": name,
+        "set": list(settings),
+        "gives_up": cost,
+        "parameters": parameters,
+        "step_seconds": seconds,
+        "tokens_per_second": effective_batch(config.training) * min(prepared.example_tokens, config.window) / seconds,
+        "peak_rss_bytes": measured["peak_rss_bytes"],
+        "speedup": 1.0,
+    }
+
+
+def built_in_changes(chosen: Config) -> list[Change]:
+    """Returns the valid variations that suit a configuration, all with the same tokens per step."""
+    return [change for change in _variations(chosen) if _is_valid(chosen, change)]
+
+
+def _is_valid(chosen: Config, change: Change) -> bool:
+    try:
+        change_config(chosen, change[1])
+    except ConfigError:  # the model's shape is not divisible
+        return False
+    return True
+
+
+def _variations(chosen: Config) -> list[Change]:
     model, training, window = chosen.model, chosen.training, chosen.window
     size, accumulation, threads = training.batch_size, training.gradient_accumulation_steps, training.threads
     assert size != "auto"
     assert threads != "auto"
-    found: list[tuple[str, tuple[str, ...], str]] = []
+    found: list[Change] = []
     for part, word in ((2, "half"), (4, "a quarter of")):
         settings = (f"data.max_length={window // part}", f"training.batch_size={size * part}")
         found.append((f"{word} the sequence length", settings, f"context: {window // part} tokens"))
-    found.append(("half the layers", (f"model.n_layers={max(1, model.n_layers // 2)}",), "parameters"))
+    found.append(("half the layers", (f"model.n_layers={max(1, model.n_layers // 2)}",), FEWER))
     narrow = [f"model.{key}={getattr(model, key) // 2}" for key in ("d_model", "d_ff", "n_heads")]
     narrow += [f"model.n_kv_heads={model.kv_heads // 2}"] if model.n_kv_heads else []
-    found.append(("half the width", tuple(narrow), "parameters"))
+    found.append(("half the width", tuple(narrow), FEWER))
     other = "fp32" if training.precision == "bf16" else "bf16"
     note = "nothing" if other == "fp32" else "digits of products"
     if other == "fp32" or has_native_bf16():

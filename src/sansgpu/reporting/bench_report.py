@@ -9,10 +9,11 @@ from markupsafe import Markup
 
 from sansgpu.config.atomic import write_text
 from sansgpu.config.by_task import settings_of
-from sansgpu.reporting.bench_table import BenchResult
+from sansgpu.config.wording import counted
+from sansgpu.reporting.bench_table import BenchResult, validation_texts
 from sansgpu.reporting.page import page, templates
 from sansgpu.reporting.plots import Plot, Series
-from sansgpu.reporting.tables import count, counted, storage
+from sansgpu.reporting.tables import count, storage
 from sansgpu.reporting.terminal import clock, duration
 
 
@@ -21,7 +22,11 @@ def write_report(result: BenchResult, folder: Path) -> None:
     facts = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
     words = {"count": count, "counted": counted, "storage": storage, "duration": duration, "seconds": seconds}
     varying = settings_of(result["task"]).varying_length
-    text = templates().get_template("bench.md").render(r=facts, varying=varying, clock=_clock, **words)
+    text = (
+        templates()
+        .get_template("bench.md")
+        .render(r=facts, varying=varying, clock=_clock, validation=validation_texts(result), **words)
+    )
     write_text(folder / "report.md", text.strip() + "\n")
     plots, title = _plots(result), f"{result['name']}: benchmark"
     write_text(folder / "report.html", page("bench.html", plots, title=title, body=as_html(text)))

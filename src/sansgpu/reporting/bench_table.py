@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sansgpu.config.by_task import settings_of
-from sansgpu.reporting.tables import count, grid, pace, rate, storage
+from sansgpu.reporting.events import metric_texts
+from sansgpu.reporting.tables import count, grid, pace, print_table, rate, storage
 from sansgpu.reporting.terminal import clock, duration
 
 
@@ -81,7 +82,10 @@ class BenchResult(TypedDict):
     limits: dict[str, float]  # lower bound of each part's time at peak hardware rates / measured step time
     disturbances: list[str]
     warnings: list[str]
+    validation: dict[str, float]  # the task's metrics after the measured steps; empty without data
+    advice: list[str]
     from_step: int
+    start: str | None  # when the projections start; None: at the end of the benchmark
     projections: list[Projection]
     what_if: list[Variation]
     gpu: GpuComparison | None
@@ -128,9 +132,15 @@ def print_bench(console: Console, result: BenchResult) -> None:
     table.add_row("setup", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build.items()))
     shares = result["breakdown"].items()
     table.add_row("step time", ", ".join(f"{part} {share:.0%}" for part, share in shares))
+    for text in validation_texts(result):
+        table.add_row("validation", text)
+    for text in result["advice"]:
+        table.add_row("advice", text)
     for row in result["what_if"][1:]:
         if "speedup" in row:
             table.add_row("what if", f"{row['name']}: {row['speedup']:.2f}x, trade-off: {row['gives_up']}")
+        else:
+            table.add_row("what if", f"{row['name']}: not measured: {row['problem']}", style="yellow")
     for projection in result["projections"]:
         finish = clock(datetime.fromisoformat(projection["done"]))
         table.add_row(f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish}")
@@ -138,6 +148,11 @@ def print_bench(console: Console, result: BenchResult) -> None:
         table.add_row("disturbance", text, style="yellow")
     table.add_row("written", ", ".join(result["files"]))
     console.print(table)
+
+
+def validation_texts(result: BenchResult) -> list[str]:
+    """Describes the task's validation metrics."""
+    return metric_texts(result["validation"], settings_of(result["task"]))
 
 
 def print_forward(console: Console, result: ForwardResult) -> None:
@@ -153,4 +168,4 @@ def print_forward(console: Console, result: ForwardResult) -> None:
             f"{row['mfu']:.0%}",
             storage(row["peak_rss_bytes"]),
         )
-    console.print(table)
+    print_table(console, table)

@@ -43,6 +43,17 @@ def metrics_in(event: Event, settings: TaskSettings) -> list[Metric]:
     ]
 
 
+def metric_texts(event: Event, settings: TaskSettings) -> list[str]:
+    """Describes the metrics in an eval event, each with those that belong to it in parentheses."""
+    found = [metric for metric in metrics_in(event, settings) if metric.text]
+    texts = []
+    for metric in found:
+        if not metric.within:
+            details = ", ".join(inner.words(event) for inner in found if inner.within == metric.name)
+            texts.append(metric.words(event) + (f" ({details})" if details else ""))
+    return texts
+
+
 def current_metrics(event: Event, settings: TaskSettings) -> list[tuple[str, str]]:
     """Returns (short label, value) of the metrics in a step or eval event that step lines and the live view show."""
     shown = (metric for metric in settings.metrics if metric.short and event.get(metric.name) is not None)

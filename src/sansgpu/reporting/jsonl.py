@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from sansgpu.config.atomic import atomic_write
 from sansgpu.config.plain_data import InvalidDataError, open_regular
+from sansgpu.config.wording import counted
 from sansgpu.reporting.escape import printable_json
 from sansgpu.reporting.event_schema import event_flaw
 from sansgpu.reporting.events import Event, RecordError
@@ -115,7 +116,7 @@ def read_record(path: Path) -> tuple[list[Event], str | None]:
         flaws.append(f"{path} is ignored: {error}")
     if not flaws:
         return events, None
-    return events, flaws[0] + (f", and {len(flaws) - 1:,} more lines." if len(flaws) > 1 else ".")
+    return events, flaws[0] + (f", and {counted(len(flaws) - 1, 'more line')}." if len(flaws) > 1 else ".")
 
 
 def _lines(path: Path) -> Iterator[_Line]:

@@ -113,7 +113,7 @@ class LiveView:
             shown.evaluation = event
             shown.validation += _point(event)
             shown.news.append((f"step {event['step']:,}: validation {LOSS.words(event)}", ""))
-        elif kind == "snapshot":
+        elif kind == "snapshot" and event["path"] != shown.start.get("resumed_from"):
             shown.snapshot = event["path"], time.monotonic()
             shown.news.append((f"step {event['step']:,}: snapshot {event['path']}", "dim"))
         elif kind == "warning":

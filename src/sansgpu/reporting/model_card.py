@@ -17,6 +17,7 @@ from sansgpu.config import (
     CardText,
 )
 from sansgpu.config.metrics import LOSS
+from sansgpu.config.wording import counted
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.page import templates
 from sansgpu.reporting.record import RunRecord
@@ -198,7 +199,7 @@ def _procedure(model: _Model) -> dict[str, str]:
         "tokens per step": f"{start['tokens_per_step']:,}" if start.get("tokens_per_step") else "",
         "optimizer": f"{training.get('optimizer')}, weight decay {training.get('weight_decay')}",
         "learning rate": f"{training.get('learning_rate')} peak, {training.get('lr_scheduler')} schedule, "
-        f"{training.get('warmup_steps')} warmup steps",
+        + counted(training.get("warmup_steps") or 0, "warmup step"),
         "adapter": ""
         if adapter == "none"
         else f"{adapter}, rank {settings.get('lora_rank')}" + ("" if model.adapter else ", merged into the model"),

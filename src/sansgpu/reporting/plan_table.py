@@ -9,7 +9,8 @@ from typing import Any, NotRequired, TypedDict, cast
 from rich.console import Console
 from rich.table import Table
 
-from sansgpu.reporting.tables import count, counted, grid, pace, storage
+from sansgpu.config.wording import counted
+from sansgpu.reporting.tables import count, grid, pace, print_table, storage
 from sansgpu.reporting.terminal import batch_shape, clock, duration
 
 
@@ -126,15 +127,6 @@ class ProposedPlan(RunPlan):
     file: str
 
 
-class PresetPlan(RunPlan):
-    """A preset's plan for `sansgpu plan --presets`."""
-
-    preset: str
-    least_memory_bytes: int
-    optimal_tokens: int
-    optimal_seconds: float | None
-
-
 def figure(number: float) -> str:
     """Formats a number with three significant digits, or without decimals from 100 on."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
@@ -172,7 +164,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         table.add_row("speed", "not measured, because three layers do not fit into memory")
     if plan["total_steps"] and plan["total_tokens"]:
         epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
-        length = f"{plan['total_steps']:,} steps, {count(plan['total_tokens'])} tokens{epochs}"
+        length = f"{counted(plan['total_steps'], 'step')}, {count(plan['total_tokens'])} tokens{epochs}"
         if plan["total_seconds"] and plan["finish"]:
             finish = clock(datetime.fromisoformat(plan["finish"]))
             length += f": {duration(plan['total_seconds'])}, if started now done {finish}"
@@ -199,7 +191,7 @@ def _print_candidates(console: Console, plan: ProposedPlan) -> None:
             f"{row['epochs']:.1f}",
             "best" if not row["behind"] else f"+{row['behind']:.1%}",
         )
-    console.print(table)
+    print_table(console, table)
     console.print(f"written to {plan['file']}; train it with: sansgpu train {plan['file']}", soft_wrap=True)
 
 
@@ -231,8 +223,8 @@ def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
     cost = "" if cluster["cost"] is None else f", which cost {cluster['cost']:,.2f}"
     table.add_row(
         "time",
-        f"{cluster['total_steps']:,} steps: {duration(cluster['total_seconds'])}, if started now done {finish}; "
-        f"{figure(cluster['node_hours'])} node-hours{cost}",
+        f"{counted(cluster['total_steps'], 'step')}: {duration(cluster['total_seconds'])}, if started now done "
+        f"{finish}; {figure(cluster['node_hours'])} node-hours{cost}",
     )
     console.print(table)
     _print_curve(console, cluster)
@@ -255,7 +247,7 @@ def _print_curve(console: Console, cluster: ClusterPlan) -> None:
             f"{row['cost']:,.2f}" if priced else figure(row["node_hours"]),
             style=None if row["fits"] else "red",
         )
-    console.print(table)
+    print_table(console, table)
     for sentence in _about_nodes(cluster, rows):
         console.print(sentence, highlight=False)
 
@@ -266,7 +258,7 @@ def _about_nodes(cluster: ClusterPlan, rows: list[dict[str, Any]]) -> Iterator[s
         yield f"beyond {most:,}: the batch has too few examples, because each node needs at least one"
     if not all(row["fits"] for row in rows):
         fitting = next(
-            (f"on {row['nodes']:,} nodes or more" for row in rows if row["fits"]), f"on none of up to {last:,}"
+            (f"on {counted(row['nodes'], 'node')} or more" for row in rows if row["fits"]), f"on none of up to {last:,}"
         )
         yield f"it fits into memory {fitting}"
     faster, pays, fastest = f"{cluster['pays']:g} times as fast", cluster["pays_until"], cluster["fastest_nodes"]
@@ -286,32 +278,3 @@ def _about_nodes(cluster: ClusterPlan, rows: list[dict[str, Any]]) -> Iterator[s
             f"tokens, one example per node for {cluster['critical_batch_nodes']:,} nodes: a rule of thumb (Kaplan et "
             f"al. 2020) at a loss of {cluster['critical_batch_loss']:.2f} nats per token"
         )
-
-
-def print_presets(console: Console, rows: list[PresetPlan]) -> None:
-    table = Table()
-    for name in (
-        "preset",
-        "parameters",
-        "memory",
-        "at least",
-        "step",
-        "tokens/s",
-        "1,000 steps",
-        "20 tokens per parameter",
-    ):
-        table.add_column(name, justify="left" if name == "preset" else "right")
-    for row in rows:
-        speed, step, optimal = row["tokens_per_second"], row["step_seconds"], row["optimal_seconds"]
-        table.add_row(
-            row["preset"],
-            count(row["parameters"]),
-            storage(row["memory_bytes"]["total"]) + ("" if row["fits"] else " (too much)"),
-            storage(row["least_memory_bytes"]),
-            f"{row['batch_size']} x {row['gradient_accumulation_steps']} x {row['window']}",
-            f"{speed:,.0f}" if speed else "?",
-            duration(1000 * step) if step else "?",
-            f"{count(row['optimal_tokens'])}: {duration(optimal)}" if optimal else "?",
-        )
-    console.print(table)
-    console.print("at least: with micro-batch 1 and gradient checkpointing", style="dim")

@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import median
 
 from sansgpu.config.metrics import LOSS, Metric
+from sansgpu.config.wording import counted
 from sansgpu.reporting.events import Event, metrics_in
 from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.tables import count, counted, storage
+from sansgpu.reporting.tables import count, storage
 from sansgpu.reporting.terminal import duration
 
 NOT_FINITE = "not finite"  # shown for a number that is null in an event
@@ -94,7 +95,7 @@ def ran_on(record: RunRecord) -> str:
     cores, processes, threads = known.get("cores"), known.get("world_size") or 1, known.get("threads")
     found = [
         str(known.get("processor") or "unknown processor"),
-        f"{cores} cores" if cores else "",
+        counted(cores, "core") if cores else "",
         f"{processes} processes" if processes > 1 else "",
         counted(threads, "thread") + (" each" if processes > 1 else "") if threads else "",
         str(known.get("precision") or ""),

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sansgpu.config.wording import counted
+
 Result = dict[str, Any]
 
 
@@ -17,11 +19,6 @@ def count(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.1f}{unit}"
     return f"{number:.0f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Formats a number of things, e.g. 1 thread or 2 threads."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def storage(size: float) -> str:
@@ -42,8 +39,33 @@ def pace(tokens_per_second: float) -> str:
 def grid() -> Table:
     """Returns an empty table of two columns without lines."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")  # a long path continues on the next line
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table of strings. Nothing is cut: a screen too narrow for the columns gets each row as a list."""
+    heads = [str(column.header) for column in table.columns]
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    narrow = [max(map(len, (*head.split(), *cells)), default=0) for head, cells in zip(heads, columns, strict=True)]
+    wide = [max(width, len(head)) for width, head in zip(narrow, heads, strict=True)]
+    between, lines = 2 * (len(heads) - 1), 3 * len(heads) + 1
+    widths = wide if sum(wide) + (lines if table.box else between) <= console.width else narrow
+    if sum(widths) + lines > console.width:
+        table.box, table.pad_edge = None, False
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    if sum(widths) + (lines if table.box else between) <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title)
+    for number, row in enumerate(table.rows):
+        listed = grid()
+        for head, cells in zip(heads, columns, strict=True):
+            listed.add_row(head, cells[number], style=row.style)
+        console.print(listed, "")
 
 
 def print_doctor(console: Console, facts: Result) -> None:
@@ -58,10 +80,10 @@ def print_doctor(console: Console, facts: Result) -> None:
     rates += f"bf16 {rate(bf16)}" if bf16 else "bf16 only emulated"
     table.add_row("matrix products", rates)
     limit, swap = facts["memory_limit_bytes"], storage(facts["swap_bytes"]) if facts["swap_bytes"] else "none"
-    container_limit = f", container limit {storage(limit)}" if limit else ""
+    limited = f", limit {storage(limit)}" if limit else ""
     table.add_row(
         "memory",
-        f"{storage(facts['available_bytes'])} available of {storage(facts['memory_bytes'])}{container_limit}, "
+        f"{storage(facts['available_bytes'])} available of {storage(facts['memory_bytes'])}{limited}, "
         f"{facts['memory_bandwidth_bytes_per_second'] / 1e9:.0f} GB/s; swap {swap}; "
         f"huge pages {facts['transparent_huge_pages'] or 'unknown'}",
     )
@@ -89,8 +111,8 @@ def print_link_prediction(console: Console, result: Result) -> None:
             continue
         found = result[side]
         console.print(
-            f"{side}s of {found['queries']:,} triples among {found['candidates']:,} entities, filtered by known "
-            f"triples; {found['covered']:.1%} of the triples could be evaluated",
+            f"{side}s of {counted(found['queries'], 'triple')} among {counted(found['candidates'], 'entity')}, "
+            f"filtered by known triples; {found['covered']:.1%} of the triples could be evaluated",
             highlight=False,
         )
         table = Table(box=None, pad_edge=False)
@@ -100,18 +122,20 @@ def print_link_prediction(console: Console, result: Result) -> None:
             hits = (f"{row[key]:.3f}" if key in row else "" for key in ("hits_at_1", "hits_at_3", "hits_at_10"))
             baseline = f"{row['relation_frequency_mrr']:.4f}" if "relation_frequency_mrr" in row else "unknown"
             table.add_row(name, f"{row['queries']:,}", f"{row['mrr']:.4f}", *hits, baseline)
-        console.print(table)
+        print_table(console, table)
         console.print("baseline: entities ranked by their frequency with the relation in training", highlight=False)
         console.print(f"MRR of random ranking: {found['random_mrr']:.5f}", highlight=False)
 
 
 def print_extraction(console: Console, result: Result) -> None:
     """Prints the number of extracted triples, and their precision and recall if the texts have triples."""
-    console.print(f"{result['triples']:,} triples from {result['documents']:,} texts", highlight=False)
+    console.print(
+        f"{counted(result['triples'], 'triple')} from {counted(result['documents'], 'text')}", highlight=False
+    )
     if "gold" in result:
         given = result["given"]
         console.print(
-            f"compared to {result['gold']:,} gold triples: precision {result['precision']:.3f}, "
+            f"compared to {counted(result['gold'], 'gold triple')}: precision {result['precision']:.3f}, "
             f"recall {result['recall']:.3f}, F1 {result['f1']:.3f}",
             highlight=False,
         )
@@ -119,6 +143,6 @@ def print_extraction(console: Console, result: Result) -> None:
             best, score = result["best_f1"], result["best_min_score"]
             console.print(f"best F1 {best:.3f} with --min-score {score:.4f}, selected on these texts", highlight=False)
         console.print(
-            f"given head and relation: {given['accuracy']:.1%} of {given['pairs']:,} tails correct",
+            f"given head and relation: {given['accuracy']:.1%} of {counted(given['pairs'], 'tail')} correct",
             highlight=False,
         )

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import shlex
+import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.text import Text
 
-from sansgpu.config import TaskSettings
+from sansgpu.config import RunPaths, TaskSettings
 from sansgpu.config.by_task import DEFAULT_TASK, settings_of
-from sansgpu.reporting.escape import printable
-from sansgpu.reporting.events import Event, current_metrics, metrics_in
+from sansgpu.config.wording import counted
+from sansgpu.reporting.escape import printable, printable_line
+from sansgpu.reporting.events import Event, current_metrics, metric_texts
 from sansgpu.reporting.jsonl import redirect_to_null
-from sansgpu.reporting.tables import count, counted
+from sansgpu.reporting.tables import count
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
+SHOWN_AFTER_SECONDS = 1.5  # a stage of unknown size is shown if it lasts longer
+# Lines about a stage that lasts follow each other after this time, and after this share of the time it has lasted.
+REPEATED_AFTER_SECONDS, REPEATED_AFTER_RATIO = 10.0, 0.1
 DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
 FIGURES = TextColumn("{task.fields[figures]}", markup=False)
 
@@ -31,7 +39,10 @@ class RunConsole(Console):
     If its reader exits, as `head` does, the run continues; rich's console would end the process.
     """
 
-    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+    def __init__(self, *, stderr: bool = False, forwarded: bool = False, **options: Any) -> None:
+        """`forwarded`: a launcher forwards the output, so it gets neither colors nor moving bars."""
+        if forwarded:
+            options["force_terminal"] = False
         super().__init__(stderr=stderr, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -48,17 +59,19 @@ class RunConsole(Console):
 class Terminal:
     """A sink that prints events as plain lines."""
 
-    def __init__(self, console: Console, settings: TaskSettings | None = None) -> None:
-        """`settings` are those of the task. Default: according to the start event."""
+    def __init__(self, console: Console, settings: TaskSettings | None = None, evaluated: str = "validation") -> None:
+        """`settings` are those of the task. Default: according to the start event. `evaluated` names the data."""
         self._console, self._settings = console, settings or settings_of(DEFAULT_TASK)
-        self._total = 0
+        self._total, self._evaluated = 0, evaluated
+        self._folder: str | None = None  # of the run
+        self._resumed_from: str | None = None
 
     def emit(self, event: Event) -> None:
         handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start,
             "step": self._step,
             "eval": self._eval,
-            "snapshot": lambda e: self._print(f"snapshot {e['path']}"),
+            "snapshot": self._snapshot,
             "warning": lambda e: self._print(f"warning: {e['message']}", style="yellow"),
             "end": self._end,
         }
@@ -72,7 +85,8 @@ class Terminal:
 
     def _start(self, event: Event) -> None:
         self._total, self._settings = event["total_steps"] or 0, settings_of(event["task"])
-        resumed = f", resumed from {event['resumed_from']}" if event.get("resumed_from") else ""
+        self._folder, self._resumed_from = event["output_dir"], event.get("resumed_from")
+        resumed = f", resumed from {self._resumed_from}" if self._resumed_from else ""
         trained = event["trained_parameters"]
         adapted = f", {count(trained)} trainable" if trained < event["parameters"] else ""
         processes = f"{event['world_size']} processes of " if event.get("world_size", 1) > 1 else ""
@@ -84,8 +98,13 @@ class Terminal:
         self._print(
             f"{_length(event)} of {event['tokens_per_step']:,} tokens "
             f"({batch_shape(event['micro_batch'], event)}), "
-            f"{event['train_tokens']:,} training tokens; writing to {event['output_dir']}"
+            f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
+
+    def _snapshot(self, event: Event) -> None:
+        """Prints a saved snapshot. A resumed run also reports the one that it was resumed from, for its record."""
+        if event["path"] != self._resumed_from:
+            self._print(f"snapshot {event['path']}")
 
     def _step(self, event: Event) -> None:
         self._total = event["total_steps"] or 0
@@ -102,20 +121,23 @@ class Terminal:
         )
 
     def _eval(self, event: Event) -> None:
-        found = [metric for metric in metrics_in(event, self._settings) if metric.text]
-        parts = []
-        for metric in found:
-            if not metric.within:
-                details = ", ".join(inner.words(event) for inner in found if inner.within == metric.name)
-                parts.append(metric.words(event) + (f" ({details})" if details else ""))
+        parts = metric_texts(event, self._settings)
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
-        self._print(f"validation{place}: {', '.join(parts)}", style="bold")
-        if event.get("sample"):
-            self._print(f"sample: {event['sample']}", style="dim")
+        self._print(f"{self._evaluated}{place}: {', '.join(parts)}", style="bold")
+        if sample := event.get("sample"):
+            # In a log every line is one event, so that tools that work on lines can read it.
+            text = sample if self._console.is_terminal else printable_line(sample.replace("\n", "\\n"))
+            self._print(f"sample: {text}", style="dim")
 
     def _end(self, event: Event) -> None:
         reasons = {"done": "done", "interrupted": "interrupted and saved", "out_of_time": "done at its time limit"}
-        self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {duration(event['seconds'])}")
+        next_step = ""
+        if self._folder is not None and event["reason"] == "interrupted":
+            next_step = f"; continue with: sansgpu train --resume --output-dir {shlex.quote(self._folder)}"
+        elif self._folder is not None:
+            next_step = f"; the model is in {RunPaths(Path(self._folder)).final}"
+        took = duration(event["seconds"])
+        self._print(f"{reasons[event['reason']]} after step {event['step']:,} and {took}{next_step}")
 
 
 def batch_shape(micro_batch: int, event: Event) -> str:
@@ -142,63 +164,148 @@ class Warnings:
 
 
 class PreparationBar:
-    """Shows the progress of reading and tokenizing: a bar in a terminal, otherwise one line per stage."""
+    """Shows what a command does while it prints nothing else.
+
+    A stage with a known size gets a bar in a terminal, otherwise lines. All other stages are shown only if they last:
+    with a spinner in a terminal, otherwise with lines at growing intervals.
+    """
 
     def __init__(self, console: Console, silent: bool = False) -> None:
         self._console, self._silent = console, silent
-        self._stage, self._shown, self._started = "", 0.0, 0.0
+        self.ends_at_start = False  # True if another display takes over at the start event of a run
+        self._lock, self._closed = threading.RLock(), threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._stage: _Activity | None = None
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._updated = 0.0
 
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        """Implements `data.shards.Progress`: reports `done` of `total` bytes of a stage."""
+    def __call__(self, doing: str, done: int, total: int, unit: str = "byte", /) -> None:
+        """Implements `data.shards.ReportProgress`."""
         if self._silent:
             return
-        if doing != self._stage:
-            self._finish()
-            self._stage, self._started = doing, time.monotonic()
-            if self._console.is_terminal:
-                columns = DESCRIPTION, BarColumn(), FIGURES
-                self._bar = Progress(*columns, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
-                self._task = self._bar.add_task(doing, total=total, figures="")
-                self._bar.start()
-            else:
-                # Otherwise the total is unknown, or a count instead of a size.
-                size = f" ({total / 1e6:.1f} MB)" if total > max(done, MIN_SHOWN_BYTES) else ""
-                self._console.print(doing + size, highlight=False)
-        elif time.monotonic() - self._shown < 1 / REDRAWS_PER_SECOND:
-            return
-        self._shown = time.monotonic()
-        if self._bar is not None and self._task is not None:
-            rate = done / max(self._shown - self._started, 1e-3)
-            figures = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate / 1e6:.1f} MB/s"
-            self._bar.update(self._task, completed=done, total=total, figures=figures)
+        with self._lock:
+            is_new = self._stage is None or self._stage.doing != doing
+            if is_new:
+                self._finish()
+                self._stage = _Activity(doing)
+                self._watch()
+            elif time.monotonic() - self._updated < 1 / REDRAWS_PER_SECOND:
+                return
+            self._updated = time.monotonic()
+            assert self._stage is not None
+            self._stage.done, self._stage.total, self._stage.unit = done, total, unit
+            if is_new and total and unit == "byte":
+                self._show(self._stage)
+            elif self._bar is not None:
+                self._bar.update(
+                    self._bar.task_ids[0], completed=done, total=total or None, figures=self._stage.figures
+                )
 
     def show_message(self, doing: str) -> None:
         """Prints a line about the current activity."""
-        self._finish()
-        self._console.print(doing, highlight=False, style="dim")
+        with self._lock:
+            self._finish()
+            self._console.print(doing, highlight=False, style="dim")
 
     def emit(self, event: Event) -> None:
-        """Ends the bar at the first event, which follows the preparation."""
-        self._finish()
+        """Ends the stage, because an event is printed."""
+        with self._lock:
+            self._finish()
+            self._silent = self._silent or (event["event"] == "start" and self.ends_at_start)
+
+    def close(self) -> None:
+        """Ends the display. A bar stays at its current position."""
+        self._closed.set()
+        with self._lock:
+            self._stop()
+
+    def _watch(self) -> None:
+        """Starts the thread that shows stages that last."""
+        if self._watcher is None or self._closed.is_set():
+            self._closed = threading.Event()
+            self._watcher = threading.Thread(target=self._show_lasting, args=[self._closed], daemon=True)
+            self._watcher.start()
+
+    def _show_lasting(self, closed: threading.Event) -> None:
+        while not closed.wait(1 / REDRAWS_PER_SECOND):
+            with self._lock:
+                if self._stage is not None and not closed.is_set() and self._stage.is_due():
+                    self._show(self._stage)
+
+    def _show(self, stage: _Activity) -> None:
+        """Starts the bar or the spinner, or prints a line."""
+        if not self._console.is_terminal:
+            self._console.print(stage.line(), highlight=False, soft_wrap=True)
+        elif self._bar is None:
+            has_size = bool(stage.total) and stage.unit == "byte"
+            columns = (BarColumn(),) if has_size else (SpinnerColumn(), TimeElapsedColumn())
+            self._bar = Progress(
+                DESCRIPTION, *columns, FIGURES, console=self._console, refresh_per_second=REDRAWS_PER_SECOND,
+                transient=not has_size,
+            )  # fmt: skip
+            self._bar.add_task(stage.doing, total=stage.total or None, completed=stage.done, figures=stage.figures)
+            self._bar.tasks[0].start_time = stage.started  # TimeElapsedColumn counts from here
+            self._bar.start()
+        stage.shown_at = time.monotonic()
 
     def _finish(self) -> None:
         """Marks the current stage as complete."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, total=1, completed=1)
-        self.close()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], total=1, completed=1)
+        self._stop()
 
-    def close(self) -> None:
-        """Stops the bar at its current position."""
+    def _stop(self) -> None:
+        self._stage = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
+@dataclass
+class _Activity:
+    """An activity that a PreparationBar shows."""
+
+    doing: str
+    done: int = 0
+    total: int = 0  # 0: unknown
+    unit: str = "byte"
+    started: float = field(default_factory=time.monotonic)
+    shown_at: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def figures(self) -> str:
+        """How much is done, and of bytes how fast."""
+        if self.unit != "byte":
+            return f"{self.done:,} of {counted(self.total, self.unit)}" if self.total else counted(self.done, self.unit)
+        if not self.total:
+            return ""
+        speed = self.done / max(self.seconds, 1e-3)
+        return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, {speed / 1e6:.1f} MB/s"
+
+    def is_due(self) -> bool:
+        """Returns whether the stage has lasted so long that it should be shown, or shown again."""
+        if self.shown_at is None:
+            return self.seconds >= SHOWN_AFTER_SECONDS
+        shown = self.shown_at - self.started
+        return self.seconds >= shown + max(REPEATED_AFTER_SECONDS, shown * REPEATED_AFTER_RATIO)
+
+    def line(self) -> str:
+        if self.shown_at is None:
+            if self.unit != "byte" or not self.total:
+                return f"{self.doing} ..."
+            # Otherwise the size is unknown.
+            size = f" ({self.total / 1e6:.1f} MB)" if self.total > max(self.done, MIN_SHOWN_BYTES) else ""
+            return self.doing + size
+        return f"{self.doing} ... " + ", ".join(part for part in (self.figures, duration(self.seconds)) if part)
+
+
 def _length(event: Event) -> str:
     if event["total_steps"]:
-        return f"{event['total_steps']:,} steps"
+        return counted(event["total_steps"], "step")
     return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
 
 

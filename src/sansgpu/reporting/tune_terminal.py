@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
-from sansgpu.reporting.tables import counted, grid
+from sansgpu.config.wording import counted
+from sansgpu.reporting.tables import grid, print_table
 from sansgpu.reporting.terminal import DESCRIPTION, FIGURES, clock, duration
 from sansgpu.reporting.tune_events import (
     Parameters,
@@ -102,7 +103,7 @@ class TuneTerminal:
         trials, finished = event.estimate.trials, event.finished
         print_estimate(self._console, event.estimate)
         if event.evaluations_changed:
-            self._say(f"each trial is evaluated {event.evaluations} times to allow pruning")
+            self._say(f"each trial is evaluated {counted(event.evaluations, 'time')} to allow pruning")
         if finished:
             of = f" of {trials}" if trials else ""
             self._say(f"continuing {event.folder}: {finished}{of} trials done")
@@ -161,7 +162,7 @@ def print_tune(console: Console, result: SearchResult) -> None:
             f"{row.seconds / 60:.1f}",
             style="bold" if row is result.best else {"failed": "red", "done": None}.get(row.state, "dim"),
         )
-    console.print(table)
+    print_table(console, table)
     for row in result.trials:
         if row.why:
             console.print(Text(f"trial {row.trial} failed: {row.why}", "red"), soft_wrap=True)

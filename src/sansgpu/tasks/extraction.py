@@ -118,7 +118,7 @@ class TripleExtractor:
                 for queries, answers in zip(batch, self._answers(batch), strict=True):
                     yield self._extracted(queries, answers)
                 batch = []
-                progress("reading texts", number, len(documents))
+                progress("reading texts", number, len(documents), "text")
 
     def _document_queries(self, document: GraphDocument) -> _DocumentQueries:
         """Builds the queries for all heads, windows and relations, and those for the document's own triples."""

@@ -204,9 +204,10 @@ def require_rows(part: Sized, name: str) -> None:
         raise ConfigError(f"{name} has no examples to evaluate on.")
 
 
-def too_few(name: str, count: int, what: str) -> ConfigError:
-    """Returns the error for data that is too small to split."""
+def too_few(name: str, count: int, what: str, notes: Sequence[str]) -> ConfigError:
+    """Returns the error for data that is too small to split. `notes` say which rows are left out."""
+    reasons = "".join(f" ({note.removesuffix('.')})" for note in notes)
     return ConfigError(
-        f"{name} has {count} usable {what}, too few to hold some out for validation; add more or set "
+        f"{name} has {count} usable {what}, too few to hold some out for validation{reasons}; add more or set "
         "data.validation_name."
     )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import Config, ConfigError, same_input
 from sansgpu.data.graph import INVERSE, Entity, GraphDocument, Triple
 from sansgpu.data.graph_sources import GraphSource, open_graphs
 from sansgpu.data.leafy import LeafyRules, build_leafy
@@ -143,7 +143,7 @@ class LinkPrediction:
             scores = self._candidates.scores(self._predictor, questions[start:stop])
             part = numbers[start:stop]
             ranks[part] = self._ranked(scores, [queries[number].triple for number in part])
-            progress("ranking entities", stop, len(questions))
+            progress("ranking entities", stop, len(questions), "query")
         return ranks
 
     def _ranked(self, scores: torch.Tensor, triples: list[Triple]) -> np.ndarray:
@@ -232,7 +232,7 @@ def rank_tails(
     config, target = loaded.config, loaded.source.target
     own = run_parts(loaded, progress, warn)
     if data is not None:
-        parts = own if own and data == config.data.dataset_name else open_all(config, data, progress, warn)
+        parts = own if own and same_input(data, config.data.dataset_name) else open_all(config, data, progress, warn)
         queried = parts.test or parts.validation or parts.train
     elif own is not None:
         parts, queried = own, _unseen(own)
@@ -266,7 +266,7 @@ def run_parts(loaded: TrainedModel, progress: ReportProgress, warn: Callable[[st
 
 def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts:
     """Returns the splits of a source. If the run's own data has no validation split, splits one off as in training."""
-    own = name == config.data.dataset_name
+    own = same_input(name, config.data.dataset_name)
     data = config.data.model_copy(
         update={} if own else {"dataset_name": name, "dataset_config": None, "validation_name": None}
     )

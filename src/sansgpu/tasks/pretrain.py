@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, derive_seed
+from sansgpu.config.wording import counted
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, make_windows, piece_length
@@ -214,7 +215,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         context = _context_of(model)
         window = request.window or min(config.window if loaded.source.config else UNBOUNDED_CONTEXT, context)
         if window > context:
-            raise ConfigError(f"--window {window} is longer than the model's context of {context} tokens.")
+            raise ConfigError(f"--window {window} is longer than the model's context of {counted(context, 'token')}.")
         source = open_single(request.data, DataConfig(dataset_name=request.data, text_column=config.data.text_column))
         documents = all_documents(build_store(source, tokenizer, request.cache, request.progress))
         # As in pretraining, the last token of a document predicts the first token of the next document.
@@ -265,8 +266,8 @@ def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
 def _require_tokens(config: Config, train: TokenRanges, validation: TokenRanges, store: TokenStore) -> None:
     if train.token_count < config.window:
         raise ConfigError(
-            f"{store.name} has {train.token_count} tokens to train on, less than one window of {config.window}; "
-            "add more text or lower data.max_length."
+            f"{store.name} has {counted(train.token_count, 'token')} to train on, less than one window of "
+            f"{config.window}; add more text or lower data.max_length."
         )
     if validation.token_count < 2:
         raise ConfigError(

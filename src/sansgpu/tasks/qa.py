@@ -17,9 +17,10 @@ from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, SansGPUErr
 from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
+from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
-from sansgpu.data.sources import Source, open_single, open_sources
+from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
@@ -32,10 +33,11 @@ PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.jso
 
 @dataclass(frozen=True)
 class TokenizedQuestions:
-    """Questions with their tokenized windows."""
+    """Questions with their tokenized windows, and the bad rows that were left out."""
 
     questions: list[Question]
     windows: list[QuestionWindow]
+    bad_rows: BadRows
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -114,28 +116,36 @@ class QA(QAObjective, FineTuningTask):
         sources, data = open_sources(config.data), config.data
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
-        questions = _questions(sources.train, data, notes)
+        train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
+        questions = read_questions(sources.train.rows(), train_rows)
         if sources.validation is not None:
-            train, held = questions, _questions(sources.validation, data, notes)
+            train, held = questions, read_questions(sources.validation.rows(), held_rows)
         else:
             if len(questions) < 2:
-                raise too_few(sources.train.name, len(questions), "questions")
+                raise too_few(sources.train.name, len(questions), "questions", notes)
             contents = [question.context.encode() for question in questions]
             sizes = np.ones(len(questions))
             train, held = (
                 [questions[n] for n in part] for part in split_examples(contents, sizes, data.validation_split)
             )
-        if not train or not held:
-            raise too_few(sources.train.name, len(questions), "questions")
-        splits = []
-        for part in (train, held):
+
+        def tokenized(part: list[Question], rows: BadRows, name: str) -> TokenizedQuestions:
             size = sum(len(question.context) for question in part)
             progress("tokenizing", size, size)
-            splits.append(tokenize_questions(part, config, tokenizer))
+            made = tokenize_questions(part, config, tokenizer, rows)
+            rows.report(lambda note: notes.append(f"{name} questions: {note}"))
+            return made
+
+        splits = tokenized(train, train_rows, "training"), tokenized(held, held_rows, "validation")
+        if not splits[1] and held_rows.first:
+            raise ConfigError(f"no validation question can be used; the first: {held_rows.first}")
+        if not all(splits):
+            raise too_few(sources.train.name, len(questions), "questions", notes)
+        asked = splits[0].questions
         if data.null_answers is None:
-            null = any(question.impossible for question in train)
+            null = any(question.impossible for question in asked)
             config = config.model_copy(update={"data": data.model_copy(update={"null_answers": null})})
-        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(splits[0])}-{splits[0].lengths.sum()}"
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(asked)}-{len(splits[0])}-{splits[0].lengths.sum()}"
         return config, QuestionCorpus(splits[0], splits[1], notes, fingerprint, tokenizer)
 
     @classmethod
@@ -155,14 +165,14 @@ class QA(QAObjective, FineTuningTask):
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> QAEvaluator:
         if request.data is None:
-            part = cast(QuestionCorpus, request.own_corpus()).validation
-            return QAEvaluator(loaded.objective, part, loaded.config.data)
-        notes: list[str] = []
-        settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
-        part = tokenize_source(open_single(request.data, settings), loaded.config, loaded.tokenizer, notes)
-        for note in notes:
-            request.warn(note)
-        require_rows(part, request.data)
+            part, name = cast(QuestionCorpus, request.own_corpus()).validation, "validation questions"
+        else:
+            settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
+            source, bad_rows = open_single(request.data, settings), BadRows("skip")
+            questions, name = read_questions(source.rows(), bad_rows), source.name
+            part = tokenize_questions(questions, loaded.config, loaded.tokenizer, bad_rows)
+        part.bad_rows.report(lambda note: request.warn(f"{name}: {note}"))
+        require_rows(part, name)
         return QAEvaluator(loaded.objective, part, loaded.config.data)
 
     @classmethod
@@ -175,12 +185,15 @@ class QA(QAObjective, FineTuningTask):
                 raise ConfigError(f"row {number} needs a question and a context; add what is missing.")
         questions = [
             Question(str(number), row["question"], row["context"], (), impossible=True)
-            for number, row in enumerate(rows)
+            for number, row in enumerate(rows, 1)
         ]
         data = loaded.config.data
         if null_answers is not None:
             data = data.model_copy(update={"null_answers": null_answers})
-        asked = tokenize_questions(questions, loaded.config, loaded.tokenizer)
+        too_long = BadRows("skip")
+        asked = tokenize_questions(questions, loaded.config, loaded.tokenizer, too_long)
+        if too_long.first:
+            raise ConfigError(too_long.first)
         evaluator = QAEvaluator(loaded.objective, asked, data)
         for batch in evaluator.validation_batches(cls.evaluation_batch(loaded.config)):
             evaluator.evaluate(batch.to(loaded.device))
@@ -250,9 +263,10 @@ class QAEvaluator:
         return found
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Adds exact match and F1, also separately for questions with and without answer."""
+        """Adds scores of questions with and without answer, and the number of bad rows, which have no score."""
         answered = [question for question in self._tokenized.questions if question.id in self.answers]
-        return metrics | exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
+        scores = exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
+        return {**metrics, **scores, "skipped": float(self._tokenized.bad_rows.count)}
 
     def collect(self, gather: Gather) -> None:
         """Adds the answers of other ranks."""
@@ -275,20 +289,13 @@ class QAEvaluator:
         return written
 
 
-def _questions(source: Source, data: DataConfig, notes: list[str]) -> list[Question]:
-    return read_questions(source.rows(), data.on_bad_row, lambda note: notes.append(f"{source.name}: {note}"))
-
-
-def tokenize_source(source: Source, config: Config, tokenizer: Any, notes: list[str]) -> TokenizedQuestions:
-    """Reads all questions of a source. Raises ConfigError if one is invalid."""
-    return tokenize_questions(_questions(source, config.data, notes), config, tokenizer)
-
-
-def tokenize_questions(questions: list[Question], config: Config, tokenizer: Any) -> TokenizedQuestions:
-    """Tokenizes questions into windows."""
-    return TokenizedQuestions(
-        questions, make_windows(questions, tokenizer, _longest(config, tokenizer), config.data.doc_stride)
-    )
+def tokenize_questions(
+    questions: list[Question], config: Config, tokenizer: Any, bad_rows: BadRows
+) -> TokenizedQuestions:
+    """Tokenizes questions into windows. Those that are too long are added to the `bad_rows`."""
+    longest = _longest(config, tokenizer)
+    kept, windows = make_windows(questions, tokenizer, longest, config.data.doc_stride, bad_rows)
+    return TokenizedQuestions(kept, windows, bad_rows)
 
 
 def _longest(config: Config, tokenizer: Any) -> int:

@@ -118,12 +118,12 @@ class SFT(SFTObjective, FineTuningTask):
             validation = tokenize_source(sources.validation, config, tokenizer, progress, notes)
         else:
             if len(examples) < 2:
-                raise too_few(sources.train.name, len(examples), "rows")
+                raise too_few(sources.train.name, len(examples), "rows", notes)
             contents = [examples.example(number)[0].tobytes() for number in range(len(examples))]
             split = split_examples(contents, examples.lengths(), config.data.validation_split)
             train, validation = (ConversationExamples(examples, numbers) for numbers in split)
         if not len(train) or not len(validation):
-            raise too_few(sources.train.name, len(examples), "rows")
+            raise too_few(sources.train.name, len(examples), "rows", notes)
         tokens = int(train.lengths.sum())
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{tokens}-{train.targets}"
         return config, ChatCorpus(train, validation, notes, fingerprint, tokenizer)
@@ -232,13 +232,16 @@ def _examples(
             yield row
 
     examples = tokenize_conversations(rows_with_progress(), tokenizer, window, data.long_rows, data.on_bad_row)
-    if examples.truncated:
+    if examples.shortened:
         notes.append(
-            f"{source.name}: {examples.truncated} rows are longer than {window} tokens and were cut at the start."
+            f"{source.name}: {examples.shortened} rows are longer than {window} tokens and were shortened at their "
+            "start, conversations by whole turns."
         )
     if examples.dropped:
+        whole = "their last question and answer" if data.long_rows == "truncate" else "they"
         notes.append(
-            f"{source.name}: {examples.dropped} rows are dropped: longer than {window} tokens or without an answer."
+            f"{source.name}: {examples.dropped} rows are dropped: {whole} are longer than {window} tokens, or there is "
+            "nothing to learn; raise data.max_length to keep the long ones."
         )
     if examples.skipped:
         notes.append(f"{source.name}: bad rows skipped: {examples.skipped}; the first: {examples.first_skipped}")

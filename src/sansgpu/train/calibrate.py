@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from sansgpu.config import Config, TrainingConfig, derive_seed
+from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
+from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import micro_batches_per_rank
 from sansgpu.tasks import Objective, TaskKind
 from sansgpu.train.optim import Optimizer
@@ -65,6 +67,7 @@ def measure(
     compile_wanted: str,
     all_layers_fit: bool,
     tokens: int | None = None,
+    progress: ReportProgress = ignore_progress,
 ) -> Timing:
     """Returns the timing of the fastest micro-batch size; with `compile_wanted="measure"`, eager and compiled compete.
 
@@ -75,15 +78,21 @@ def measure(
     layers = task.costs(config).layers
     first = "off" if compile_wanted == "measure" else compile_wanted
     tried: list[Timing] = []
+
+    def timed(size: int, compiled: str) -> Timing:
+        how = "compiled" if compiled == "on" else "not compiled"
+        progress(f"timing steps with micro-batches of {counted(size, 'example')}, {how}", 0, 0)
+        return time_parts(task, config, plan, size, compiled, all_layers_fit, tokens)
+
     for size in sorted(sizes):
-        tried.append(time_parts(task, config, plan, size, first, all_layers_fit, tokens))
+        tried.append(timed(size, first))
         if _seconds_per_example(layers, tried[-1]) * MARGIN > _seconds_per_example(layers, _best(layers, tried)):
             break
     best = _best(layers, tried)
     if compile_wanted == "measure":
         limit = _seconds_per_example(layers, best)
         close = [t.micro_batch for t in tried if _seconds_per_example(layers, t) * COMPILED_CANDIDATE_RATIO <= limit]
-        compiled = _best(layers, [time_parts(task, config, plan, size, "on", all_layers_fit, tokens) for size in close])
+        compiled = _best(layers, [timed(size, "on") for size in close])
         if _seconds_per_example(layers, compiled) < _seconds_per_example(layers, best) * MARGIN:
             return compiled
     return best

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
+from itertools import count, islice
 
 import torch
 
 from sansgpu.config import TrainingConfig
+from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import Evaluator, Sums, add_sums
 from sansgpu.train.step import StepPlan
@@ -24,7 +25,11 @@ def eval_token_ratio(
 
 
 def evaluate(
-    task: Evaluator, plan: StepPlan, batches: int | None = None, stop: Callable[[], bool] = lambda: False
+    task: Evaluator,
+    plan: StepPlan,
+    batches: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: ReportProgress = ignore_progress,
 ) -> dict[str, float] | None:
     """Returns the task's metrics on the validation split, or on its first `batches`; None if `stop` returned True.
 
@@ -37,7 +42,10 @@ def evaluate(
     try:
         with torch.no_grad(), plan.autocast():
             chosen = islice(task.validation_batches(plan.micro_batch), batches)
-            while turn := list(islice(chosen, group.size)):
+            for done in count(step=group.size):
+                progress("evaluating", done, 0, "batch")
+                if not (turn := list(islice(chosen, group.size))):
+                    break
                 if group.all_reduce_max(float(stop())):
                     return None
                 # In a short last round all ranks still run a forward pass, but each batch counts once.

@@ -10,6 +10,7 @@ from pathlib import Path
 from sansgpu.config import ConfigError, SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.prefetch import Prefetcher
+from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
@@ -54,10 +55,12 @@ class Trainer:
         sinks: Sinks,
         controls: Controls | None = None,
         system: SystemStatistics = lambda: None,
+        progress: ReportProgress = ignore_progress,
     ) -> None:
         """Prepares model and optimizer for training.
 
-        `controls` supplies requests to save, evaluate, pause or stop; `system` supplies machine statistics.
+        `controls` supplies requests to save, evaluate, pause or stop; `system` supplies machine statistics. `progress`
+        shows what is done between events.
         """
         plan, training = run.plan, run.config.training
         self._task, self._run, self._training, self._group, self._sinks = task, run, training, plan.group, sinks
@@ -76,6 +79,7 @@ class Trainer:
         )
         if run.sharding != "full":
             task.between_blocks(self._guard.check)
+        self._show = progress
         self._metrics: Metrics | None = None  # of an evaluation at the current step
 
     @property
@@ -119,13 +123,15 @@ class Trainer:
 
         Takes snapshots as configured and one at the end. `final/` is written unless the run was interrupted.
         """
-        prefetch = Prefetcher(self._batch, self._training.dataloader_num_workers, self._training.prefetch)
+        training, timeout = self._training, self._run.config.data.timeout_seconds
+        prefetch = Prefetcher(self._batch, training.dataloader_num_workers, training.prefetch, timeout)
         self._task.model.train()
         try:
             with self._control.interrupt, self._group.diagnosing_torch():
                 signal = self._run_steps(prefetch)
                 if signal is None:
                     self._evaluate()
+                self._show("saving", 0, 0)
                 if self._progress.step:  # else there is nothing to save
                     self._save()
                 self._saver.flush()
@@ -134,6 +140,7 @@ class Trainer:
             if isinstance(self._task, Collecting):
                 self._task.collect(self._group.all_gather_object)
             self._state.optimizer.release_state()
+            self._show("writing the final model", 0, 0)
             if self._group.is_main:
                 self._task.export(self._run.paths.final)
             return self._end("out_of_time" if self._length.is_out_of_time() else "done")
@@ -148,8 +155,9 @@ class Trainer:
         """Trains until the run is finished, or until a signal, which is returned, interrupts it."""
         if self._progress.step:
             self._finish_step()
-        is_first = True
+        is_first, start = True, self._progress.step
         while (signal := self._follow_commands()) is None and not self._length.is_finished():
+            self._show_first_steps(start)
             self._one_step(prefetch, is_first)
             self._saver.flush_if_written()
             if self._length.replan():
@@ -157,6 +165,12 @@ class Trainer:
             self._finish_step()
             is_first = False
         return signal
+
+    def _show_first_steps(self, start: int) -> None:
+        """Shows the steps before the first logged one, because the first step may compile for a minute."""
+        every, step = self._training.logging_steps, self._progress.step
+        if every and (logged := start - start % every + every) > step:
+            self._show("training up to the first logged step", step - start, logged - start, "step")
 
     def _follow_commands(self) -> int | None:
         """Follows requests, waits while the run is paused, and returns the signal that ends it, or None."""
@@ -224,7 +238,7 @@ class Trainer:
         if self._metrics is not None:
             return
         progress, training, start = self._progress, self._training, time.perf_counter()
-        self._metrics = finite(evaluate(self._task, self._plan, training.eval_batches, stop))
+        self._metrics = finite(evaluate(self._task, self._plan, training.eval_batches, stop, self._show))
         if self._metrics is None:
             return
         seconds, loss = time.perf_counter() - start, self._metrics["loss"]

@@ -47,10 +47,8 @@ class Optimizer:
         self._sharding = training.sharding if group.size > 1 else "none"
         cut = shard_blocks(model, group, compute_dtype) if self._sharding == "full" else set()
         groups = parameter_groups(model)
-        if training.optimizer != "adamw" and not groups.matrices:
-            raise ConfigError(
-                f"training.optimizer is {training.optimizer}, but no matrix of the model is trained; set it to adamw."
-            )
+        if training.optimizer == "muon" and not groups.matrices:
+            raise ConfigError("training.optimizer is muon, but no matrix of the model is trained; set it to adamw.")
         places = self._places(model, {name for name, p in model.named_parameters() if p.requires_grad}, cut)
         matrices = {name for name, _ in groups.matrices}
         undecayed = {name for name, _ in groups.others}
@@ -226,7 +224,7 @@ class Optimizer:
 
 
 def choose_optimizer(configured: str, step_flops: float, muon_flops: float) -> str:
-    """Returns `muon` or `adamw`; `auto` becomes Muon if orthogonalization takes less than a tenth of a step.
+    """Returns the configured optimizer; `auto` becomes Muon if orthogonalization takes less than a tenth of a step.
 
     Decides by FLOPs rather than a measurement, so that the choice is reproducible.
     """

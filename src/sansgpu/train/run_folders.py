@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from filelock import FileLock, Timeout
 from sansgpu.config import (
     ABANDONED_FOLDER,
     BUILT_IN_NAMES,
+    INPUT_KEYS,
     Config,
     ConfigError,
     Override,
@@ -25,13 +27,12 @@ from sansgpu.config import (
 )
 from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.config.by_task import is_outside
+from sansgpu.config.paths import RUNS
 from sansgpu.reporting.escape import printable_line
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.train.run_marks import require_own_configuration
 from sansgpu.train.snapshots import snapshots
 
-RUNS = Path("runs")  # default parent folder of runs
-PATH_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
 PROBE_SECONDS = 0.5  # to wait for the lock, because `is_locked` in another process takes it for a moment
 
 
@@ -176,6 +177,17 @@ def recorded_file(folder: Path, resume: str) -> Path | None:
     return next((file for file in of_branch if file.is_file()), own)
 
 
+def no_run_to_resume(folder: Path) -> ConfigError:
+    """Returns the error of a resume without a configuration in a folder that has none either."""
+    runs = [path.parent.name for path in folder.parent.glob(f"*/{RunPaths(folder).config.name}")]
+    near = get_close_matches(folder.name, sorted(runs), n=1)
+    hint = f" (did you mean {folder.parent / near[0]}?)" if near else ""
+    return ConfigError(
+        f"{folder} contains no run to resume{hint}; give a run's folder with --output-dir, or the configuration of a "
+        "new run."
+    )
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes one JSON object. Raises SansGPUError if the file cannot be written."""
     with write_failures_as(SansGPUError, path):
@@ -184,7 +196,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def open_any(config: Config) -> Config:
     """Makes local paths in the configuration absolute, so that its file works from any folder."""
-    for section, keys in PATH_KEYS.items():
+    for section, keys in INPUT_KEYS.items():
         values = getattr(config, section)
         paths = {
             key: Path(name).expanduser()

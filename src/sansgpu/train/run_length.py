@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from sansgpu.config.wording import counted
 from sansgpu.reporting.events import Event
 from sansgpu.train.budget import Budget
 from sansgpu.train.run_setup import RunSetup
@@ -85,7 +86,7 @@ class RunLength:
         if not self._warned and self.budget.idle_ratio(max_steps - step) > EARLY_END_RATIO:
             self._warned = True
             self._warn(
-                f"num_epochs, max_steps or max_tokens end the run after {total:,} steps, long before its time is up; "
-                "set them to null to use all of the time."
+                f"num_epochs, max_steps or max_tokens end the run after {counted(total, 'step')}, long before its time "
+                "is up; set them to null to use all of the time."
             )
         return total

@@ -21,6 +21,8 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
             return peak
         case "linear":
             height = 1 - progress
+        case "polynomial":  # as get_polynomial_decay_schedule_with_warmup of transformers
+            height = max(0.0, 1 - progress) ** training.lr_power
         case "cosine":
             height = (1 + math.cos(math.pi * progress)) / 2
         case "wsd":  # warm-up, stable, decay (arXiv 2405.18392)

@@ -143,7 +143,9 @@ def latest_intact_snapshot(folder: Path, warn: Callable[[str], None]) -> Snapsho
             return snapshot
         warn(f"{problem} It is skipped.")
     if found:
-        raise ConfigError(f"all {len(found)} snapshots in {folder} are damaged; there is nothing to resume from.")
+        raise ConfigError(
+            f"no snapshot in {folder} is intact ({len(found)} damaged), so there is nothing to resume from."
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""The optimizers AdamW, 8-bit AdamW and Muon. To add one, write its rule and an entry in MATRIX_RULES."""
+"""The optimizers AdamW, 8-bit AdamW, Adam, SGD and Muon. To add one, write its rule and an entry in RULES."""
 
 from __future__ import annotations
 
@@ -31,26 +31,42 @@ def _zeros(count: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
     return zeros
 
 
-def _adamw_with(kernel: Callable[..., None]) -> Callable[[Sequence[TrainedWeight], UpdateStep], None]:
-    """Returns an update function that calls `kernel` for each weight."""
+def _with_l2(weight: TrainedWeight, step: UpdateStep) -> torch.Tensor:
+    """Returns the clipped gradient of the loss plus L2 regularization, as torch's Adam and SGD compute it."""
+    assert weight.gradient is not None
+    gradient = weight.gradient.to(weight.master.dtype).mul_(step.scale)
+    return gradient.add_(weight.master, alpha=weight.decay) if weight.decay else gradient
+
+
+def _adamw_with(kernel: Callable[..., None], l2: bool = False) -> Callable[[Sequence[TrainedWeight], UpdateStep], None]:
+    """Returns an update function that calls `kernel` for each weight. With `l2` it is Adam instead of AdamW."""
 
     def update(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
         for weight in weights:
             kernel(
                 weight.master,
                 *(weight.moments[kind] for kind in weight.rule.moments),
-                weight.gradient,
+                _with_l2(weight, step) if l2 else weight.gradient,
                 weight.working,
                 lr=step.lr,
                 betas=(step.training.beta1, step.training.beta2),
                 eps=ADAM_EPS,
-                weight_decay=weight.decay,
+                weight_decay=0.0 if l2 else weight.decay,
                 step=step.number,
-                scale=step.scale,
+                scale=1.0 if l2 else step.scale,
                 seed=derive_seed(step.training.seed, "rounding", step.number, weight.number),
             )
 
     return update
+
+
+def _sgd(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
+    """Updates weights by stochastic gradient descent with momentum beta1, without dampening."""
+    for weight in weights:
+        momentum = weight.moments["momentum_buffer"].mul_(step.training.beta1).add_(_with_l2(weight, step))
+        weight.master.add_(momentum, alpha=-step.lr)
+        if weight.working is not None:
+            weight.working.copy_(weight.master)
 
 
 def _muon(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
@@ -91,13 +107,17 @@ ADAMW8 = UpdateRule(  # 8-bit codes, and one scale per block
     lambda weight: [*quantized_zeros(weight), *quantized_zeros(weight)],
     _adamw_with(adamw8),
 )
+ADAM = UpdateRule(("exp_avg", "exp_avg_sq"), _zeros(2), _adamw_with(adamw, l2=True))
+SGD = UpdateRule(("momentum_buffer",), _zeros(1), _sgd)
 MUON = UpdateRule(("momentum",), _zeros(1), _muon)
-MATRIX_RULES = {"adamw": ADAMW, "muon": MUON}  # rules of the hidden matrices, by `training.optimizer`
+RULES = {"adamw": ADAMW, "adam": ADAM, "sgd": SGD, "muon": MUON}  # by `training.optimizer`
 
 
 def rule_for(parameter: nn.Parameter, is_matrix: bool, training: TrainingConfig) -> UpdateRule:
-    """Returns the rule that updates a parameter: the configured optimizer for hidden matrices, else AdamW."""
-    rule = MATRIX_RULES[training.optimizer] if is_matrix else ADAMW
+    """Returns the rule that updates a parameter: the configured optimizer, but AdamW where Muon cannot be used."""
+    rule = RULES[training.optimizer]
+    if rule is MUON and not is_matrix:
+        rule = ADAMW
     if rule is ADAMW and training.optimizer_state == "8bit" and parameter.numel() >= MIN_QUANTIZED_ELEMENTS:
         return ADAMW8
     return rule

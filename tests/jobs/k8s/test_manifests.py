@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 MODELS = {
     "ConfigMap": trainer.IoK8sApiCoreV1ConfigMap,
     "Pod": trainer.IoK8sApiCoreV1Pod,
+    "PersistentVolumeClaim": trainer.IoK8sApiCoreV1PersistentVolumeClaim,
     "TrainingRuntime": trainer.TrainerV1alpha1TrainingRuntime,
     "TrainJob": trainer.TrainerV1alpha1TrainJob,
 }
@@ -43,7 +44,18 @@ def as_in_schema(manifest: dict[str, Any]) -> Any:
     "options",
     [
         (),
-        ("--namespace", "research", "--name", "trial-7", "--min-nodes", "2", "--processes-per-node", "2"),
+        (
+            "--namespace",
+            "research",
+            "--name",
+            "trial-7",
+            "--min-nodes",
+            "2",
+            "--nodes",
+            "2",
+            "--processes-per-node",
+            "2",
+        ),
         ("--node-selector", "kubernetes.io/arch=amd64", "--node-selector", "pool=cpu", "--openmp", "libiomp"),
         ("--allocator", "none", "--set", "training.report_to=none"),
     ],
@@ -57,6 +69,27 @@ def test_every_object_is_what_its_schema_allows(options: tuple[str, ...]) -> Non
     }
     for manifest in rendered.objects.values():
         assert as_in_schema(manifest) == manifest
+
+
+@pytest.mark.parametrize(("nodes", "mode"), [(1, "ReadWriteOnce"), (2, "ReadWriteMany")])
+def test_the_claim_is_created_on_request(nodes: int, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rendered = render("--namespace", "research", nodes=nodes, create_pvc="200Gi")
+    [claim] = rendered.by_file["claim.yaml"]
+    assert as_in_schema(claim) == claim
+    assert (claim["metadata"]["name"], claim["metadata"]["namespace"]) == ("corpus", "research")
+    assert claim["spec"] == {"accessModes": [mode], "resources": {"requests": {"storage": "200Gi"}}}
+    assert "app.kubernetes.io/instance" not in claim["metadata"]["labels"]  # other runs may use it, too
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert lines.index("kubectl --namespace research apply -f out/claim.yaml") < next(
+        index for index, line in enumerate(lines) if line.endswith("apply -f out/pytorchjob.yaml")
+    )
+    assert f"claim.yaml creates the claim corpus of 200Gi in the default storage class ({mode})." in shown
+
+
+def test_a_claim_without_room_for_the_snapshots_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    render(create_pvc="2Gi")
+    assert "5 snapshots need 5.5 GB, but --create-pvc is 2Gi; raise it." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -226,7 +259,7 @@ def test_the_suggested_commands_copy_the_data_and_fetch_the_model(capsys: pytest
     result = json.loads(capsys.readouterr().out)
     assert all(Path(file).is_file() for file in result["files"])
     assert result["access_mode"] == "ReadWriteMany"
-    assert (result["threads"], result["run"]) == (15, "/data/runs/cpu-80m")
+    assert (result["threads"], result["run"]) == (16, "/data/runs/cpu-80m")
     commands = result["commands"]
     assert "kubectl --namespace research cp texts/deep cpu-80m-files:/data/texts/deep" in commands
     assert "kubectl --namespace research exec cpu-80m-files -- mkdir -p /data/texts" in commands

@@ -1,9 +1,13 @@
 """CPUs, threads, memory and grace periods of the pods that `k8s` writes."""
 
+import json
+
 import pytest
 
+from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
+from sansgpu.machine.probe import available_cores
 from sansgpu.tasks import TASKS
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND
 from tests.jobs.k8s.rendered import CONFIG, ROOT, refused, render
@@ -26,22 +30,30 @@ def test_pods_are_guaranteed() -> None:
 
 @pytest.mark.parametrize(
     ("cpus", "processes", "threads"),
-    [(1, 1, 1), (2, 1, 1), (2, 2, 1), (8, 1, 7), (16, 1, 15), (16, 2, 7), (17, 1, 15), (64, 2, 31), (64, 4, 15)],
+    [(1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 1, 8), (16, 1, 16), (17, 2, 8), (64, 4, 16)],
 )
-def test_threads_leave_some_cpus_to_others(cpus: int, processes: int, threads: int) -> None:
-    rendered = render(cpus=cpus, processes_per_node=processes)
+def test_processes_share_the_cpus_of_a_pod(cpus: int, processes: int, threads: int) -> None:
+    rendered = render(nodes=1, cpus=cpus, processes_per_node=processes)
     assert rendered.env["OMP_NUM_THREADS"] == str(threads)
     assert rendered.elastic["nprocPerNode"] == str(processes)  # Training Operator wants a string
     assert rendered.trainer["numProcPerNode"] == processes  # and Trainer a number
     assert rendered.trainer["env"] == rendered.container["env"]
 
 
+def test_a_pod_computes_with_the_threads_that_plan_chooses_for_its_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    config = ROOT / "configs/tiny.yaml"
+    assert cli(["plan", str(config), "--set", f"data.dataset_name={ROOT / 'docs'}", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["threads"]
+    assert render(config=config, nodes=1, cpus=available_cores()).env["OMP_NUM_THREADS"] == str(planned)
+
+
 def test_configured_threads_are_used_if_there_are_enough_cpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rendered = render("--set", "training.threads=8", processes_per_node=2)
+    rendered = render("--set", "training.threads=8", nodes=2, processes_per_node=2)
     assert rendered.env["OMP_NUM_THREADS"] == "8"
-    line = refused(capsys, "--set", "training.threads=9", processes_per_node=2)
+    line = refused(capsys, "--set", "training.threads=9", nodes=2, processes_per_node=2)
     assert "9 threads in each of 2 processes, but --cpus is 16" in line
 
 
@@ -49,7 +61,7 @@ def test_the_grace_period_exceeds_a_step_and_its_snapshots() -> None:
     config = TASKS["pretrain"].with_vocabulary(load_config(CONFIG)[0])
     costs = TASKS["pretrain"].costs(config)
     snapshot = 12 * sum(costs.parameters().values())  # weights and two moments in fp32
-    step = costs.work(4 * 512).needed / (15 * EAGER_FLOPS_PER_SECOND["fp32"])
+    step = costs.work(4 * 512).needed / (16 * EAGER_FLOPS_PER_SECOND["fp32"])
     rendered = render()
     graces = {pod["terminationGracePeriodSeconds"] for pod in rendered.training_pods}
     assert len(graces) == 1
@@ -75,5 +87,5 @@ def test_insufficient_memory_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     assert "each process needs about" in capsys.readouterr().err
     render(memory="8Gi")
     assert capsys.readouterr().err == ""
-    render(memory="8Gi", processes_per_node=4)
+    render(memory="8Gi", nodes=1, processes_per_node=4)
     assert "each process needs about" in capsys.readouterr().err

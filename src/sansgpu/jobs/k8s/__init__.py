@@ -22,19 +22,20 @@ from sansgpu.train.run_folders import require_plain_name
 PYTHON_IMAGE = "python:3.12.12-slim-bookworm"
 INTEL_OPENMP = "intel-openmp==2026.2.0"
 RECIPE = ("Dockerfile", "Dockerfile.dockerignore")
-FILES = (*RECIPE, "pytorchjob.yaml", "trainjob.yaml", "files.yaml")
+CLAIM = "claim.yaml"
 
 
 def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str, Any]:
     """Writes the files and returns their summary and the next commands. Raises ConfigError."""
-    config, notes = load_config(request.config_file, request.overrides)
+    config, notes = load_config(request.config_file, request.overrides, find_beside=False)  # paths on the claim
     for note in notes:
         warn(note)
     job = resolve_request(request, config, warn)
     folder = request.output_dir or Path("k8s") / request.config_name
     require_plain_name(folder)
-    _write(folder, _texts(job, config, folder))
-    return _summary(job, config, folder)
+    texts = _texts(job, config, folder)
+    _write(folder, texts)
+    return _summary(job, config, folder, [str(folder / name) for name in texts])
 
 
 def _texts(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
@@ -44,6 +45,7 @@ def _texts(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
         "pytorchjob.yaml": as_yaml(configuration, manifests.pytorch_job(job)),
         "trainjob.yaml": as_yaml(configuration, manifests.training_runtime(job), manifests.train_job(job)),
         "files.yaml": as_yaml(manifests.files_pod(job)),
+        **({CLAIM: as_yaml(manifests.volume_claim(job))} if job.storage else {}),
     }
 
 
@@ -75,11 +77,11 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
             (new / name).write_text(text, encoding="utf-8")
 
 
-def _summary(job: ClusterJob, config: Config, folder: Path) -> dict[str, Any]:
+def _summary(job: ClusterJob, config: Config, folder: Path, files: list[str]) -> dict[str, Any]:
     return {
         "name": job.name,
         "namespace": job.namespace,
-        "files": [str(folder / name) for name in FILES],
+        "files": files,
         "nodes": job.nodes,
         "min_nodes": job.min_nodes,
         "processes_per_node": job.processes,
@@ -88,14 +90,15 @@ def _summary(job: ClusterJob, config: Config, folder: Path) -> dict[str, Any]:
         "memory": job.memory,
         "grace_seconds": job.grace_seconds,
         "claim": job.claim,
-        "access_mode": "ReadWriteMany" if job.nodes > 1 else "ReadWriteOnce",
+        "storage": job.storage,
+        "access_mode": job.access_mode,
         "run": job.run,
         "commands": [shlex.join(command) for command in _commands(job, config, folder)],
     }
 
 
 def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
-    """Returns the next commands: build the image, copy local data, start the run, follow its log, copy the model."""
+    """Returns the next commands, e.g. build the image, copy local data, start the run, copy the model."""
     kubectl = ["kubectl", *(["--namespace", job.namespace] if job.namespace else [])]
     pod, files = f"{job.name}-files", str(folder / "files.yaml")
     start_pod = [
@@ -113,6 +116,7 @@ def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
     return [
         ["docker", "build", "-f", str(folder / "Dockerfile"), "-t", job.image, "."],
         ["docker", "push", job.image],
+        *([[*kubectl, "apply", "-f", str(folder / CLAIM)]] if job.storage else []),
         *([*start_pod, *copies, *delete_pod] if copies else []),
         [*kubectl, "apply", "-f", str(folder / "pytorchjob.yaml")],
         [*kubectl, "wait", "--for=condition=Running", f"pytorchjob/{job.name}", "--timeout=30m"],

@@ -29,6 +29,7 @@ class ClusterJob:
     namespace: str | None
     image: str
     claim: str
+    storage: str | None  # size of the claim to create; None: it exists
     config: str  # YAML
     nodes: int
     min_nodes: int
@@ -53,6 +54,11 @@ class ClusterJob:
         return {**self.labels, "sidecar.istio.io/inject": "false"}
 
     @property
+    def access_mode(self) -> str:
+        """The access mode that the claim needs."""
+        return "ReadWriteMany" if self.nodes > 1 else "ReadWriteOnce"
+
+    @property
     def run(self) -> str:
         """The run folder, shared by all pods."""
         return f"{DATA}/runs/{self.name}"
@@ -60,6 +66,16 @@ class ClusterJob:
 
 def config_map(job: ClusterJob) -> Manifest:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": {"config.yaml": job.config}}
+
+
+def volume_claim(job: ClusterJob) -> Manifest:
+    """Returns the claim that the pods mount. Its labels lack the run's, because other runs may use it, too."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {**_metadata(job), "name": job.claim, "labels": {"app.kubernetes.io/name": "sansgpu"}},
+        "spec": {"accessModes": [job.access_mode], "resources": {"requests": {"storage": job.storage}}},
+    }
 
 
 def pytorch_job(job: ClusterJob) -> Manifest:

@@ -12,14 +12,15 @@ from posixpath import normpath
 import yaml
 
 from sansgpu import __version__
-from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, setting
+from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acting_values, setting
+from sansgpu.config.wording import counted
 from sansgpu.jobs.k8s.manifests import DATA, ClusterJob
 from sansgpu.jobs.k8s.pod_needs import PodNeeds, needs_of
+from sansgpu.machine.probe import threads_of_share
+from sansgpu.planning.cluster import require_examples
 
-# Up to SMALL_POD_CPUS and above: CPUs reserved for torchrun, data loading, snapshots and communication.
-SMALL_POD_CPUS, SPARE_CPUS_SMALL, SPARE_CPUS_LARGE = 16, 1, 2
 SHARED_MEMORY_DIVISOR = 8  # /dev/shm may use an eighth of a pod's memory
-MIN_MEMORY = 1 << 30
+MIN_BYTES = 1 << 30  # of memory and of storage
 MAX_DOMAIN_LENGTH = 253
 MAX_NAME_LENGTH = 45  # Kubernetes' 63 without the suffix that operators append, e.g. `-node-0-1234-abcde`
 
@@ -37,9 +38,7 @@ _TAG = r":[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _VERSION = rf"{_TAG}|({_TAG})?@sha256:[0-9a-f]{{64}}"
 _IMAGE = rf"(?P<name>({_HOST}/)?{_IMAGE_PART}(/{_IMAGE_PART})*)(?P<version>{_VERSION})?"
 _MAX_IMAGE_LENGTH = 255  # characters of the name without its version
-_INPUT_KEYS = (
-    "data.dataset_name", "data.validation_name", "data.tokenizer", "data.chat_template", "model.name_or_path",
-)  # fmt: skip
+_INPUT_KEYS = tuple(f"{section}.{key}" for section, keys in INPUT_KEYS.items() for key in keys)
 _OUTPUT_KEYS = ("data.cache_dir", "training.checkpoint_dir", "training.logging_dir")
 
 
@@ -61,6 +60,7 @@ class ClusterRequest:
     name: str | None = None
     allocator: str = "tcmalloc"
     openmp: str = "libgomp"
+    create_pvc: str | None = None  # size of the claim to create
     output_dir: Path | None = None
 
     @property
@@ -81,15 +81,21 @@ def resolve_request(request: ClusterRequest, config: Config, warn: Callable[[str
         _require(_LABEL, 63, "--namespace", request.namespace, "lowercase letters, digits and -")
     _check_image(request.image, warn)
     selector = _node_selector(request.node_selector)
-    memory, threads = _bytes_of(request.memory), _threads(config, request)
+    memory, threads = _bytes_of("--memory", request.memory), _threads(config, request)
+    storage = None if request.create_pvc is None else _bytes_of("--create-pvc", request.create_pvc)
     _require_pods_can_run(config)
+    require_examples(request.nodes, config, request.processes_per_node)
     needs = needs_of(config, threads, request.min_nodes * request.processes_per_node, warn)
     _warn_if_short(needs, memory // request.processes_per_node, warn)
+    kept = config.training.keep_last + 2
+    if storage is not None and storage < (snapshots := int(kept * needs.snapshot)):
+        warn(f"{kept} snapshots need {snapshots / 1e9:.1f} GB, but --create-pvc is {request.create_pvc}; raise it.")
     return ClusterJob(
         name=name,
         namespace=request.namespace,
         image=request.image,
         claim=request.pvc,
+        storage=request.create_pvc,
         config=yaml.safe_dump(acting_values(config), sort_keys=False, allow_unicode=True),
         nodes=request.nodes,
         min_nodes=request.min_nodes,
@@ -128,7 +134,7 @@ def _require_pods_can_run(config: Config) -> None:
     training = config.training
     if training.device == "cuda" and not training.force_cpu:
         raise ConfigError("device is cuda, which the image's build of torch does not support; set device to cpu.")
-    if (backend := training.distributed_backend) != "gloo":
+    if (backend := training.distributed_backend) not in ("gloo", "nccl"):  # pods use gloo instead of nccl
         raise ConfigError(
             f"training.distributed_backend is {backend}, which the image's build of torch does not support; set it to "
             "gloo."
@@ -178,14 +184,14 @@ def _node_selector(pairs: Sequence[str]) -> dict[str, str]:
     return labels
 
 
-def _bytes_of(memory: str) -> int:
+def _bytes_of(option: str, size: str) -> int:
     """Parses a Kubernetes quantity such as 64Gi to bytes. Raises ConfigError if it is invalid or out of range."""
-    match = re.fullmatch(_QUANTITY, memory)
+    match = re.fullmatch(_QUANTITY, size)
     amount = 0 if match is None else int(Decimal(match[1]) * _factor(match[2]))
     if match is None or amount > _LARGEST:
-        raise ConfigError(f"--memory {memory[:40]!r} is not a Kubernetes quantity; write e.g. 64Gi.")
-    if amount < MIN_MEMORY:
-        raise ConfigError(f"--memory {memory} is {amount:,} bytes, too little for any run; write e.g. 64Gi.")
+        raise ConfigError(f"{option} {size[:40]!r} is not a Kubernetes quantity; write e.g. 64Gi.")
+    if amount < MIN_BYTES:
+        raise ConfigError(f"{option} {size} is {amount:,} bytes, too little for any run; write e.g. 64Gi.")
     return amount
 
 
@@ -200,9 +206,11 @@ def _factor(suffix: str) -> Decimal:
 def _threads(config: Config, request: ClusterRequest) -> int:
     cpus, processes, threads = request.cpus, request.processes_per_node, config.training.threads
     if processes > cpus:
-        raise ConfigError(f"{processes} processes share {cpus} CPUs; raise --cpus or lower --processes-per-node.")
+        raise ConfigError(
+            f"{processes} processes share {counted(cpus, 'CPU')}; raise --cpus or lower --processes-per-node."
+        )
     if threads == "auto":
-        return max(1, (cpus - (SPARE_CPUS_SMALL if cpus <= SMALL_POD_CPUS else SPARE_CPUS_LARGE)) // processes)
+        return threads_of_share(cpus, processes)
     if threads * processes > cpus:
         total = f"{threads} threads in each of {processes} processes" if processes > 1 else f"{threads} threads"
         raise ConfigError(f"training.threads is {total}, but --cpus is {cpus}; set it to auto or raise --cpus.")

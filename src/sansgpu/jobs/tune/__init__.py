@@ -23,7 +23,9 @@ from sansgpu.config import (
     setting,
 )
 from sansgpu.config.atomic import write_failures_as, write_text
+from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError, read_validated
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.tune.result import result_of, write_files
 from sansgpu.jobs.tune.search import Search, SearchBudget, Show
@@ -37,7 +39,7 @@ from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
 from sansgpu.reporting.tune_events import SearchBegin, SearchEstimate, SearchResult
-from sansgpu.train.run_folders import RUNS, require_writable
+from sansgpu.train.run_folders import require_writable
 
 # Evaluations per trial. A configuration with fewer than the minimum gets the default, because pruning needs several.
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8
@@ -130,14 +132,16 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
         return config
     threads = resolve_threads(training)
     if request.workers > threads:
-        raise ConfigError(f"--workers is {request.workers}, but there are only {threads} threads; lower --workers.")
+        raise ConfigError(
+            f"--workers is {request.workers}, but only {counted(threads, 'thread')} can run; lower --workers."
+        )
     return change_config(config, [("training.threads", threads // request.workers)])
 
 
 def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Length:
     """Returns a trial's length, with its duration from a timing. Raises ConfigError if it does not fit into memory."""
     prepared = prepare(config, None, progress, warn, timed="always")
-    plan = plan_prepared(prepared)
+    plan = plan_prepared(prepared, progress)
     steps, planned_tokens = plan["total_steps"], plan["total_tokens"]
     if steps is None or planned_tokens is None:
         raise ConfigError(

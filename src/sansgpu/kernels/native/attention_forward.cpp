@@ -15,6 +15,7 @@ constexpr int64_t MIN_TASKS = 4;         // query blocks of a unit that share pa
 
 // Checks that there is one range per query and that every key is in bounds, as the kernels index unchecked.
 inline void check(const Shape& s, const at::Tensor& ranges) {
+  TORCH_CHECK(s.H == 0 || (s.K > 0 && s.H % s.K == 0), s.K, " key-value heads do not divide ", s.H, " query heads");
   TORCH_CHECK(ranges.is_contiguous() && ranges.sizes() == at::IntArrayRef({s.B, s.T, 2}), "ranges must be (B, T, 2)");
   const int32_t* range = ranges.data_ptr<int32_t>();
   for (int64_t i = 0; i < 2 * s.B * s.T; ++i)

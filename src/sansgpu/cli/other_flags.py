@@ -1,0 +1,65 @@
+"""Flags of other trainers (transformers' Trainer and its examples, oxidizr) that `sansgpu train` accepts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
+
+from sansgpu.cli.options import flag, option
+
+GROUP = "Flags of other trainers"
+# Keys by flag. A dash may also be written as an underscore.
+_VALUES = {
+    ("--learning-rate", "--lr"): "training.learning_rate",
+    ("--lr-scheduler-type",): "training.lr_scheduler",
+    ("--warmup-steps",): "training.warmup_steps",
+    ("--weight-decay",): "training.weight_decay",
+    ("--max-grad-norm",): "training.max_grad_norm",
+    ("--num-train-epochs",): "training.num_epochs",
+    ("--per-device-train-batch-size",): "training.batch_size",
+    ("--gradient-accumulation-steps",): "training.gradient_accumulation_steps",
+    ("--logging-steps",): "training.logging_steps",
+    ("--save-steps",): "training.save_steps",
+    ("--eval-steps",): "training.eval_steps",
+    ("--model-name-or-path",): "model.name_or_path",
+    ("--dataset-name", "--train-file"): "data.dataset_name",
+    ("--validation-file",): "data.validation_name",
+    ("--max-seq-length",): "data.max_length",
+    ("--doc-stride",): "data.doc_stride",
+}
+_SWITCHES = {"--bf16": "training.precision=bf16", "--use-cpu": "training.force_cpu=true"}
+
+
+def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
+    """Adds the flags to a command, which gets them in its parameter `override`, as those given with --set."""
+    keys = {_parameter(names[0]): key for names, key in _VALUES.items()}
+    settings = {_parameter(name): setting for name, setting in _SWITCHES.items()}
+    added: dict[str, Any] = {
+        _parameter(names[0]): Annotated[str | None, option(f"Sets {key}.", GROUP, *names, metavar="VALUE")]
+        for names, key in _VALUES.items()
+    }
+    added |= {_parameter(name): Annotated[bool, flag(f"Sets {_SWITCHES[name]}.", GROUP, name)] for name in _SWITCHES}
+
+    @wraps(command)
+    def with_flags(override: list[str] | None = None, **values: Any) -> int:
+        given = {name: values.pop(name) for name in added}
+        texts = [f"{key}={given[name]}" for name, key in keys.items() if given[name] is not None]
+        switched = [setting for name, setting in settings.items() if given[name]]
+        return command(override=[*(override or ()), *texts, *switched], **values)
+
+    own = inspect.signature(command, eval_str=True)
+    kinds = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, kinds, default=None if name in keys else False, annotation=annotation)
+        for name, annotation in added.items()
+    ]
+    with_flags.__signature__ = own.replace(  # type: ignore[attr-defined]  # read by typer
+        parameters=[*own.parameters.values(), *parameters]
+    )
+    return with_flags
+
+
+def _parameter(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")

@@ -1,0 +1,108 @@
+"""Finds configuration files by name, and the files and folders that a configuration names."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection
+from itertools import islice
+from pathlib import Path
+
+from sansgpu.config.built_in import PRESETS
+from sansgpu.config.errors import ConfigError
+from sansgpu.config.parse import SUFFIXES, Values, read_values
+from sansgpu.config.plain_data import truncate
+from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
+from sansgpu.config.task_settings import BUILT_IN_NAMES
+
+# Keys that may name a file or a folder to read.
+INPUT_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
+MAX_NAMES = 20  # names in a message
+_PRESETS = Path(__file__).parent / "presets"
+_SOURCE = Path(__file__).parents[2]  # `src` in a clone of the repository
+_FOLDERS = (Path("configs"), *((_SOURCE.parent / "configs",) if _SOURCE.name == "src" else ()))
+
+
+def configuration_file(path: Path) -> Path:
+    """Returns the file that `path` is or names: a preset, a file in ./configs, or one in the repository's configs.
+
+    Raises ConfigError if there is none.
+    """
+    if os.path.isfile(path):
+        return path
+    known = _known_by_name()
+    if str(path) in known:
+        return known[str(path)]
+    if not _is_missing(path):
+        return path  # reading it raises an error that says why it cannot be read
+    beside = {file.name: file for file in _files(path.parent)}
+    near = [str(beside[name]) for name in _nearest(path.name, beside)] + _nearest(path.stem, known)
+    suggestion = f" (did you mean {near[0]}?)" if near else ""
+    names = ", ".join(islice((name for name, file in known.items() if _is_configuration(file)), MAX_NAMES))
+    raise ConfigError(f"{truncate(str(path))} does not exist{suggestion}; give a file, or one of {names}.")
+
+
+def _nearest(name: str, files: dict[str, Path]) -> list[str]:
+    """Returns the names like `name` in `files`, which are by name; only those of configurations, the nearest first."""
+    return [near for near in difflib.get_close_matches(name, files, n=MAX_NAMES) if _is_configuration(files[near])]
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _known_by_name() -> dict[str, Path]:
+    known = {name: _PRESETS / f"{name}.yaml" for name in PRESETS}
+    for folder in _FOLDERS:
+        for file in _files(folder):
+            known.setdefault(file.stem, file)
+    return known
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file())
+
+
+def _is_configuration(file: Path) -> bool:
+    """Returns whether a file has only keys that the top level of a configuration may have."""
+    try:
+        keys = read_values(file).keys()
+    except ConfigError:
+        return False
+    return bool(keys) and keys <= {*Config.model_fields, *TOP_LEVEL_KEYS}
+
+
+def use_files_beside(values: Values, folder: Path, overridden: Collection[str]) -> list[str]:
+    """Replaces paths in `values` that do not exist in the working directory, but in the configuration's `folder`.
+
+    Leaves keys alone that are `overridden` on the command line. Returns a note for each path that exists in both.
+    """
+    notes: list[str] = []
+    for section, keys in INPUT_KEYS.items():
+        given = values.get(section)
+        if not isinstance(given, dict):
+            continue
+        for key in keys:
+            name = given[key] if isinstance(given.get(key), str) else ""
+            beside = os.path.abspath(folder / name)
+            is_relative = bool(name) and not os.path.isabs(name) and name not in BUILT_IN_NAMES
+            if not is_relative or f"{section}.{key}" in overridden or not os.path.exists(beside):
+                continue
+            if not os.path.exists(name):
+                given[key] = beside
+            elif not os.path.samefile(name, beside):
+                notes.append(
+                    f"{section}.{key} {name} exists both in the working directory, which is used, and as {beside}."
+                )
+    return notes
+
+
+def same_input(one: str, other: str) -> bool:
+    """Returns whether two values of an input key name the same file, folder or dataset of the Hub."""
+    return os.path.abspath(os.path.expanduser(one)) == os.path.abspath(os.path.expanduser(other))

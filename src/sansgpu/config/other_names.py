@@ -1,0 +1,95 @@
+"""Keys of other trainers (transformers' Trainer and its examples, oxidizr) and the keys of sansgpu that they mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sansgpu.config.errors import ConfigError
+from sansgpu.config.plain_data import truncate
+
+MAX_NOTE_CHARACTERS = 1000
+_SECTIONS = {"trainer": "training"}
+# Keys by section. Keys that have the same name in sansgpu are not listed.
+_KEYS = {
+    "model": {
+        "hidden_size": "d_model",
+        "num_layers": "n_layers",
+        "num_hidden_layers": "n_layers",
+        "num_heads": "n_heads",
+        "num_attention_heads": "n_heads",
+        "kv_heads": "n_kv_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "intermediate_size": "d_ff",
+        "max_position_embeddings": "max_seq_len",
+        "tie_word_embeddings": "tie_embeddings",
+        "model_name_or_path": "name_or_path",
+    },
+    "training": {
+        "adam_beta1": "beta1",
+        "adam_beta2": "beta2",
+        "bf16": "precision",
+        "gradient_accumulation": "gradient_accumulation_steps",
+        "log_interval": "logging_steps",
+        "lr": "learning_rate",
+        "lr_scheduler_type": "lr_scheduler",
+        "max_checkpoints": "keep_last",
+        "num_train_epochs": "num_epochs",
+        "per_device_train_batch_size": "batch_size",
+        "save_interval": "save_steps",
+        "save_total_limit": "keep_last",
+        "target_device": "device",
+        "use_cpu": "force_cpu",
+    },
+    "data": {
+        "dataset_config_name": "dataset_config",
+        "max_seq_length": "max_length",
+        "train_file": "dataset_name",
+        "validation_file": "validation_name",
+    },
+}
+# Values that are written differently: (name of the other trainer's key, value) -> ours.
+_VALUES = {("bf16", True): "bf16", ("bf16", False): "fp32", ("target_device", "gpu"): "cuda"}
+
+
+def own_name(key: str, value: Any) -> tuple[str, Any]:
+    """Returns the dotted key and the value of sansgpu that a dotted key and its value mean."""
+    section, dot, name = key.partition(".")
+    ours = _SECTIONS.get(section, section)
+    if isinstance(value, (str, bool)):
+        value = _VALUES.get((name, value), value)
+    if section == "trainer" and name == "max_steps" and value == 0:
+        value = None  # oxidizr: unlimited
+    return f"{ours}{dot}{_KEYS.get(ours, {}).get(name, name)}", value
+
+
+def with_own_names(values: dict[str, Any], where: str = "the configuration") -> tuple[dict[str, Any], list[str]]:
+    """Returns `values` with the keys of sansgpu, and what was replaced, e.g. `training.lr as learning_rate`.
+
+    Raises ConfigError naming `where` if a key is given by two names.
+    """
+    own: dict[str, Any] = {}
+    replaced = []
+    for section, inner in values.items():
+        ours = _SECTIONS.get(section, section)
+        if ours in own:
+            raise ConfigError(f"{where}: trainer and training are names of one section; join them to training.")
+        replaced += [f"{section} as {ours}"] if section != ours else []
+        own[ours] = inner
+        if isinstance(inner, dict):
+            pairs = {key: own_name(f"{section}.{key}", value) for key, value in inner.items()}
+            names = {key: name for key, (name, _) in pairs.items()}
+            _require_one_name(names, ours, where)
+            own[ours] = {name.partition(".")[2]: value for name, value in pairs.values()}
+            replaced += [f"{ours}.{key} as {name}" for key, name in zip(inner, own[ours], strict=True) if name != key]
+    return own, replaced
+
+
+def _require_one_name(names: dict[str, str], section: str, where: str) -> None:
+    for name in names.values():
+        if len(same := [f"{section}.{key}" for key, other in names.items() if other == name]) > 1:
+            raise ConfigError(f"{where}: {' and '.join(same)} are names of one key; keep {name}.")
+
+
+def note_of(replaced: list[str]) -> list[str]:
+    """Returns the note about replaced names for the user, if there are any."""
+    return [f"read keys of other trainers: {truncate(', '.join(replaced), MAX_NOTE_CHARACTERS)}."] if replaced else []

@@ -1,0 +1,124 @@
+"""Compares the presets: their memory, and their training time on kinds of processors. Nothing is trained.
+
+A step takes the time of its FLOPs at the rate of matrix products, plus that of the other work on the same cores. With
+the constants below, this gives the measured speeds in docs/benchmarks.md within a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sansgpu.config import PRESETS, Config, change_config, load_config
+from sansgpu.config.wording import counted
+from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, usual_micro_batch
+from sansgpu.machine.probe import gemm_flops_per_second, memory_for_run, resolve_precision, resolve_threads
+from sansgpu.models.costing import COMPUTE
+from sansgpu.planning.memory_fit import MARGIN, fits
+from sansgpu.reporting.presets_table import PresetRow, ProcessorSpeed
+from sansgpu.tasks import task_of
+from sansgpu.train.optim import choose_optimizer
+
+OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann et al., arXiv 2203.15556)
+# Measured rate of matrix products / published peak rate at the base clock: of vector units, and of AMX.
+VECTOR_SHARE, AMX_SHARE = 0.8, 0.45
+# FLOPs of the model for which one core spends a second outside matrix products; measured for 11M to 92M parameters.
+FLOPS_PER_OTHER_SECOND = 0.8e12
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A kind of processor with its rate of matrix products."""
+
+    name: str
+    cores: int
+    precision: str
+    gemm_flops_per_second: float
+
+    def tokens_per_second(self, flops_per_token: float) -> float:
+        other = flops_per_token / (self.cores * FLOPS_PER_OTHER_SECOND)
+        return 1 / (flops_per_token / self.gemm_flops_per_second + other)
+
+
+def _kind(name: str, cores: int, precision: str, flops_per_cycle: int, hertz: float, share: float) -> Processor:
+    """Describes a kind by the published peak of a core, in FLOPs per cycle, and its base clock."""
+    return Processor(f"{name}, {counted(cores, 'core')}", cores, precision, share * cores * flops_per_cycle * hertz)
+
+
+PROCESSORS = (
+    _kind("AVX2", 4, "fp32", 32, 3.5e9, VECTOR_SHARE),  # two FMA units of 8 lanes; a desktop's Core i5 or Ryzen 5
+    _kind("ARM", 8, "fp32", 32, 2.6e9, VECTOR_SHARE),  # Neoverse V1 (Graviton3)
+    _kind("AVX-512", 8, "fp32", 64, 2.3e9, VECTOR_SHARE),  # Ice Lake (Xeon 8380)
+    _kind("AVX512_BF16", 8, "bf16", 64, 3.25e9, VECTOR_SHARE),  # Zen 4 (EPYC 9354)
+    *(_kind("AMX", cores, "bf16", 1024, 2.0e9, AMX_SHARE) for cores in (16, 32, 56)),  # Sapphire Rapids (Xeon 8480+)
+)
+
+
+def compare_presets(overrides: Sequence[str]) -> list[PresetRow]:
+    """Returns the presets' memory, and their estimated speed on this machine and on other kinds of processors."""
+    configs = [_preset(name, overrides) for name in PRESETS]
+    processors = (*PROCESSORS, _this_machine(configs[0]))
+    available = memory_for_run(torch.device("cpu"))
+    return [_row(name, config, processors, available) for name, config in zip(PRESETS, configs, strict=True)]
+
+
+def _preset(name: str, overrides: Sequence[str]) -> Config:
+    config, _ = load_config(Path(name), [*overrides, "training.max_steps=1000000"])
+    return task_of(config).with_vocabulary(config)
+
+
+def _this_machine(config: Config) -> Processor:
+    """Measures matrix products here, which takes tenths of a second."""
+    threads = resolve_threads(config.training)
+    torch.set_num_threads(threads)
+    precision = resolve_precision(config.training, torch.device("cpu"))
+    name = f"this one, {counted(threads, 'core')}"
+    return Processor(name, threads, precision, gemm_flops_per_second(precision, threads=threads))
+
+
+def _row(name: str, config: Config, processors: Sequence[Processor], available: int) -> PresetRow:
+    costs, batch = task_of(config).costs(config), effective_batch(config.training)
+    size = usual_micro_batch(config.window, micro_batch_choices(config.training, config.window))
+    memory = max(_memories(config, size), key=lambda memory: memory.total)
+    frugal = change_config(config, ["model.gradient_checkpointing=true"])
+    parameters, flops = sum(costs.parameters().values()), costs.work(1).needed
+    tokens = OPTIMAL_TOKENS * parameters
+    return {
+        "preset": name,
+        "parameters": parameters,
+        "batch_size": size,
+        "gradient_accumulation_steps": batch // size,
+        "window": config.window,
+        "tokens_per_step": batch * config.window,
+        "memory_bytes": memory.to_json(),
+        "least_memory_bytes": max(memory.least for memory in _memories(frugal, 1)),
+        "recommended_memory_bytes": int(MARGIN * memory.total),
+        "available_bytes": available,
+        "fits": fits(memory, available),
+        "optimal_tokens": tokens,
+        "speeds": [_speed(processor, flops, tokens) for processor in processors],
+    }
+
+
+def _memories(config: Config, size: int) -> Iterator[Memory]:
+    """Yields the memory in each precision, uncompiled, because compiled steps need less."""
+    batch, costs = effective_batch(config.training), task_of(config).costs(config)
+    work = costs.work(batch * config.window)
+    optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)
+    for precision in COMPUTE:
+        yield costs.memory(Execution(size, batch // size, precision, "off", "native", optimizer))
+
+
+def _speed(processor: Processor, flops_per_token: float, tokens: int) -> ProcessorSpeed:
+    speed = processor.tokens_per_second(flops_per_token)
+    return {
+        "processor": processor.name,
+        "cores": processor.cores,
+        "precision": processor.precision,
+        "gemm_flops_per_second": processor.gemm_flops_per_second,
+        "tokens_per_second": speed,
+        "optimal_seconds": tokens / speed,
+    }

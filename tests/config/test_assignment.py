@@ -1,0 +1,74 @@
+"""Values of a configuration can be assigned, and are checked as in a file."""
+
+from pathlib import Path
+
+import pytest
+
+import sansgpu
+from sansgpu.config import Config, ConfigError, ModelConfig, TrainingConfig, change_config, load_config
+from sansgpu.models import TransformerLM
+
+
+def test_an_assigned_value_acts_and_is_read_as_in_a_file() -> None:
+    config = Config()
+    training = config.training
+    training.learning_rate = "1e-3"  # type: ignore[assignment]
+    config.training.report_to = "none"  # type: ignore[assignment]
+    config.device = "cpu"  # type: ignore[misc]
+    config.model = ModelConfig(n_layers=3)
+    assert config.training is training
+    overrides = ["training.learning_rate=1e-3", "training.report_to=none", "device=cpu", "model.n_layers=3"]
+    assert config == change_config(Config(), overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.learning_rate", -1),
+        ("training.learning_rat", 1),
+        ("training.d_model", 64),
+        ("training.optimizer", "lion"),
+        ("model.d_model", 255),
+        ("model.lora_rank", 4),
+        ("data.mask_ratio", 2),
+        ("task", "dance"),
+        ("training", 3),
+        ("modell", {}),
+    ],
+)
+def test_a_wrong_value_is_refused_in_the_words_of_a_file_and_changes_nothing(key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as of_file:
+        change_config(Config(), [(key, value)])
+    config = Config()
+    section, _, name = key.rpartition(".")
+    with pytest.raises(ConfigError) as of_assignment:
+        setattr(getattr(config, section) if section else config, name, value)
+    assert str(of_assignment.value) == str(of_file.value)
+    assert config == Config()
+    assert config.given_values() == Config().given_values()
+
+
+def test_defaults_follow_assignments_and_given_values_stay() -> None:
+    model = ModelConfig(architecture="gpt2", n_layers=3)
+    model.architecture = "llama"
+    assert (model.activation, model.n_layers) == ("swiglu", 3)
+    config = Config(task="graph", training=TrainingConfig(seed=7))
+    assert config.training.optimizer == "muon"
+    config.task = "pretrain"
+    assert (config.training.optimizer, config.training.seed) == (Config().training.optimizer, 7)
+
+
+def test_sections_that_do_not_fit_together_are_refused_by_fit(tmp_path: Path) -> None:
+    config = Config()
+    config.data.max_length = 4096
+    with pytest.raises(ConfigError, match=r"longer than model\.max_seq_len"):
+        sansgpu.fit(config, tmp_path / "run")
+
+
+def test_an_assignment_changes_neither_another_configuration_nor_a_model() -> None:
+    model = ModelConfig(d_model=32, n_heads=2, n_layers=1, d_ff=48, vocab_size=300)
+    config, network = Config(model=model), TransformerLM(model)
+    model.n_layers = 4
+    assert (config.model.n_layers, network.config.n_layers) == (1, 1)
+    assert len(network.new_caches(1)) == 1
+    assert load_config()[0].model == Config().model

@@ -1,0 +1,20 @@
+"""Numbers in sentences are singular or plural."""
+
+import pytest
+
+from sansgpu.config.wording import counted
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((1, "thread"), "1 thread"),
+        ((2, "thread"), "2 threads"),
+        ((0, "batch"), "0 batches"),
+        ((1000, "query"), "1,000 queries"),
+        ((2, "day"), "2 days"),
+        ((2, "matrix", "matrices"), "2 matrices"),
+    ],
+)
+def test_a_number_of_things_is_singular_or_plural(words: tuple[int, str], text: str) -> None:
+    assert counted(*words) == text

@@ -1,0 +1,81 @@
+"""What `bench` refuses, its projections, and the advice from validation metrics."""
+
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from sansgpu.cli import run as cli
+from sansgpu.config import Config, ConfigError, TrainingConfig
+from sansgpu.planning.forecast import Forecast, projections, start_time, target_steps
+from sansgpu.planning.learning_advice import learning_advice
+from sansgpu.planning.variations import asked_changes
+
+NEAR = {"mlm_acc": 0.05, "mlm_majority_acc": 0.05, "mrr": 0.033, "relation_frequency_mrr": 0.03, "queries": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--targets", "0"], "give numbers of steps"),
+        (["--targets", "500,many"], "give numbers of steps"),
+        (["--start", "25:00"], "'25:00', which is not a time"),
+        (["--start", "2020-01-31T18:00"], "which is in the past"),
+        (["--vary", "model.n_layers"], "--vary model.n_layers has no values"),
+        (["--vary", "model.n_layers=4,,8"], "has no values"),
+        (["--vary", "model.n_layrs=4"], "n_layers"),
+        (["--vary", "model.n_layers=0"], "--vary model.n_layers=0: model.n_layers"),
+        (["--vary", "data.vocab_size=500"], "random tokens are timed"),
+        (["--vary", "training.batch_size=4,auto"], "needs numbers"),
+        (["--vary", "model.n_layers=2", "--forward-only"], "leave out --forward-only"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_measured(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(["bench", "--output-dir", str(tmp_path / "bench"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_every_value_asked_for_is_a_variation_with_its_cost() -> None:
+    config = Config.model_validate({"model": {"vocab_size": 500}})
+    asked = ["model.n_layers=2, 4", "training.threads=1", "training.batch_size=2", "training.learning_rate=0.1"]
+    changes = asked_changes(config, asked)
+    assert [settings for _, settings, _ in changes] == [
+        ("model.n_layers=2",), ("model.n_layers=4",), ("training.threads=1",), ("training.batch_size=2",),
+        ("training.learning_rate=0.1",),
+    ]  # fmt: skip
+    tokens = 2 * config.training.gradient_accumulation_steps * config.window
+    assert [cost for _, _, cost in changes] == [
+        "parameters", "parameters", "nothing", f"{tokens:,} tokens per step", "another training",
+    ]  # fmt: skip
+
+
+def test_projections_count_from_the_start() -> None:
+    training = TrainingConfig(eval_steps=0, save_steps=0)
+    cold, warm = Forecast(60, 1, 0, 0, 0), Forecast(0, 1, 0, 0, 0)
+    start = datetime(2040, 1, 31, 18, 0)
+    rows = projections(target_steps("500,5000"), 1000, cold, warm, training, start)
+    assert [row["steps"] for row in rows] == [500, 5000]
+    assert rows[0]["done"] == (start + timedelta(seconds=560)).isoformat(timespec="minutes")
+    assert "done_from_snapshot" not in rows[0]
+    assert rows[1]["done_from_snapshot"] == (start + timedelta(seconds=4000)).isoformat(timespec="minutes")
+    assert 0 < (start_time("18:00") - datetime.now()).total_seconds() <= 24 * 3600
+    with pytest.raises(ConfigError, match="not a time"):
+        start_time("noon")
+
+
+def test_metrics_near_their_baseline_give_advice_that_acts() -> None:
+    graph = {"task": "graph", "model": {"n_entities": 10}, "data": {"dataset_name": "triples.tsv"}}
+    config = Config.model_validate(graph)
+    first, tokens, ranks = learning_advice(config, NEAR, 20)
+    assert "--steps 200" in first
+    assert "masked token accuracy 5.0% is no better" in tokens
+    assert "training.mlm_weight=2" in tokens
+    assert "MRR 0.033 is little better than without a model (ranked by frequency: 0.030)" in ranks
+    assert f"data.kge_triples={2 * config.data.kge_triples}" in ranks
+    config = Config.model_validate({**graph, "model": {"n_entities": 0}})
+    assert "data.kge_triples" not in learning_advice(config, NEAR, 20)[-1]
+    assert learning_advice(config, {**NEAR, "mlm_acc": 0.3, "mrr": 0.4}, 20) == []

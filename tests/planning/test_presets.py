@@ -1,0 +1,79 @@
+"""`plan --presets`: the memory of the presets, and their time by kind of processor."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sansgpu.cli import run as cli
+from sansgpu.planning.presets import PROCESSORS, Processor, compare_presets
+from sansgpu.reporting.presets_table import memory_cells, speed_cells
+from tests.processes import environment
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+Captured = pytest.CaptureFixture[str]
+
+
+def presets(capsys: Captured, *arguments: str) -> list[dict[str, Any]]:
+    assert cli(["plan", "--presets", "--json", *arguments]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["presets"]
+    return rows
+
+
+def test_the_presets_are_shown_by_memory_and_processor(capsys: Captured) -> None:
+    rows = presets(capsys)
+    assert [row["preset"] for row in rows] == ["small", "medium", "large"]
+    for row in rows:
+        assert row["least_memory_bytes"] < row["memory_bytes"]["total"] < row["recommended_memory_bytes"]
+        assert [speed["processor"] for speed in row["speeds"]][:-1] == [kind.name for kind in PROCESSORS]
+        amx = [speed["tokens_per_second"] for speed in row["speeds"] if speed["processor"].startswith("AMX")]
+        assert amx == sorted(amx)
+        for speed in row["speeds"]:
+            needed = speed["optimal_seconds"] * speed["tokens_per_second"]
+            assert needed == pytest.approx(20 * row["parameters"]) == row["optimal_tokens"]
+    assert cli(["plan", "--presets"]) == 0
+    printed = capsys.readouterr().out
+    assert "AVX512_BF16, 8 cores" in printed
+    assert "recommended" in printed
+
+
+def test_overrides_change_the_table_of_presets(capsys: Captured) -> None:
+    whole, half = presets(capsys), presets(capsys, "--set", "model.n_layers=5")
+    assert all(a["parameters"] > b["parameters"] for a, b in zip(whole, half, strict=True))
+    assert all(a["least_memory_bytes"] > b["least_memory_bytes"] for a, b in zip(whole, half, strict=True))
+    assert cli(["plan", "--presets", "--set", "model.n_heads=5"]) == 2
+
+
+def test_the_presets_are_compared_without_compiling_or_timing_steps(tmp_path: Path) -> None:
+    cache = tmp_path / "empty"
+    surroundings = {**environment(tmp_path), "SANSGPU_CACHE": str(cache)}
+    program = "from sansgpu.cli import run; raise SystemExit(run(['plan', '--presets']))"
+    done = subprocess.run([sys.executable, "-c", program], env=surroundings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "timing matrix products" in done.stderr
+    assert not cache.exists()
+
+
+def test_estimates_agree_with_the_measured_speeds_in_the_documentation() -> None:
+    text = (PAGE.parent / "benchmarks.md").read_text(encoding="utf-8")
+    flops = {"m80": 575e6, "cpu_small": 71.5e6}  # per token
+    for size, flops_per_token in flops.items():
+        table = text.split(f"`python -m benchmarks.peers --size {size}`:")[1]
+        measured = re.search(r"^\| \*\*sansgpu\*\*.*? \| ([\d,]+) \|", table, re.MULTILINE)
+        assert measured is not None
+        speed = float(measured[1].replace(",", ""))
+        processor = Processor("2 cores with AMX", 2, "bf16", 2.35e12)
+        assert processor.tokens_per_second(flops_per_token) == pytest.approx(speed, rel=0.34)
+
+
+def test_the_documentation_shows_the_tables() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = compare_presets(())
+    for row in rows:
+        assert f"| {' | '.join(f'`{c}`' if c == row['preset'] else c for c in memory_cells(row))} |" in lines
+    for cells in list(zip(*map(speed_cells, rows), strict=True))[:-1]:
+        assert f"| {cells[0][0]} | {' | '.join(cell for _, cell in cells)} |" in lines

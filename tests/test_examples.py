@@ -1,0 +1,46 @@
+"""The examples run, in the order that their page gives, and leave what they promise."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.processes import environment
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "examples/README.md").read_text(encoding="utf-8")
+
+
+def test_every_example_runs_from_the_root_of_the_repository(tmp_path: Path) -> None:
+    for name in ("configs", "docs", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    surroundings = {**environment(tmp_path / "cache"), "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    [block] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    outputs = {}
+    for command in block.splitlines():
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr[-2000:]}"
+        outputs[command] = done.stdout
+    runs = tmp_path / "runs"
+    models = [
+        "own-loop",
+        *(f"{name}/final" for name in ("pretrain", "chat", "graph", "qa-bert", "qa", "two-processes")),
+    ]
+    assert [name for name in models if not (runs / name / "model.safetensors").is_file()] == []
+    assert (runs / "lora/final/adapter_model.safetensors").is_file()
+    answers = json.loads((runs / "qa/predictions.json").read_text(encoding="utf-8"))
+    assert sum(answers[city] == city for city in answers) >= 4
+    assert answers["Rome"] in outputs["python examples/qa.py"]
+
+
+def test_the_page_lists_every_example() -> None:
+    files = {file.name for file in (ROOT / "examples").iterdir()} - {"README.md"}
+    assert set(re.findall(r"\]\((\w+\.\w+)\)", PAGE)) == files
+    [block] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert {name for name in files if not name.endswith(".jsonl")} == set(re.findall(r"examples/(\S+)", block))

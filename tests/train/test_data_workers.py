@@ -1,0 +1,39 @@
+"""A data worker that hangs or fails ends the run with a sentence that names it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import finish, settings, train, use_cache, write_corpus
+
+TASK = "tests.train.faulty_data:"
+RESUME = "then continue with --resume latest."
+
+
+def test_a_worker_that_hangs_is_named_and_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+    chosen = settings(
+        data__dataset_name=write_corpus(tmp_path / "corpus.jsonl"), training__max_steps=8, data__timeout_seconds=1,
+        training__dataloader_num_workers=1, task=f"{TASK}Hanging",
+    )  # fmt: skip
+    code, out, error = finish(["train", *chosen, "--output-dir", str(tmp_path / "run")], tmp_path / "cache")
+    said = (
+        "data worker 1 of 1 did not finish the batch of step 4 within 1 s; check that the disk with the data responds"
+    )
+    assert (code, error.splitlines()[-1]) == (
+        1, f"sansgpu: {said}, or raise data.timeout_seconds, {RESUME}",
+    ), out + error  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"), [("Failing", "OSError: [Errno 5] Input/output error"), ("Exiting", "SystemExit: 3")]
+)
+def test_a_worker_that_fails_is_named(
+    task: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_cache(monkeypatch, tmp_path / "cache")
+    write_corpus(tmp_path / "corpus.jsonl")
+    more = {"task": f"{TASK}{task}", "training__dataloader_num_workers": 1}
+    assert train(tmp_path, tmp_path / "run", training__max_steps=8, **more) == 1
+    said = f"sansgpu: data worker 1 of 1 failed at the batch of step 4 ({reason}); check the data and its disk, "
+    assert capsys.readouterr().err.splitlines()[-1] == said + RESUME
