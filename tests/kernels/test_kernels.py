@@ -71,6 +71,29 @@ def test_attention_of_few_queries_to_any_ranges_of_keys(
     assert_near(ours, exact, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "kv_heads", "edges"), [(1, 3, 0.0), (3, 2, 0.01), (4, 1, 0.0)])
+def test_attention_over_many_keys_does_not_depend_on_the_threads(
+    groups: int, kv_heads: int, edges: float, dtype: torch.dtype
+) -> None:
+    if not native.available():
+        pytest.skip("there is no C++ compiler")
+    generator, time = torch.Generator().manual_seed(groups), 840  # four blocks of keys
+    shapes = [(1, groups * kv_heads, time, 32), (1, kv_heads, time, 32), (1, kv_heads, time, 32)]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+    ranges = causal_ranges((torch.rand(1, time, generator=generator) < edges).cumsum(1))
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 5, 5):
+        torch.set_num_threads(threads)
+        results.append(with_gradients(inputs, lambda q, k, v: attention(q, k, v, ranges), weight))
+    torch.set_num_threads(before)
+    exact = with_gradients([t.double() for t in inputs], lambda q, k, v: reference_attention(q, k, v, ranges), weight)
+    assert_near(results[0], exact, dtype)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
 def test_a_query_that_sees_nothing_attends_to_nothing(kernels: str) -> None:
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     ranges = causal_ranges(torch.zeros(1, 9, dtype=torch.int64))
