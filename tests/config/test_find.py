@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_a_missing_file_names_the_nearest_configuration(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("device: cpu")
-    (tmp_path / "shor.yaml").write_text("services: {}")  # of another program
+    (tmp_path / "shor.yaml").write_text("services: {}")  # a YAML file that is no configuration
     (tmp_path / "shor.yml").write_text("{")
     with pytest.raises(ConfigError, match=r"sho\.yaml does not exist \(did you mean [^)]*/short\.yaml\?\)"):
         load_config(tmp_path / "sho.yaml")
@@ -22,7 +22,7 @@ def test_a_missing_file_names_the_nearest_configuration(tmp_path: Path) -> None:
 
 def test_a_configuration_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_config(Path("nano"))[0] == load_config(REPOSITORY / "configs/nano.yaml")[0]  # of the repository
+    assert load_config(Path("nano"))[0] == load_config(REPOSITORY / "configs/nano.yaml")[0]
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/nano.toml").write_text("training.seed = 7")
     (tmp_path / "configs/small.yaml").write_text("training: {seed: 8}")

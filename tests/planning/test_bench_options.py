@@ -1,4 +1,4 @@
-"""What `bench` refuses, its projections, and the advice from validation metrics."""
+"""`bench` refuses wrong options, projects the asked steps, and advises according to validation metrics."""
 
 from datetime import datetime, timedelta
 from pathlib import Path

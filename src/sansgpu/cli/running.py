@@ -32,7 +32,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     },
     "Scale": {"k8s": k8s},
 }  # fmt: skip
-MIN_LIKENESS = 0.7  # of an unknown option to a known one that is suggested, by difflib
+MIN_LIKENESS = 0.7  # difflib's ratio, from which on a known option is suggested for an unknown one
 # Errors caused by the requested path (missing, wrong kind of file, too long) rather than by the disk.
 _PATH_ERRORS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO,

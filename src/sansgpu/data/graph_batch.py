@@ -13,9 +13,8 @@ from sansgpu.data.leafy import LeafyExample
 from sansgpu.data.masking import MaskedExample
 
 FACT = 3  # columns of a fact: head, relation, tail
-RELATION, HEAD_START, HEAD_LENGTH, TAIL_START, TAIL_LENGTH, HEAD_ENTITY, QUERY_TAIL = range(
-    7
-)  # columns of GraphBatch.triples
+# The columns of GraphBatch.triples.
+RELATION, HEAD_START, HEAD_LENGTH, TAIL_START, TAIL_LENGTH, HEAD_ENTITY, QUERY_TAIL = range(7)
 POSITION_FIELDS = 5  # the first five columns give a triple's position in the graph
 
 

@@ -39,7 +39,8 @@ _SAVED_BYTES = {
 }
 # The same for QK-norm, per unit of D and of K.
 _QK_NORM_BYTES = {("off", "bf16"): 8, ("on", "bf16"): 2, ("off", "fp32"): 8, ("on", "fp32"): 4}
-_STATISTICS_BYTES = (8, 14)  # of softmax and norms, per head; without and with QK-norm
+# Bytes per token and query head of the statistics of softmax and norms, without and with QK-norm.
+_STATISTICS_BYTES = (8, 14)
 
 
 class DecoderCosts(Costs):

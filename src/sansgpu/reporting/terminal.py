@@ -63,7 +63,7 @@ class Terminal:
         """`settings` are those of the task. Default: according to the start event. `evaluated` names the data."""
         self._console, self._settings = console, settings or settings_of(DEFAULT_TASK)
         self._total, self._evaluated = 0, evaluated
-        self._folder: str | None = None  # of the run
+        self._folder: str | None = None  # the folder of the run, known from its start event on
         self._resumed_from: str | None = None
 
     def emit(self, event: Event) -> None:

@@ -21,7 +21,7 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
             return peak
         case "linear":
             height = 1 - progress
-        case "polynomial":  # as get_polynomial_decay_schedule_with_warmup of transformers
+        case "polynomial":  # the same as transformers' get_polynomial_decay_schedule_with_warmup
             height = max(0.0, 1 - progress) ** training.lr_power
         case "cosine":
             height = (1 + math.cos(math.pi * progress)) / 2

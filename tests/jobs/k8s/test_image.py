@@ -27,7 +27,7 @@ def test_preloaded_libraries_are_in_the_image(allocator: str, openmp: str, prelo
     rendered = render(allocator=allocator, openmp=openmp)
     assert rendered.env.get("LD_PRELOAD", "").split(":") == (preloaded or [""])
     assert ("KMP_BLOCKTIME" in rendered.env) == (openmp == "libiomp")
-    assert not [name for name in rendered.env if name.startswith("GOMP")]  # what matters is set by `set_openmp`
+    assert not [name for name in rendered.env if name.startswith("GOMP")]  # the program sets these variables itself
     for library in (TCMALLOC, LIBIOMP):
         assert (library in rendered.dockerfile) == (library in preloaded)
     assert ("libtcmalloc-minimal4" in rendered.dockerfile) == (allocator == "tcmalloc")

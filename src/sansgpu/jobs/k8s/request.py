@@ -20,7 +20,7 @@ from sansgpu.machine.probe import threads_of_share
 from sansgpu.planning.cluster import require_examples
 
 SHARED_MEMORY_DIVISOR = 8  # /dev/shm may use an eighth of a pod's memory
-MIN_BYTES = 1 << 30  # of memory and of storage
+MIN_BYTES = 1 << 30  # a pod has at least this much memory, and a claim this much storage
 MAX_DOMAIN_LENGTH = 253
 MAX_NAME_LENGTH = 45  # Kubernetes' 63 without the suffix that operators append, e.g. `-node-0-1234-abcde`
 
