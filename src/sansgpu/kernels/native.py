@@ -51,18 +51,19 @@ def call(name: str, *arguments: Argument) -> int:
     Tensors must be on the CPU, and their dtypes and strides must be those that the kernel expects.
     """
     function = getattr(_library, name)
-    function.restype = ctypes.c_int64
-    return int(function(*map(_c_value, arguments)))
+    if function.argtypes is None:
+        function.argtypes, function.restype = [*map(_c_type, arguments)], ctypes.c_int64
+    values = (
+        a.data_ptr() if isinstance(a, torch.Tensor) else (ctypes.c_int64 * len(a))(*a) if isinstance(a, tuple) else a
+        for a in arguments
+    )
+    return int(function(*values))
 
 
-def _c_value(argument: Argument) -> ctypes.c_void_p | ctypes.c_double | ctypes.c_int64 | ctypes.Array[ctypes.c_int64]:
-    if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, tuple):
-        return (ctypes.c_int64 * len(argument))(*argument)
-    if argument is None:
-        return ctypes.c_void_p(None)
-    return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+def _c_type(argument: Argument) -> type[ctypes.c_void_p] | type[ctypes.c_double] | type[ctypes.c_int64]:
+    if argument is None or isinstance(argument, torch.Tensor | tuple):
+        return ctypes.c_void_p
+    return ctypes.c_double if isinstance(argument, float) else ctypes.c_int64
 
 
 def install_caching_allocator(varying: bool = False) -> None:
