@@ -97,7 +97,7 @@ def doctor(progress: ReportProgress) -> MachineReport:
         cache=str(cache),
         cache_free_bytes=free_disk_bytes(cache.absolute()),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        kernels="native" if kernels is None else "torch",
+        kernels=native.name(),
         kernels_problem=kernels,
         cache_problem=unsafe[0] if unsafe else None,
         gemm_flops_per_second={
@@ -122,14 +122,14 @@ def _build_advice(facts: MachineReport) -> Iterator[Advice]:
         yield Advice(
             1.0, f"install {missing} (Debian: apt install g++ python3-dev); native kernels and torch.compile need it."
         )
-    elif facts.kernels != "native":
+    elif facts.kernels == "torch":
         problem = facts.kernels_problem
         yield Advice(1.0, f"the native kernels do not compile ({problem}), so training falls back to plain torch.")
     if facts.cache_problem:
         yield Advice(0.0, facts.cache_problem)
     if facts.isa_limits:
         names = ", ".join(f"{name}={value}" for name, value in facts.isa_limits.items())
-        yield Advice(1.0, f"unset {names}; it keeps torch from using instructions that this CPU may have.")
+        yield Advice(1.0, f"unset {names}; it keeps programs from using instructions that this CPU may have.")
     if "oneDNN" not in facts.torch_blas:
         yield Advice(0.5, "this build of torch has no oneDNN, which makes matrix products fast; install one from PyPI.")
     if bf16 and fp32 and bf16 < MIN_BF16_SPEEDUP * fp32:

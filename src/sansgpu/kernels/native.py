@@ -1,7 +1,8 @@
 """Compiles the C++ kernels for this processor and loads them. If that fails, the plain torch code runs instead.
 
 The kernels are plain C functions of pointers, so they depend on no version of torch. The compiler vectorizes their
-loops for one of the sets in `instruction_sets`. Only the caching allocator is an extension of torch, compiled apart.
+loops for one of the sets in `machine.instruction_sets`. Only the caching allocator is an extension of torch, compiled
+apart.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from subprocess import SubprocessError
 import torch
 from filelock import FileLock
 
-from sansgpu.kernels import instruction_sets
-from sansgpu.kernels.instruction_sets import InstructionSet
+from sansgpu.machine import instruction_sets
 from sansgpu.machine.allocator import register_trim
 from sansgpu.machine.compiled import compiled_in, make_private, require_own_file
+from sansgpu.machine.instruction_sets import InstructionSet
 
 SOURCES = Path(__file__).parent / "native"
 ALLOCATOR = Path(__file__).parent / "allocator" / "memory.cpp"
@@ -41,6 +42,11 @@ _loaded = _allocator = False
 def available() -> bool:
     """Returns True if the kernels are loaded in this process."""
     return _loaded
+
+
+def name() -> str:
+    """Returns `native` and the instruction set of the loaded kernels, or `torch` if none are loaded."""
+    return f"native {_set.name}" if _loaded and _set is not None else "torch"
 
 
 def call(name: str, *arguments: Argument) -> int:
