@@ -70,6 +70,7 @@ class MachineReport:
     gpu: str | None
     kernels: str
     kernels_problem: str | None
+    allocator_problem: str | None
     cache_problem: str | None
     gemm_flops_per_second: dict[str, float | None]  # by precision; None: emulated, which is too slow to measure
     memory_bandwidth_bytes_per_second: float
@@ -85,7 +86,8 @@ def doctor(progress: ReportProgress) -> MachineReport:
     time.sleep(USAGE_SECONDS)
     others = strain.sample()
     unsafe: list[str] = []
-    kernels = native.load(compiled_cache(unsafe.append), lambda doing: progress(doing, 0, 0))
+    problems: list[str] = []
+    kernels = native.load(compiled_cache(unsafe.append), lambda doing: progress(doing, 0, 0), problems.append)
     progress("measuring this machine", 0, 0)
     bf16, threads = has_native_bf16(), torch.get_num_threads()
     facts = MachineReport(
@@ -99,6 +101,7 @@ def doctor(progress: ReportProgress) -> MachineReport:
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         kernels=native.name(),
         kernels_problem=kernels,
+        allocator_problem=problems[0] if problems else None,
         cache_problem=unsafe[0] if unsafe else None,
         gemm_flops_per_second={
             "fp32": gemm_flops_per_second("fp32", threads=threads),
@@ -125,8 +128,9 @@ def _build_advice(facts: MachineReport) -> Iterator[Advice]:
     elif facts.kernels == "torch":
         problem = facts.kernels_problem
         yield Advice(1.0, f"the native kernels do not compile ({problem}), so training falls back to plain torch.")
-    if facts.cache_problem:
-        yield Advice(0.0, facts.cache_problem)
+    for problem in (facts.allocator_problem, facts.cache_problem):
+        if problem:
+            yield Advice(0.0, problem)
     if facts.isa_limits:
         names = ", ".join(f"{name}={value}" for name, value in facts.isa_limits.items())
         yield Advice(1.0, f"unset {names}; it keeps programs from using instructions that this CPU may have.")

@@ -25,7 +25,7 @@ def load_kernels(
     """
     if requested == "torch" or (requested == "auto" and device.type != "cpu"):
         return "torch"
-    reason = native.load(cache, announce)
+    reason = native.load(cache, announce, warn)
     if reason is None:
         return native.name()
     if requested == "native":
