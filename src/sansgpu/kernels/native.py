@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import SubprocessError
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -60,7 +61,11 @@ def call(name: str, *arguments: Argument) -> int:
     int64_t, and a float a double. Returns the kernel's int64_t, which is meaningless if the kernel returns nothing.
     Tensors must be on the CPU, and their dtypes and strides must be those that the kernel expects.
     """
-    function = getattr(_library, name)
+    return call_function(getattr(_library, name), *arguments)
+
+
+def call_function(function: Any, *arguments: Argument) -> int:
+    """Calls a function of a loaded library; `call` describes the arguments."""
     if function.argtypes is None:
         function.argtypes, function.restype = [*map(_c_type, arguments)], ctypes.c_int64
     values = (
