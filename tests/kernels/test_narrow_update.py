@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sansgpu.kernels.quantized import BLOCK, MAPS, adamw8, dequantize, quantize, quantized_zeros
 from sansgpu.kernels.update import adamw
 
-RANDOM = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SHAPES = st.one_of(
     st.tuples(st.integers(1, 1000)), st.tuples(st.integers(1, 60), st.integers(1, 60)), st.just((2, BLOCK))
 )
