@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from sansgpu.kernels import attention as attention_module
-from sansgpu.kernels import cross_entropy, linear, native
+from sansgpu.kernels import cross_entropy
 from sansgpu.kernels.attention import attention, bidirectional_ranges, causal_ranges, reference_attention
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, reference_cross_entropy
 from sansgpu.kernels.embedding import embed
@@ -242,29 +242,6 @@ def test_products_are_added_up_in_fp32(kernels: str, size: int, dtype: torch.dty
     total, product = torch.randn(size, generator=generator), torch.randn(size, generator=generator).to(dtype)
     expected = total + product.float()
     assert torch.equal(add_product(total, product), expected)
-
-
-@RANDOM
-@given(st.integers(1, 150), st.integers(1, 300), st.integers(1, 150), st.booleans(), st.integers(0, 99))
-@example(4101, 20, 70, True, 0)  # more tokens than the kernel takes at once, and an odd number
-def test_linear(kernels: str, tokens: int, outputs: int, inputs: int, bias: bool, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    given = [torch.randn(tokens, 1, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)]
-    given += [torch.randn(outputs, generator=generator)] if bias else []
-    given = [t if t.ndim == 1 else t.bfloat16() for t in given]
-    weight = torch.randn(tokens, 1, outputs, generator=generator).bfloat16()
-
-    def ours(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
-        layer = linear.Linear(inputs, outputs, bias=bias, device="meta")
-        with torch.autocast("cpu", torch.bfloat16):
-            return torch.func.functional_call(layer, {"weight": w} if b is None else {"weight": w, "bias": b}, (x,))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "MIN_NATIVE_FEATURES", 1)
-        patch.setattr(native, "has_amx", native.available)
-        mine = with_gradients(given, ours, weight)
-    exact = with_gradients([t.double() for t in given], torch.nn.functional.linear, weight.double())
-    assert_near(mine, exact, torch.bfloat16)
 
 
 @RANDOM

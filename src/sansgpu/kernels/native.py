@@ -91,11 +91,6 @@ def install_caching_allocator(varying: bool = False) -> None:
         register_trim(torch.ops.sansgpu.give_back)
 
 
-def has_amx() -> bool:
-    """Returns True if the kernels are loaded and bf16 matmuls use AMX. It reads flags that torch.compile can inline."""
-    return _loaded and _set is not None and _set.name == "amx"
-
-
 def load(
     cache: Path, announce: Callable[[str], None] = lambda doing: None, warn: Callable[[str], None] = lambda text: None
 ) -> str | None:

@@ -19,7 +19,7 @@ _EVENTS = (
     ("optimizer", re.compile(re.escape(PROFILED_AS))),
     ("loss", re.compile(r"LinearCrossEntropy|cross_entropy")),
     ("attention", re.compile(r"[aA]ttention")),
-    ("matmul", re.compile(r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|linear_gradients|mkldnn.*linear|_Linear")),
+    ("matmul", re.compile(r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|sansgpu::matmul|mkldnn.*linear|_Linear")),
 )
 
 

@@ -1,0 +1,195 @@
+// Products of matrices of any size by all threads, on top of the products of tiles that stay in cache.
+//
+// B is packed in panels first, and A, too, if its rows are not contiguous. Then threads draw tiles of C, which wait for
+// what they multiply. An element's sum has the same order in any tile, so the size of tiles may depend on the threads.
+#pragma once
+
+#include "parallel.h"
+#include "product.h"
+
+namespace sansgpu {
+
+// A row-major matrix, or the transpose of one: `at` is its first value, `ld` the distance between rows in memory.
+template <typename T>
+struct Operand {
+  const T* at;
+  int64_t ld;
+  bool transposed;
+
+  // The matrix without its first rows and columns.
+  Operand from(int64_t row, int64_t column) const {
+    return {at + (transposed ? column * ld + row : row * ld + column), ld, transposed};
+  }
+};
+
+constexpr int64_t COLUMNS = 64, MOST_ROWS = 128, LEAST_ROWS = 32;  // of a tile of C
+constexpr int64_t LEAST_WORK = 4 << 20;  // multiplications of a tile above LEAST_ROWS, 20 microseconds or more
+constexpr int64_t TERMS = 8192;          // of a sum in one pass; longer sums are stored in between
+constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at a time, for which shared caches have room
+constexpr int64_t GAP = 32;  // values between packed rows of A, so that they do not compete for lines of a cache
+
+// Columns of B that are packed side by side. Those of wider panels would compete for the same lines of the L1 cache
+// when `product` multiplies the few columns of which the sums fit into 16 registers.
+#ifdef __AVX512F__
+template <typename T>
+constexpr int64_t PANEL = COLUMNS;
+#else
+template <typename T>
+constexpr int64_t PANEL = sizeof(T) == 4 ? 16 : COLUMNS;  // widened bf16 is packed again
+#endif
+
+// Rounds up a number of terms to whole pairs of bf16.
+template <typename T>
+constexpr int64_t padded(int64_t terms) {
+  return round_up(terms, 4 / sizeof(T));
+}
+
+template <typename T>
+void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, T* to, int64_t ld) {
+  constexpr int64_t BLOCK = 64;
+  if (a.transposed)
+    for (int64_t k = 0; k < terms; k += BLOCK)
+      transpose(bits(a.at) + k * a.ld, a.ld, std::min(BLOCK, terms - k), rows, bits(to) + k, ld);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!a.transposed) std::copy_n(a.at + row * a.ld, terms, to + row * ld);
+    if (terms < padded<T>(terms)) store(to + row * ld + terms, 0.0f);
+  }
+}
+
+template <typename T>
+void pack_columns(const Operand<T>& b, int64_t columns, int64_t terms, T* to) {
+  constexpr int64_t PAIR = 4 / sizeof(T);
+  for (int64_t start = 0; start < columns; start += PANEL<T>, to += PANEL<T> * padded<T>(terms)) {
+    const Operand<T> panel = b.from(0, start);
+    const int64_t width = std::min(PANEL<T>, columns - start);
+    if (!b.transposed) {
+      pack(panel.at, b.ld, terms, padded<T>(terms), width, to);
+    } else if (b.ld % PAIR == 0 && terms % PAIR == 0) {
+      pack_transposed(panel.at, b.ld, width, width, terms, to);
+    } else {
+      for (int64_t k = 0; k < padded<T>(terms); ++k)
+        for (int64_t j = 0; j < width; ++j)
+          store(to + (k / PAIR * width + j) * PAIR + k % PAIR, k < terms ? load(panel.at + j * b.ld + k) : 0.0f);
+    }
+  }
+}
+
+// The rows of a tile of C: fewer with many threads, so that each draws several tiles.
+inline int64_t tile_rows(int64_t M, int64_t N, int64_t K) {
+  const int64_t tiles = 4 * omp_get_max_threads();
+  int64_t rows = MOST_ROWS;
+  while (rows > LEAST_ROWS && rows * COLUMNS * K >= LEAST_WORK && divide_up(M, rows) * divide_up(N, COLUMNS) < tiles)
+    rows /= 2;
+  return rows;
+}
+
+// C (M, N) = A (M, K) B (K, N).
+template <typename T>
+struct Product {
+  int64_t M, N, K;
+  Operand<T> a, b;
+  float* total;     // (M, N): where C is stored in fp32; if null, C is in memory as a whole only if K is large
+  bool add;         // adds C to `total`
+  float* row_sums;  // (M,), if not null: becomes the sums of the rows of A
+};
+
+// Computes a product and calls finish(row, column, count, sums) for each part of a row of C.
+template <typename T, typename Finish>
+class Multiplication {
+ public:
+  Multiplication(const Product<T>& product, Finish finish)
+      : c_(product),
+        finish_(finish),
+        pack_a_(c_.a.transposed || c_.K % (4 / sizeof(T)) != 0 || c_.row_sums != nullptr),
+        rows_(tile_rows(c_.M, c_.N, c_.K)),
+        ld_(padded<T>(std::min(c_.K, TERMS)) + GAP),
+        strip_(pack_a_ ? at_once(PACKED_A, rows_, c_.M) : c_.M),
+        group_(at_once(PACKED_B, COLUMNS, c_.N)),
+        packed_a_(pack_a_ ? strip_ * ld_ : 1),
+        packed_b_(group_ * ld_),
+        own_(c_.total == nullptr && c_.K > TERMS ? c_.M * c_.N : 1) {
+    if (c_.total == nullptr && c_.K > TERMS) c_.total = own_;
+  }
+
+  void run() {
+    for (int64_t k = 0; k < c_.K; k += TERMS)
+      for (int64_t n = 0; n < c_.N; n += group_)
+        for (int64_t m = 0; m < c_.M; m += strip_) run_part(m, n, k);
+  }
+
+ private:
+  // Returns the rows or columns, in whole tiles, that are packed at once.
+  int64_t at_once(int64_t bytes, int64_t tile, int64_t all) const {
+    return std::min(round_up(all, tile), std::max(tile, bytes / static_cast<int64_t>(sizeof(T)) / ld_ / tile * tile));
+  }
+
+  // Computes a strip of rows and a group of columns from the terms that begin with k. B stays packed between strips.
+  void run_part(int64_t m, int64_t n, int64_t k) {
+    const int64_t down = divide_up(std::min(strip_, c_.M - m), rows_);
+    const int64_t across = divide_up(std::min(group_, c_.N - n), COLUMNS);
+    const int64_t packs_a = pack_a_ ? down : 0, packs = packs_a + (m == 0 ? across : 0);
+    Turns packed(packs);
+    parallel_units(packs + down * across, [&](Units& units) {
+      Buffer<float> sums(rows_ * COLUMNS);
+      for (int64_t unit; units.draw(unit);) {
+        if (unit < packs) {
+          unit < packs_a ? pack_strip(m, unit, n, k) : pack_panel(n, unit - packs_a, k);
+          packed.pass(unit);
+          continue;
+        }
+        const int64_t y = (unit - packs) / across, x = (unit - packs) % across;
+        if (pack_a_) packed.wait(y, 1);
+        if (m == 0) packed.wait(packs_a + x, 1);
+        multiply_tile(m, y, n, x, k, sums);
+      }
+      end_products();
+    });
+  }
+
+  int64_t terms(int64_t k) const { return std::min(TERMS, c_.K - k); }
+
+  void pack_strip(int64_t m, int64_t y, int64_t n, int64_t k) {
+    const int64_t row = m + y * rows_, count = std::min(rows_, c_.M - row);
+    T* to = packed_a_ + y * rows_ * ld_;
+    pack_rows(c_.a.from(row, k), count, terms(k), to, ld_);
+    if (c_.row_sums == nullptr || n > 0) return;
+    for (int64_t i = 0; i < count; ++i) {
+      const T* from = to + i * ld_;
+      const float sum = sum_of(terms(k), [&](int64_t j) { return load(from + j); });
+      c_.row_sums[row + i] = k > 0 ? c_.row_sums[row + i] + sum : sum;
+    }
+  }
+
+  void pack_panel(int64_t n, int64_t x, int64_t k) {
+    const int64_t column = n + x * COLUMNS, columns = std::min(COLUMNS, c_.N - column);
+    pack_columns(c_.b.from(k, column), columns, terms(k), packed_b_ + x * COLUMNS * padded<T>(terms(k)));
+  }
+
+  void multiply_tile(int64_t m, int64_t y, int64_t n, int64_t x, int64_t k, float* sums) {
+    const int64_t row = m + y * rows_, count = std::min(rows_, c_.M - row), even = padded<T>(terms(k));
+    const int64_t column = n + x * COLUMNS, columns = std::min(COLUMNS, c_.N - column);
+    const T* left = pack_a_ ? packed_a_ + y * rows_ * ld_ : c_.a.at + row * c_.a.ld + k;
+    const T* right = packed_b_ + x * COLUMNS * even;
+    float* to = c_.total == nullptr ? sums : c_.total + row * c_.N + column;
+    const int64_t ld = c_.total == nullptr ? COLUMNS : c_.N;
+    for (int64_t j = 0; j < columns; j += PANEL<T>) {
+      const int64_t width = std::min(PANEL<T>, columns - j);
+      product<T>(count, width, even, left, pack_a_ ? ld_ : c_.a.ld, right + j * even, width, to + j, ld,
+                 c_.add || k > 0);
+    }
+    if (k + terms(k) == c_.K)
+      for (int64_t i = 0; i < count; ++i) finish_(row + i, column, columns, to + i * ld);
+  }
+
+  Product<T> c_;
+  const Finish finish_;
+  const bool pack_a_;
+  const int64_t rows_;   // of a tile
+  const int64_t ld_;     // between packed rows of A
+  const int64_t strip_;  // rows of A packed at once
+  const int64_t group_;  // columns of B packed at once
+  Buffer<T> packed_a_, packed_b_;
+  Buffer<float> own_;
+};
+
+}  // namespace sansgpu

@@ -1,0 +1,135 @@
+"""Our matmuls and linear layers against float64, for every instruction set of this processor and for plain torch."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from sansgpu.kernels import linear, native
+from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.matmul import matmul, matmul_into, matmul_with_row_sums
+
+RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}  # twice the relative error of storing a result
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda m: m.clone(),
+    "columns": lambda m: m.T.contiguous().T,
+    "part": lambda m: F.pad(m, (1, 2))[:, 1:-2],
+    "strided": lambda m: m.repeat_interleave(2, dim=1)[:, ::2],
+    "expanded": lambda m: m[:1].expand_as(m),
+}
+
+
+def assert_near(ours: torch.Tensor, exact: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compares with a float64 result, whose sums have terms that are as large as `magnitudes` together."""
+    assert ours.shape == exact.shape
+    bound = ROUNDING[dtype] * exact.abs() + 1e-6 * magnitudes
+    assert bool(((ours.double() - exact).abs() <= bound).all())
+
+
+@RANDOM
+@given(
+    st.integers(1, 300), st.integers(1, 200), st.integers(1, 300), st.sampled_from(list(LAYOUTS)),
+    st.sampled_from(list(LAYOUTS)), DTYPES, st.integers(0, 99),
+)  # fmt: skip
+@example(3, 70, 8195, "columns", "rows", torch.bfloat16, 0)  # more terms than one pass sums
+@example(5, 3, 8195, "rows", "columns", torch.float32, 0)
+@example(700, 20, 4100, "columns", "rows", torch.float32, 0)  # more than is packed at once
+@example(2, 9000, 900, "rows", "columns", torch.bfloat16, 0)
+def test_matmul(
+    kernels: str, rows: int, columns: int, terms: int, left: str, right: str, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a = LAYOUTS[left](torch.randn(rows, terms, generator=generator).to(dtype))
+    b = LAYOUTS[right](torch.randn(terms, columns, generator=generator).to(dtype))
+    bias, before = torch.randn(columns, generator=generator), torch.randn(rows, columns, generator=generator)
+    exact, magnitudes = a.double() @ b.double(), a.double().abs() @ b.double().abs() + 4
+    assert_near(matmul(a, b), exact, magnitudes, dtype)
+    assert_near(matmul(a, b, bias), exact + bias.double(), magnitudes + ROUNDING[dtype] * 1e6, dtype)
+    product, sums = matmul_with_row_sums(a.T.contiguous().T, b)
+    assert_near(product, exact, magnitudes, dtype)
+    assert_near(sums, a.double().sum(1), a.double().abs().sum(1), torch.float32)
+    kept, total = torch.full((rows, columns), 9.0).to(dtype), before.clone()
+    matmul_into(kept, a, b)
+    assert_near(kept, exact, magnitudes, dtype)
+    matmul_into(total, a, b, add=True)
+    added_as = torch.float32 if native.available() else dtype  # torch rounds the product before it is added
+    assert_near(total - before, exact, magnitudes, added_as)
+
+
+def test_matrices_that_do_not_match_are_refused(native_kernels: str) -> None:
+    a, b = torch.ones(3, 4), torch.ones(5, 2)
+    for refused in (
+        lambda: matmul(a, b),
+        lambda: matmul(a, b[:4], torch.ones(3)),
+        lambda: matmul_into(torch.ones(3, 5), a, b[:4]),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            refused()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 70), (257, 256, 192), (600, 33, 3), (300, 512, 520)])
+def test_results_do_not_depend_on_the_threads(
+    native_kernels: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 5, 5):
+        torch.set_num_threads(threads)
+        y = matmul(x, weight.T)
+        results.append([y, matmul(y, weight), *matmul_with_row_sums(y.T, x)])
+    torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+
+
+@RANDOM
+@given(
+    st.integers(1, 3), st.integers(1, 150), st.integers(1, 150), st.integers(1, 90), st.booleans(), st.booleans(),
+    DTYPES, st.integers(0, 99),
+)  # fmt: skip
+def test_linear(
+    kernels: str, batch: int, time: int, outputs: int, inputs: int, biased: bool, frozen: bool, dtype: torch.dtype,
+    seed: int,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, inputs, time, generator=generator).transpose(1, 2)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    grad = torch.randn(batch, time, outputs, generator=generator).to(dtype)
+    leaves = [t.clone().requires_grad_(not (frozen and t is weight)) for t in (x, weight, bias) if t is not None]
+    given = dict(zip(("weight", "bias"), leaves[1:], strict=False))
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        patch.setattr(linear, "MIN_ROWS", 1)
+        y = torch.func.functional_call(Linear(inputs, outputs, bias=biased, device="meta"), given, (leaves[0],))
+    y.backward(grad)
+    exact = [t.detach().to(dtype if t.ndim > 1 else t.dtype).double().requires_grad_(t.requires_grad) for t in leaves]
+    reference = F.linear(*exact)
+    reference.backward(grad.double())
+    assert y.dtype == dtype
+    pairs = [(y.detach(), reference.detach()), *((t.grad, e.grad) for t, e in zip(leaves, exact, strict=True))]
+    for ours, theirs in pairs:
+        if theirs is None:
+            assert ours is None
+        else:
+            error = (ours.double() - theirs).norm()
+            assert error <= ROUNDING[dtype] * theirs.norm() + 1e-4
+
+
+def test_compiled_linear_equals_eager(native_kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MIN_ROWS", 1)
+    torch.manual_seed(0)
+    layer, x = Linear(24, 40).bfloat16(), torch.randn(3, 5, 24).bfloat16().requires_grad_()
+
+    def run(layer: torch.nn.Module) -> list[torch.Tensor]:
+        return [y := layer(x), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])]
+
+    compiled = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    assert all(torch.equal(one, two) for one, two in zip(run(layer), compiled, strict=True))
