@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from sansgpu.kernels import native
-from sansgpu.kernels.update import add_product
+from sansgpu.kernels.matmul import matmul_into
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
 
@@ -117,26 +117,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         with_gradients, of_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         hidden_grad = torch.empty_like(hidden) if with_gradients else None
-        weight_grad: torch.Tensor | None = None
+        weight_grad = torch.empty_like(weight, dtype=accurate) if of_weight and len(hidden) else None
         total = torch.zeros((), dtype=accurate, device=hidden.device)
         hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
         # Chunks share one buffer: allocating and freeing large blocks would fragment the heap.
         buffer = hidden.new_empty(min(CHUNK_ROWS, len(hidden)), len(head))
-        product = torch.empty_like(head) if of_weight and len(hidden) > CHUNK_ROWS else None
         for start in range(0, len(hidden), CHUNK_ROWS):
             chunk = hidden[start : start + CHUNK_ROWS]
-            logits = torch.mm(chunk, head.T, out=buffer[: len(chunk)])
+            logits = buffer[: len(chunk)]
+            matmul_into(logits, chunk, head.T)
             if count:  # before the logits become their gradients
                 hits += (logits.argmax(dim=1) == targets[start : start + CHUNK_ROWS]).sum()
             losses, logits_grad = _losses(logits, targets[start : start + CHUNK_ROWS], options, with_gradients)
             total += losses.sum()
             if hidden_grad is not None:
-                torch.mm(logits_grad, head, out=hidden_grad[start : start + CHUNK_ROWS])
-            if of_weight:
-                if weight_grad is None:
-                    weight_grad = (logits_grad.T @ chunk).to(accurate)
-                else:
-                    add_product(weight_grad, torch.mm(logits_grad.T, chunk, out=product))
+                matmul_into(hidden_grad[start : start + CHUNK_ROWS], logits_grad, head)
+            if weight_grad is not None:
+                matmul_into(weight_grad, logits_grad.T, chunk, add=start > 0)
         if of_weight and weight_grad is None:
             weight_grad = torch.zeros_like(weight)
         ctx.save_for_backward(hidden_grad, weight_grad)

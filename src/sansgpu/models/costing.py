@@ -177,8 +177,7 @@ def cross_entropy_bytes(execution: Execution, tokens: int, head: tuple[int, int]
     (width, outputs), compute = head, COMPUTE[execution.precision]
     logits = min(tokens, CHUNK_ROWS) * outputs * compute + tokens * width * (2 * compute + 2 * FULL)
     if trained:
-        copies = FULL + (compute if tokens > CHUNK_ROWS else 0) + (FULL if execution.accumulation > 1 else 0)
-        logits += outputs * width * copies
+        logits += outputs * width * FULL * (2 if execution.accumulation > 1 else 1)
     return logits
 
 
