@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -157,7 +156,9 @@ def allocator_name() -> str:
 
 def compile_kernels(library: Path, flags: list[str], sources: list[Path]) -> None:
     """Compiles sources to a shared library, all at once. Raises OSError or SubprocessError with its errors."""
-    compiler = os.environ.get("CXX") or cxx() or "g++"
+    compiler = cxx()
+    if compiler is None:
+        raise SubprocessError("there is no C++ compiler")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = [Path(folder) / f"{path.stem}.o" for path in sources]
         commands = [[compiler, *flags, "-c", str(p), "-o", str(o)] for p, o in zip(sources, objects, strict=True)]
