@@ -120,6 +120,12 @@ def test_products_of_an_odd_length(library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_products_without_rows_or_columns(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    check(library, (0, 5, 4), dtype, [0, 0, 0], add=False)
+    check(library, (5, 0, 4), dtype, [0, 0, 0], add=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_other_rows(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Results do not depend on how work is divided only if every number of rows takes the same order of sums."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))

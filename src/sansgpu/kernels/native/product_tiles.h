@@ -114,11 +114,12 @@ inline void multiply_region(const TileShape& shape, int64_t M, int64_t N, int64_
       }
 }
 
-// A range of an index and the size of the tiles that divide it.
+// A range of an index and the size of the tiles that divide it: whole tiles, or the rest of an index of some size.
 struct Part {
   int64_t start, count, tile;
-  Part(int64_t size, bool rest)
-      : start(rest ? size - size % TILE : 0), count(rest ? size % TILE : size - size % TILE), tile(rest ? count : TILE) {}
+  Part(int64_t size, bool rest) : start(rest ? size - size % TILE : 0), count(rest ? size % TILE : size - size % TILE) {
+    tile = rest ? count : TILE;
+  }
 };
 
 // The matmul of product.h: first whole tiles, then what remains of M, N and K, with smaller tiles.

@@ -61,69 +61,85 @@ constexpr void unrolled(const F& run) {
   }(std::make_integer_sequence<int64_t, COUNT>());
 }
 
-// C (ROWS, VECTORS * WIDTH) = A B over `depth` words, or += with `add`. lda is in units of T, ldb in words.
+// Multiplies `blocks` blocks of A, of ROWS rows each, with VECTORS vectors of B over `depth` words of K. The result is
+// written to C or, with `add`, added to it. lda is in units of T, ldb in words.
 template <typename Word, typename T, int64_t ROWS, int64_t VECTORS>
-[[gnu::flatten]] void multiply_block(int64_t depth, const T* A, int64_t lda, const Word* B, int64_t ldb, float* C,
-                                     int64_t ldc, bool add) {
+[[gnu::flatten]] void multiply_blocks(int64_t blocks, int64_t depth, const T* A, int64_t lda, const Word* B,
+                                      int64_t ldb, float* C, int64_t ldc, bool add) {
   typedef Word Words __attribute__((vector_size(VECTOR_BYTES)));
-  Floats sums[ROWS][VECTORS];
-  unrolled<ROWS>([&](auto i) {
-    unrolled<VECTORS>([&](auto j) { sums[i][j] = add ? load_as<Floats>(C + i * ldc + j * WIDTH) : Floats{}; });
-  });
-  for (int64_t k = 0; k < depth; ++k, A += sizeof(Word) / sizeof(T), B += ldb) {
-    Words b[VECTORS];
-    unrolled<VECTORS>([&](auto j) { b[j] = load_as<Words>(B + j * WIDTH); });
+  for (; blocks > 0; --blocks, A += ROWS * lda, C += ROWS * ldc) {
+    Floats sums[ROWS][VECTORS];
     unrolled<ROWS>([&](auto i) {
-      const Word a = load_as<Word>(A + i * lda);
-      unrolled<VECTORS>([&](auto j) { sums[i][j] = add_products(sums[i][j], a, b[j]); });
+      unrolled<VECTORS>([&](auto j) { sums[i][j] = add ? load_as<Floats>(C + i * ldc + j * WIDTH) : Floats{}; });
+    });
+    const T* a = A;
+    const Word* b = B;
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < depth; ++k, a += sizeof(Word) / sizeof(T), b += ldb) {
+      Words row[VECTORS];
+      unrolled<VECTORS>([&](auto j) { row[j] = load_as<Words>(b + j * WIDTH); });
+      unrolled<ROWS>([&](auto i) {
+        const Word word = load_as<Word>(a + i * lda);
+        unrolled<VECTORS>([&](auto j) { sums[i][j] = add_products(sums[i][j], word, row[j]); });
+      });
+    }
+    unrolled<ROWS>([&](auto i) {
+      unrolled<VECTORS>([&](auto j) { std::memcpy(C + i * ldc + j * WIDTH, &sums[i][j], VECTOR_BYTES); });
     });
   }
-  unrolled<ROWS>([&](auto i) {
-    unrolled<VECTORS>([&](auto j) { std::memcpy(C + i * ldc + j * WIDTH, &sums[i][j], VECTOR_BYTES); });
-  });
 }
 
 // The largest block of which sums and operands fit into the registers.
 constexpr int64_t MOST_VECTORS = REGISTERS / 8, MOST_ROWS = 12;
 constexpr int64_t most_rows(int64_t vectors) { return std::min(MOST_ROWS, REGISTERS * 3 / 4 / vectors); }
 
+// multiply_blocks for every number of vectors and rows, from 1.
 template <typename Word, typename T>
-struct BlockFunctions {
-  void (*of[MOST_VECTORS][MOST_ROWS])(int64_t, const T*, int64_t, const Word*, int64_t, float*, int64_t, bool) = {};
-
+class BlockFunctions {
+ public:
   constexpr BlockFunctions() {
     unrolled<MOST_VECTORS>([&](auto v) {
-      unrolled<most_rows(v + 1)>([&](auto r) { of[v][r] = multiply_block<Word, T, r + 1, v + 1>; });
+      unrolled<most_rows(v + 1)>([&](auto r) { functions_[v][r] = multiply_blocks<Word, T, r + 1, v + 1>; });
     });
   }
+  constexpr auto of(int64_t vectors, int64_t rows) const { return functions_[vectors - 1][rows - 1]; }
+
+ private:
+  using Function = void (*)(int64_t, int64_t, const T*, int64_t, const Word*, int64_t, float*, int64_t, bool);
+  Function functions_[MOST_VECTORS][MOST_ROWS] = {};
 };
 
-// multiply_block for every number of vectors and rows, less one.
+// Multiplies A (M, depth) with a panel of B (depth, width) of whole vectors.
 template <typename Word, typename T>
-constexpr BlockFunctions<Word, T> BLOCK_FUNCTIONS;
+void multiply_panel(int64_t M, int64_t width, int64_t depth, const T* A, int64_t lda, const Word* B, int64_t ldb,
+                    float* C, int64_t ldc, bool add) {
+  static constexpr BlockFunctions<Word, T> FUNCTIONS;
+  if (M == 0) return;
+  const int64_t vectors = width / WIDTH, blocks = divide_up(M, most_rows(vectors));
+  const int64_t rows = M / blocks, larger = M % blocks, row = larger * (rows + 1);  // `larger` blocks have one more row
+  if (larger) FUNCTIONS.of(vectors, rows + 1)(larger, depth, A, lda, B, ldb, C, ldc, add);
+  FUNCTIONS.of(vectors, rows)(blocks - larger, depth, A + row * lda, lda, B, ldb, C + row * ldc, ldc, add);
+}
+
+// Multiplies A (M, depth) with a panel of B (depth, width), but writes only some columns of C.
+template <typename Word, typename T>
+void multiply_columns(int64_t M, int64_t columns, int64_t width, int64_t depth, const T* A, int64_t lda, const Word* B,
+                      int64_t ldb, float* C, int64_t ldc, bool add) {
+  if (columns == width) return multiply_panel(M, width, depth, A, lda, B, ldb, C, ldc, add);
+  constexpr int64_t MOST = 4 * MOST_ROWS;
+  alignas(64) float whole[MOST * MOST_VECTORS * WIDTH];
+  for (int64_t row = 0; row < M; row += MOST) {
+    const int64_t rows = std::min(MOST, M - row);
+    multiply_panel(rows, width, depth, A + row * lda, lda, B, ldb, whole, width, false);
+    for (int64_t i = 0; i < rows; ++i) {
+      float* to = C + (row + i) * ldc;
+      for (int64_t j = 0; j < columns; ++j) to[j] = (add ? to[j] : 0.0f) + whole[i * width + j];
+    }
+  }
+}
 
 // The words of K and the rows of A that are multiplied at once, so that both operands stay in cache.
 constexpr int64_t DEPTH = 256, WIDENED_ROWS = 64;
-
-// Multiplies A (M, depth) with a panel of B (depth, columns), of which whole vectors can be read.
-template <typename Word, typename T>
-void multiply_panel(int64_t M, int64_t columns, int64_t depth, const T* A, int64_t lda, const Word* B, int64_t ldb,
-                    float* C, int64_t ldc, bool add) {
-  const int64_t vectors = divide_up(columns, WIDTH), width = vectors * WIDTH, blocks = divide_up(M, most_rows(vectors));
-  alignas(64) float wide[MOST_ROWS * MOST_VECTORS * WIDTH];
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t row = block * M / blocks, rows = (block + 1) * M / blocks - row;
-    const auto multiply = BLOCK_FUNCTIONS<Word, T>.of[vectors - 1][rows - 1];
-    float* to = C + row * ldc;
-    if (columns == width) {
-      multiply(depth, A + row * lda, lda, B, ldb, to, ldc, add);
-      continue;
-    }
-    multiply(depth, A + row * lda, lda, B, ldb, wide, width, false);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j) to[i * ldc + j] = (add ? to[i * ldc + j] : 0.0f) + wide[i * width + j];
-  }
-}
 
 // Calls run(start, columns, width) for panels of N columns, where `width` is the columns rounded up to whole vectors.
 template <typename F>
@@ -152,14 +168,14 @@ void multiply_words(int64_t M, int64_t N, int64_t depth, const T* A, int64_t lda
         panel = padded;
       }
       const int64_t ld = columns < width ? width : ldb;
-      multiply_panel(M, columns, words, A, lda, panel, ld, C + start, ldc, add || k > 0);
+      multiply_columns(M, columns, width, words, A, lda, panel, ld, C + start, ldc, add || k > 0);
     });
   }
 }
 
 // The matmul of product.h for bf16 on processors that multiply only fp32. B holds pairs.
-inline void multiply_widened(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const uint32_t* B, int64_t ldb,
-                             float* C, int64_t ldc, bool add) {
+inline void multiply_widened(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const uint32_t* B,
+                             int64_t ldb, float* C, int64_t ldc, bool add) {
   alignas(64) float wide_a[WIDENED_ROWS * DEPTH], wide_b[DEPTH * MOST_VECTORS * WIDTH];
   for (int64_t k = 0; k < K; k += DEPTH, B += DEPTH / 2 * ldb)
     for (int64_t row = 0; row < M; row += WIDENED_ROWS) {
@@ -178,7 +194,8 @@ inline void multiply_widened(int64_t M, int64_t N, int64_t K, const bf16* A, int
             to[width + c] = widen(static_cast<uint16_t>(both >> 16));
           }
         }
-        multiply_panel(rows, columns, depth, wide_a, depth, wide_b, width, C + row * ldc + start, ldc, add || k > 0);
+        multiply_columns(rows, columns, width, depth, wide_a, depth, wide_b, width, C + row * ldc + start, ldc,
+                         add || k > 0);
       });
     }
 }
