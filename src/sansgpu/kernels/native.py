@@ -51,6 +51,16 @@ def call(name: str, *arguments: torch.Tensor | float | None) -> int:
     return int(function(*map(_c_value, arguments)))
 
 
+def usable(*tensors: torch.Tensor) -> bool:
+    """Returns True if element-wise kernels are loaded and take these tensors: fp32 or bf16, on the CPU.
+
+    False while torch.compile traces: it fuses plain code, but would have to leave a compiled graph to call a kernel.
+    """
+    if not _loaded or torch.compiler.is_compiling():
+        return False
+    return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+
+
 def _c_value(argument: torch.Tensor | float | None) -> ctypes.c_void_p | ctypes.c_double | ctypes.c_int64:
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(argument.data_ptr())
