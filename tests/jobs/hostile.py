@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from sansgpu.kernels import native
+from sansgpu.kernels.instruction_sets import chosen
 from sansgpu.machine.compilation import cxx
 from sansgpu.machine.compiled import compiled_in
 
@@ -51,12 +52,13 @@ def write_cache(folder: Path, canary: Path) -> Path:
         "#include <cstdio>\n__attribute__((constructor)) static void run() "
         f'{{ std::fclose(std::fopen({json.dumps(str(canary))}, "w")); }}\n'
     )
-    places = [folder / "kernels" / native._key(), compiled_in(folder) / "kernels" / native._key()]
-    for place in places:
-        place.mkdir(parents=True, mode=0o700)
-        place.parent.chmod(0o700)
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", place / f"{native.NAME}.so", source], check=True)
-        (place / "ready").touch()
+    for root in (folder / "kernels", compiled_in(folder) / "kernels"):
+        allocator = root / native.allocator_name()
+        allocator.mkdir(parents=True, mode=0o700)
+        root.chmod(0o700)
+        (allocator / "ready").touch()
+        for library in (root / native.library_name(chosen()), allocator / native.ALLOCATOR_LIBRARY):
+            subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     return folder
 
 

@@ -26,6 +26,11 @@ _library.define(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ranges, "
     "float dropout, Tensor seed, Tensor? nodes, Tensor? table, bool added) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_WRONG = {  # by the Status of native/attention_forward.cpp
+    1: "a key in `ranges` is out of range: keys lie in 0 to {keys}.",
+    2: "a node (root, slot) is out of range: roots lie in 0 to 524287 and slots in 0 to 4087.",
+    3: "the distance between two nodes is out of range of the decay table, which has {entries} entries per head.",
+}
 
 
 def causal_ranges(document_ids: torch.Tensor) -> torch.Tensor:
@@ -135,16 +140,93 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if aligned else x.contiguous()
 
 
-def _forward_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, *rest: Any
+def _require(condition: bool, requirement: str) -> None:
+    if not condition:
+        raise RuntimeError(f"attention requires that {requirement}.")
+
+
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Returns B, T, S, H, K, d of q (B, T, H, d), k and v (B, S, K, d)."""
+    (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
+    _require(k.shape == v.shape == (batch, keys, kv_heads, dim), "k and v are (B, S, K, d) for a q of (B, T, H, d)")
+    _require(q.dtype == k.dtype == v.dtype, "q, k and v have one dtype")
+    _require(heads == 0 or (kv_heads > 0 and heads % kv_heads == 0), f"{kv_heads} k/v heads divide {heads} query heads")
+    return batch, queries, keys, heads, kv_heads, dim
+
+
+def _strided(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    return x, x.stride()
+
+
+def _check_decay(sizes: tuple[int, ...], nodes: torch.Tensor, table: torch.Tensor) -> None:
+    batch, queries, keys, heads, *_ = sizes
+    fits = queries == keys and nodes.shape == (batch, queries, 2) and nodes.dtype == torch.int32
+    _require(fits and nodes.is_contiguous(), "nodes must be (B, T, 2) int32, and that there are T keys")
+    fits = table.ndim == 2 and table.shape[0] == heads and table.shape[1] > 0 and table.dtype == torch.float32
+    _require(fits and table.is_contiguous(), "the table must be (H, M) fp32")
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: torch.Tensor,
+    dropout: float,
+    seed: torch.Tensor,
+    nodes: torch.Tensor | None,
+    table: torch.Tensor | None,
+    added: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = _sizes(q, k, v)
+    fits = ranges.shape == (*q.shape[:2], 2) and ranges.dtype == torch.int32 and ranges.is_contiguous()
+    _require(fits, "the ranges are (B, T, 2) int32")
+    if nodes is not None and table is not None:
+        _check_decay(sizes, nodes, table)
+    out, lse = _forward_shapes(q, k, v)
+    entries = 0 if table is None else table.shape[1]
+    status = native.call(
+        "attention_forward", q.dtype == torch.bfloat16, sizes, *_strided(q), *_strided(k), *_strided(v), ranges,
+        dropout, seed, nodes, table, entries, added, *_strided(out), lse,
+    )  # fmt: skip
+    if status:
+        raise IndexError(_WRONG[status].format(keys=k.shape[1], entries=entries))
+    return out, lse
+
+
+def _forward_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     batch, time, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, time), dtype=torch.float32)
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ranges: torch.Tensor,
+    dropout: float,
+    seed: torch.Tensor,
+    nodes: torch.Tensor | None,
+    table: torch.Tensor | None,
+    added: bool,
+) -> tuple[torch.Tensor, ...]:
+    sizes = _sizes(q, k, v)
+    _require(grad_out.shape == out.shape == q.shape, "the output has the shape of q")
+    grads = _backward_shapes(grad_out, q, k, v, table, added)
+    native.call(
+        "attention_backward", q.dtype == torch.bfloat16, sizes, *_strided(grad_out), *_strided(q), *_strided(k),
+        *_strided(v), *_strided(out), lse, ranges, dropout, seed, nodes, table, grads[3].shape[1], added,
+        *_strided(grads[0]), *_strided(grads[1]), *_strided(grads[2]), grads[3],
+    )  # fmt: skip
+    return grads
 
 
 def _backward_shapes(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
+    """Returns memory for the gradients of q, k, v and the table, with their strides, so that autograd need not copy."""
     *_, table, _ = rest
     table_grad = q.new_empty((0, 0), dtype=torch.float32) if table is None else torch.empty_like(table)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), table_grad
@@ -155,7 +237,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(q, k, v, *output, ranges, seed, nodes, table)
 
 
-def _backward(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, ranges, seed, nodes, table = ctx.saved_tensors
     grad_out = _aligned(grad_out.to(q.dtype))
     *grads, table_grad = torch.ops.sansgpu.attention_backward(
@@ -166,7 +248,9 @@ def _backward(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.
 
 torch.library.register_fake("sansgpu::attention_forward", _forward_shapes)
 torch.library.register_fake("sansgpu::attention_backward", _backward_shapes)
-torch.library.register_autograd("sansgpu::attention_forward", _backward, setup_context=_setup_context)
+torch.library.register_autograd("sansgpu::attention_forward", _gradients, setup_context=_setup_context)
+_library.impl("attention_forward", _forward, "CPU")
+_library.impl("attention_backward", _backward, "CPU")
 
 
 def _blocked_attention(

@@ -25,6 +25,12 @@ def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     return F.dropout(x, p)
 
 
+def _dropout(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    native.call("dropout", x.dtype == torch.bfloat16, x, out, x.numel(), p, seed)
+    return out
+
+
 def _output_shape(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
@@ -39,4 +45,5 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
 
 
 torch.library.register_fake("sansgpu::dropout", _output_shape)
+_library.impl("dropout", _dropout, "CPU")
 torch.library.register_autograd("sansgpu::dropout", _backward, setup_context=_setup_context)

@@ -21,6 +21,17 @@ def _shapes(grad: torch.Tensor, x: torch.Tensor, with_bias: bool) -> tuple[torch
     return grad.new_empty(outputs, x.shape[1]), grad.new_empty(outputs if with_bias else 0, dtype=torch.float32)
 
 
+def _linear_gradients(grad: torch.Tensor, x: torch.Tensor, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    weight_grad, bias_grad = _shapes(grad, x, with_bias)
+    if len(grad) == 0:
+        return weight_grad.zero_(), bias_grad.zero_()
+    sizes = (len(grad), *weight_grad.shape)
+    bias = bias_grad if with_bias else None
+    native.call("linear_gradients", grad.contiguous(), x.contiguous(), weight_grad, bias, *sizes)
+    return weight_grad, bias_grad
+
+
+_library.impl("linear_gradients", _linear_gradients, "CPU")
 torch.library.register_fake("sansgpu::linear_gradients", _shapes)
 
 

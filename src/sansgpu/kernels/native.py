@@ -26,9 +26,12 @@ from sansgpu.machine.compiled import compiled_in, make_private, require_own_file
 
 SOURCES = Path(__file__).parent / "native"
 ALLOCATOR = Path(__file__).parent / "allocator" / "memory.cpp"
+ALLOCATOR_LIBRARY = "sansgpu_allocator.so"
 # -ffast-math lets the compiler reorder sums to vectorize them; softmax needs infinities to work. Libraries of several
 # instruction sets in one process must not share their functions.
 FLAGS = ["-O3", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-std=c++20", "-fPIC", "-fvisibility=hidden"]
+
+Argument = torch.Tensor | tuple[int, ...] | float | None
 
 _library: ctypes.CDLL | None = None
 _set: InstructionSet | None = None
@@ -40,11 +43,12 @@ def available() -> bool:
     return _loaded
 
 
-def call(name: str, *arguments: torch.Tensor | float | None) -> int:
-    """Calls a kernel with tensors as pointers to their data, None as null, int and bool as int64_t, float as double.
+def call(name: str, *arguments: Argument) -> int:
+    """Calls a kernel with the C values of the arguments.
 
-    Returns its int64_t, which is meaningless if the kernel returns nothing. Tensors must be on the CPU, and their
-    dtypes and strides must be those that the kernel expects.
+    A tensor becomes a pointer to its data, a tuple of ints a pointer to int64_t, None a null pointer, an int or bool an
+    int64_t, and a float a double. Returns the kernel's int64_t, which is meaningless if the kernel returns nothing.
+    Tensors must be on the CPU, and their dtypes and strides must be those that the kernel expects.
     """
     function = getattr(_library, name)
     function.restype = ctypes.c_int64
@@ -61,9 +65,11 @@ def usable(*tensors: torch.Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
 
-def _c_value(argument: torch.Tensor | float | None) -> ctypes.c_void_p | ctypes.c_double | ctypes.c_int64:
+def _c_value(argument: Argument) -> ctypes.c_void_p | ctypes.c_double | ctypes.c_int64 | ctypes.Array[ctypes.c_int64]:
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, tuple):
+        return (ctypes.c_int64 * len(argument))(*argument)
     if argument is None:
         return ctypes.c_void_p(None)
     return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
@@ -110,16 +116,23 @@ def load(cache: Path, announce: Callable[[str], None] = lambda doing: None) -> s
 
 def _kernels(root: Path, chosen: InstructionSet, announce: Callable[[str], None]) -> Path:
     """Returns the path of the kernels' library for an instruction set; compiles it if it is missing."""
-    sources = sorted(SOURCES.iterdir())
-    flags = [*FLAGS, *chosen.flags]
-    library = root / f"{chosen.name}-{_key(sources, flags)}.so"
+    library = root / library_name(chosen)
     with FileLock(root / f".{library.name}.lock"):
         if not library.exists():
             announce("compiling the C++ kernels, once for this machine")
-            ready = [p for p in sources if p.suffix == ".cpp" and "torch/" not in p.read_text()]
-            compile_kernels(library, flags, ready)
+            compile_kernels(library, [*FLAGS, *chosen.flags], sorted(SOURCES.glob("*.cpp")))
     require_own_file(library)
     return library
+
+
+def library_name(instructions: InstructionSet) -> str:
+    """Returns the file name of the kernels' library, which differs for other instructions, flags or sources."""
+    return f"{instructions.name}-{_key(sorted(SOURCES.iterdir()), [*FLAGS, *instructions.flags])}.so"
+
+
+def allocator_name() -> str:
+    """Returns the name of the folder of the allocator, which differs for another version of torch or other sources."""
+    return f"allocator-{_key([ALLOCATOR], [str(torch.__version__)])}"
 
 
 def compile_kernels(library: Path, flags: list[str], sources: list[Path], compiler: str | None = None) -> None:
@@ -141,9 +154,9 @@ def compile_kernels(library: Path, flags: list[str], sources: list[Path], compil
 
 def _load_allocator(root: Path, announce: Callable[[str], None]) -> None:
     """Loads the caching allocator, compiling it first if it is missing for this version of torch."""
-    folder = root / f"allocator-{_key([ALLOCATOR], [str(torch.__version__)])}"
+    folder = root / allocator_name()
     make_private(folder)
-    library, ready = folder / "sansgpu_allocator.so", folder / "ready"
+    library, ready = folder / ALLOCATOR_LIBRARY, folder / "ready"
     with FileLock(folder / ".lock"):
         if ready.exists():
             require_own_file(library)

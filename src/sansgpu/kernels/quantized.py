@@ -11,17 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from sansgpu.kernels import native
-from sansgpu.kernels.update import adamw
+from sansgpu.kernels.update import adamw, require_size
 
 BLOCK = 256  # values per scale; must equal BLOCK in native/update.cpp
 DECADES = 7  # decades of magnitudes below the scale
-
-_library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define(
-    "adamw8_(Tensor(a!) weight, Tensor(b!) first_codes, Tensor(c!) first_scales, Tensor(d!) second_codes, "
-    "Tensor(e!) second_scales, Tensor grad, Tensor(f!)? working, Tensor first_map, Tensor second_map, float lr, "
-    "float beta1, float beta2, float eps, float decay, int step, float scale, int seed) -> ()"
-)
 
 
 def dynamic_map(signed: bool) -> torch.Tensor:
@@ -94,8 +87,14 @@ def adamw8(
     """Runs `update.adamw` with quantized moments (first signed, second unsigned); weight and gradient fp32 or bf16."""
     moments = (first_codes, first_scales, second_codes, second_scales)
     if _use_native(weight, gradient, working, *moments):
-        settings = (lr, *betas, eps, weight_decay, step, scale, seed)
-        torch.ops.sansgpu.adamw8_(weight, *moments, gradient, working, VALUES[True], VALUES[False], *settings)
+        require_size(weight.numel(), first_codes, second_codes, gradient, working)
+        require_size(-(-weight.numel() // BLOCK), first_scales, second_scales)
+        narrow_weight, narrow_gradient = weight.dtype == torch.bfloat16, gradient.dtype == torch.bfloat16
+        settings = (*map(float, (lr, *betas, eps, weight_decay)), step, float(scale), seed)
+        native.call(
+            "adamw8", narrow_weight, weight, *moments, narrow_gradient, gradient, working, weight.numel(),
+            VALUES[True], VALUES[False], *settings,
+        )  # fmt: skip
         return
     first, second = dequantize(first_codes, first_scales, True), dequantize(second_codes, second_scales, False)
     adamw(

@@ -8,14 +8,6 @@ import torch
 
 from sansgpu.kernels import native
 
-_library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define("accumulate_(Tensor(a!) sum, Tensor addend) -> ()")
-_library.define("squared_norm(Tensor x) -> float")
-_library.define(
-    "adamw_(Tensor(a!) weight, Tensor(b!) first, Tensor(c!) second, Tensor grad, Tensor(d!)? working, float lr, "
-    "float beta1, float beta2, float eps, float decay, int step, float scale, int seed) -> ()"
-)
-
 
 def _use_native(*tensors: torch.Tensor | None) -> bool:
     return native.available() and all(
@@ -27,7 +19,8 @@ def _use_native(*tensors: torch.Tensor | None) -> bool:
 def add_product(total: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """Adds `product`, of the same or a narrower dtype, to `total` in place; returns `total`."""
     if total.dtype == torch.float32 and product.dtype == torch.bfloat16 and _use_native(total, product):
-        torch.ops.sansgpu.accumulate_(total, product)
+        require_size(total.numel(), product)
+        native.call("accumulate", total, product, total.numel())
         return total
     return total.add_(product)
 
@@ -35,9 +28,21 @@ def add_product(total: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
 def global_norm(gradients: list[torch.Tensor]) -> float:
     """Returns the 2-norm of all gradients concatenated."""
     if _use_native(*gradients):
-        return math.sqrt(math.fsum(torch.ops.sansgpu.squared_norm(gradient) for gradient in gradients))
+        return math.sqrt(math.fsum(map(_squared_norm, gradients)))
     norms = [float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))) for g in gradients]
     return math.hypot(*norms)
+
+
+def _squared_norm(x: torch.Tensor) -> float:
+    total = torch.empty(1, dtype=torch.float64)
+    native.call("squared_norm", x.dtype == torch.bfloat16, x, x.numel(), total)
+    return float(total)
+
+
+def require_size(size: int, *tensors: torch.Tensor | None) -> None:
+    """Raises RuntimeError if a tensor has another size, because a kernel would read or write out of bounds."""
+    if any(tensor is not None and tensor.numel() != size for tensor in tensors):
+        raise RuntimeError(f"all tensors of an update must have the same size, here {size}.")
 
 
 def adamw(
@@ -60,9 +65,14 @@ def adamw(
     All tensors have one shape; the moments are fp32. `working`, a copy of the weight in the compute dtype, is updated
     too. A bf16 weight has no copy and is rounded stochastically from `seed` (63 bits), which must change every step.
     """
-    if _use_native(weight, first, second, gradient, working):
-        settings = (lr, *betas, eps, weight_decay, step, scale, seed)
-        torch.ops.sansgpu.adamw_(weight, first, second, gradient, working, *settings)
+    fp32_moments = first.dtype == second.dtype == torch.float32
+    if fp32_moments and _use_native(weight, first, second, gradient, working):
+        require_size(weight.numel(), first, second, gradient, working)
+        narrow_weight, narrow_gradient = weight.dtype == torch.bfloat16, gradient.dtype == torch.bfloat16
+        settings = (*map(float, (lr, *betas, eps, weight_decay)), step, float(scale), seed)
+        native.call(
+            "adamw", narrow_weight, weight, first, second, narrow_gradient, gradient, working, weight.numel(), *settings
+        )
         return
     steps = torch.tensor(float(step), device=weight.device)
     dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -10,11 +10,8 @@
 // Distances are computed on the fly.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <limits>
-#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -34,17 +31,17 @@ template <typename T>
 struct View {
   T* data;
   int64_t batch, time, head;
-  explicit View(const at::Tensor& t)
-      : data(t.data_ptr<T>()), batch(t.stride(0)), time(t.stride(1)), head(t.stride(2)) {}
+  View(void* data, const int64_t* strides)
+      : data(static_cast<T*>(data)), batch(strides[0]), time(strides[1]), head(strides[2]) {}
   T* at(int64_t b, int64_t t, int64_t h) const { return data + b * batch + t * time + h * head; }
 };
 
 struct Shape {
   int64_t B, T, S, H, K, d;  // T queries, S keys
   float scale;
-  Shape(const at::Tensor& q, const at::Tensor& k)
-      : B(q.size(0)), T(q.size(1)), S(k.size(1)), H(q.size(2)), K(k.size(2)), d(q.size(3)),
-        scale(1.0f / std::sqrt(static_cast<float>(q.size(3)))) {}
+  explicit Shape(const int64_t* sizes)
+      : B(sizes[0]), T(sizes[1]), S(sizes[2]), H(sizes[3]), K(sizes[4]), d(sizes[5]),
+        scale(1.0f / std::sqrt(static_cast<float>(sizes[5]))) {}
 };
 
 // The keys [low, high) that some query of a block may see.
@@ -62,11 +59,7 @@ inline std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
 struct Graph {
   const int32_t* nodes;
   const float* table;
-  int64_t entries;  // table entries per head
-  Graph(const std::optional<at::Tensor>& n, const std::optional<at::Tensor>& t)
-      : nodes(n ? n->data_ptr<int32_t>() : nullptr),
-        table(t ? t->data_ptr<float>() : nullptr),
-        entries(t ? t->size(1) : 0) {}
+  int64_t entries;  // table entries per head, 0 without a decay
 };
 
 template <Decay decay>
@@ -79,11 +72,11 @@ struct Kind {};
 
 // Calls run(Kind) for the dtype of q and the kind of decay.
 template <typename F>
-void dispatch(const at::Tensor& q, bool decayed, bool added, const F& run) {
+void dispatch(bool narrow, bool decayed, bool added, const F& run) {
   const auto of = [&]<typename T>(T) {
     !decayed ? run(Kind<T, NONE>()) : added ? run(Kind<T, PLUS>()) : run(Kind<T, TIMES>());
   };
-  q.scalar_type() == at::kBFloat16 ? of(bf16()) : of(float());
+  narrow ? of(bf16()) : of(float());
 }
 
 }  // namespace sansgpu

@@ -3,12 +3,6 @@
 // A unit of work is a block of keys of one query head. It owns the gradients of its keys and values; gradients of
 // queries are sums over blocks of keys, to which the units add in order.
 
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
-#include <tuple>
-
 #include "attention.h"
 
 namespace sansgpu {
@@ -16,7 +10,7 @@ namespace {
 
 constexpr int64_t KEYS = 256;  // per block of keys
 
-int64_t key_blocks(const Shape& s) { return std::max<int64_t>(1, at::divup(s.S, KEYS)); }  // 1 without keys
+int64_t key_blocks(const Shape& s) { return std::max<int64_t>(1, divide_up(s.S, KEYS)); }  // 1 without keys
 
 // The inputs of a block of queries in the backward pass, packed for each of its four matmuls.
 template <typename T>
@@ -99,7 +93,7 @@ void weights_and_gradients(const QueryBlock<T>& block, const DecayBlock& with, c
 // Sums the gradients of a key-value head, parts (B, H, S, d), over its query heads.
 template <typename T>
 void add_heads(const Shape& s, const float* parts, const View<T>& grad) {
-  const int64_t group = s.H / s.K, blocks = at::divup(s.S, QUERIES), size = s.S * s.d;
+  const int64_t group = s.H / s.K, blocks = divide_up(s.S, QUERIES), size = s.S * s.d;
   parallel_units(s.B * s.K * blocks, [&](Units& units) {
     Buffer<float> sum(s.d);
     for (int64_t unit; units.draw(unit);) {
@@ -115,21 +109,29 @@ void add_heads(const Shape& s, const float* parts, const View<T>& grad) {
   });
 }
 
+// Sums parts (count, size) to `total` (size,) in order.
+void sum_parts(const float* parts, int64_t count, int64_t size, float* total) {
+  std::fill_n(total, size, 0.0f);
+  for (int64_t part = 0; part < count; ++part)
+    for (int64_t i = 0; i < size; ++i) total[i] += parts[part * size + i];
+}
+
 template <typename T, Decay decay>
 void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const View<T>& out,
               const View<T>& grad_out, const int32_t* ranges, const float* lse, const Dropout& dropout,
               const Graph& graph, const View<T>& q_grad, const View<T>& k_grad, const View<T>& v_grad,
-              float* table_grads) {
-  const int64_t group = s.H / s.K, heads = s.B * s.H, blocks = at::divup(s.T, QUERIES), chunks = key_blocks(s);
+              float* table_grad) {
+  const int64_t group = s.H / s.K, heads = s.B * s.H, blocks = divide_up(s.T, QUERIES), chunks = key_blocks(s);
   const int64_t tile = QUERIES * s.d;
   Buffer<float> shared_dq(chunks > 1 ? heads * blocks * tile : 1);  // sums over blocks of keys, transposed
   Turns turns(heads * blocks);
+  Buffer<float> table_grads(chunks * heads * graph.entries);
   Buffer<float> head_dk(group > 1 ? heads * s.S * s.d : 1), head_dv(group > 1 ? heads * s.S * s.d : 1);
   parallel_units(heads * chunks, [&](Units& units) {
     Buffer<T> keys_transposed(s.d * KEYS), weights(KEYS * QUERIES), score_grads(KEYS * QUERIES), packed(KEYS * QUERIES);
     Buffer<float> scores(KEYS * QUERIES), weight_grads(KEYS * QUERIES), dq(tile), dq_rows(tile), own_dk(KEYS * s.d),
         own_dv(KEYS * s.d);
-    SumsByDistance<QUERIES> table_grad(graph.entries);
+    SumsByDistance<QUERIES> own_table_grad(graph.entries);
     Nodes nodes(decay == NONE ? 0 : round_up(s.S, QUERIES));
     QueryBlock<T> block(s.d);
     for (int64_t unit; units.draw(unit);) {
@@ -150,7 +152,7 @@ void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>&
         const int64_t first_chunk = first / KEYS, last_chunk = (std::max<int64_t>(high, 1) - 1) / KEYS;
         if (chunk < first_chunk || chunk > last_chunk) continue;
         block.fill(s, q, out, grad_out, lse + head * s.T + start, range, dropout, b, h, start, rows);
-        const DecayBlock with{nodes, start, graph.entries, graph.table + h * graph.entries, table_grad};
+        const DecayBlock with{nodes, start, graph.entries, graph.table + h * graph.entries, own_table_grad};
         const int64_t low = std::max(base, first / QUERIES * QUERIES);
         const int64_t whole = std::min(base + KEYS, round_up(high, QUERIES)) - low, count = std::min(whole, s.S - low);
         if (whole > 0) {
@@ -181,50 +183,40 @@ void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>&
         transpose<float>(dq, QUERIES, s.d, QUERIES, dq_rows, s.d);
         for (int64_t i = 0; i < rows; ++i) store_row(q_grad.at(b, start + i, h), dq_rows + i * s.d, s.d);
       }
-      if constexpr (decay != NONE) table_grad.add_to(table_grads + (chunk * heads + head) * graph.entries);
+      if constexpr (decay != NONE) own_table_grad.move_to(table_grads + (chunk * heads + head) * graph.entries);
       if (group == 1)
         for (int64_t j = 0; j < known; ++j) {
           store_row(k_grad.at(b, base + j, kv), dk + j * s.d, s.d);
           store_row(v_grad.at(b, base + j, kv), dv + j * s.d, s.d);
         }
     }
-    at::native::cpublas::brgemm_release(std::is_same_v<T, bf16>);
   });
   if (group > 1) {
     add_heads(s, head_dk, k_grad);
     add_heads(s, head_dv, v_grad);
   }
-}
-
-// Sums (P, H, M) to (H, M) in a fixed order.
-at::Tensor sum_of_parts(const at::Tensor& parts) {
-  at::Tensor sum = at::zeros({parts.size(1), parts.size(2)}, parts.options());
-  const float* part = parts.data_ptr<float>();
-  float* total = sum.data_ptr<float>();
-  for (int64_t b = 0; b < parts.size(0); ++b)
-    for (int64_t i = 0; i < sum.numel(); ++i) total[i] += *part++;
-  return sum;
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
-    const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
-    const at::Tensor& lse, const at::Tensor& ranges, double dropout, const at::Tensor& seed,
-    const std::optional<at::Tensor>& nodes, const std::optional<at::Tensor>& table, bool added) {
-  const Shape s(q, k);
-  const Graph graph(nodes, table);
-  // Gradients get the strides of their inputs, so that autograd need not copy them.
-  at::Tensor q_grad = at::empty_like(q), k_grad = at::empty_like(k), v_grad = at::empty_like(v);
-  at::Tensor table_grads = at::zeros({key_blocks(s) * s.B, graph.entries ? s.H : 0, graph.entries}, lse.options());
-  dispatch(q, nodes.has_value(), added, [&]<typename T, Decay decay>(Kind<T, decay>) {
-    backward<T, decay>(s, View<T>(q), View<T>(k), View<T>(v), View<T>(out), View<T>(grad_out),
-                       ranges.data_ptr<int32_t>(), lse.data_ptr<float>(), Dropout(dropout, *seed.data_ptr<int64_t>()),
-                       graph, View<T>(q_grad), View<T>(k_grad), View<T>(v_grad), table_grads.data_ptr<float>());
-  });
-  return {q_grad, k_grad, v_grad, sum_of_parts(table_grads)};
+  sum_parts(table_grads, chunks * s.B, s.H * graph.entries, table_grad);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sansgpu, CPU, library) { library.impl("attention_backward", &attention_backward); }
+// Computes the gradients of q, k, v and the decay table from that of `out`; attention_forward describes the rest. The
+// table's gradient is (H, entries).
+SANSGPU_KERNEL void attention_backward(int64_t narrow, const int64_t* sizes, void* grad_out,
+                                       const int64_t* grad_out_strides, void* q, const int64_t* q_strides, void* k,
+                                       const int64_t* k_strides, void* v, const int64_t* v_strides, void* out,
+                                       const int64_t* out_strides, const float* lse, const int32_t* ranges,
+                                       double dropout, const int64_t* seed, const int32_t* nodes, const float* table,
+                                       int64_t entries, int64_t added, void* q_grad, const int64_t* q_grad_strides,
+                                       void* k_grad, const int64_t* k_grad_strides, void* v_grad,
+                                       const int64_t* v_grad_strides, float* table_grad) {
+  const Graph graph{nodes, table, entries};
+  dispatch(narrow, entries > 0, added, [&]<typename T, Decay decay>(Kind<T, decay>) {
+    backward<T, decay>(Shape(sizes), View<T>(q, q_strides), View<T>(k, k_strides), View<T>(v, v_strides),
+                       View<T>(out, out_strides), View<T>(grad_out, grad_out_strides), ranges, lse,
+                       Dropout(dropout, *seed), graph, View<T>(q_grad, q_grad_strides), View<T>(k_grad, k_grad_strides),
+                       View<T>(v_grad, v_grad_strides), table_grad);
+  });
+}
 
 }  // namespace sansgpu

@@ -1,10 +1,5 @@
 // Forward pass of attention; see attention.h.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
-#include <tuple>
-
 #include "attention.h"
 
 namespace sansgpu {
@@ -13,36 +8,41 @@ namespace {
 constexpr int64_t UNITS_PER_THREAD = 4;  // enough for threads of different speed to end at about the same time
 constexpr int64_t MIN_TASKS = 4;         // query blocks of a unit that share packed keys; with fewer, packing dominates
 
-// Checks that there is one range per query and that every key is in bounds, as the kernels index unchecked.
-inline void check(const Shape& s, const at::Tensor& ranges) {
-  TORCH_CHECK(s.H == 0 || (s.K > 0 && s.H % s.K == 0), s.K, " key-value heads do not divide ", s.H, " query heads");
-  TORCH_CHECK(ranges.is_contiguous() && ranges.sizes() == at::IntArrayRef({s.B, s.T, 2}), "ranges must be (B, T, 2)");
-  const int32_t* range = ranges.data_ptr<int32_t>();
-  for (int64_t i = 0; i < 2 * s.B * s.T; ++i)
-    TORCH_CHECK_INDEX(range[i] >= 0 && range[i] <= s.S, "key ", range[i], " is out of range");
+enum Status : int64_t { OK, WRONG_KEY, WRONG_NODE, WRONG_DISTANCE };  // kernels/attention.py has the messages
+
+// Returns the largest distance from a query to a key that it may see.
+int32_t largest_distance(const Shape& s, const int32_t* ranges, const int32_t* nodes) {
+  const int64_t blocks = divide_up(s.T, QUERIES);
+  std::atomic<int32_t> largest{0};
+  parallel_units(s.B * blocks, [&](Units& units) {
+    Nodes example(s.T);
+    Buffer<int32_t> distances(s.T);
+    for (int64_t unit, filled = -1; units.draw(unit);) {
+      const int64_t b = unit / blocks, start = unit % blocks * QUERIES;
+      if (b != filled) example.fill(nodes + 2 * b * s.T, s.T, s.T);
+      filled = b;
+      int32_t most = 0;
+      for (int64_t i = start; i < std::min(start + QUERIES, s.T); ++i) {
+        const int32_t* range = ranges + 2 * (b * s.T + i);
+        const int64_t count = std::max(range[1] - range[0], 0);
+        example.distances(i, range[0], count, std::numeric_limits<int32_t>::max(), distances);
+        for (int64_t j = 0; j < count; ++j) most = std::max(most, distances[j]);
+      }
+      for (int32_t before = largest; before < most && !largest.compare_exchange_weak(before, most);) {}
+    }
+  });
+  return largest;
 }
 
-// Checks that `Nodes` can represent every node and that the table has an entry for every distance.
-inline void check(const Shape& s, const at::Tensor& ranges, const at::Tensor& nodes, const at::Tensor& table) {
-  TORCH_CHECK(s.T == s.S && nodes.is_contiguous() && nodes.sizes() == ranges.sizes(), "nodes must be (B, T, 2)");
-  TORCH_CHECK(table.is_contiguous() && table.dim() == 2 && table.size(0) == s.H && table.size(1) > 0,
-              "the table must be (H, M)");
-  const int32_t *node = nodes.data_ptr<int32_t>(), *range = ranges.data_ptr<int32_t>();
-  Nodes example(s.T);
-  Buffer<int32_t> distances(s.T);
-  for (int64_t b = 0; b < s.B; ++b, node += 2 * s.T) {
-    for (int64_t i = 0; i < s.T; ++i)
-      TORCH_CHECK_INDEX(Nodes::takes(node[2 * i], node[2 * i + 1]), "node (", node[2 * i], ", ", node[2 * i + 1],
-                        ") is out of range");
-    example.fill(node, s.T, s.T);
-    for (int64_t i = 0; i < s.T; ++i, range += 2) {
-      const int64_t count = std::max(range[1] - range[0], 0);
-      example.distances(i, range[0], count, std::numeric_limits<int32_t>::max(), distances);
-      int32_t most = -1;
-      for (int64_t j = 0; j < count; ++j) most = std::max(most, distances[j]);
-      TORCH_CHECK_INDEX(most < table.size(1), "distance ", most, " is out of range of the table");
-    }
-  }
+// Checks that every key is in bounds, that `Nodes` can represent every node, and that the table has an entry for every
+// distance, as the kernels index unchecked.
+Status check(const Shape& s, const int32_t* ranges, const Graph& graph) {
+  for (int64_t i = 0; i < 2 * s.B * s.T; ++i)
+    if (ranges[i] < 0 || ranges[i] > s.S) return WRONG_KEY;
+  if (graph.entries == 0) return OK;
+  for (int64_t i = 0; i < s.B * s.T; ++i)
+    if (!Nodes::takes(graph.nodes[2 * i], graph.nodes[2 * i + 1])) return WRONG_NODE;
+  return s.B * s.T == 0 || largest_distance(s, ranges, graph.nodes) < graph.entries ? OK : WRONG_DISTANCE;
 }
 
 // Computes the unnormalized softmax weights of a query that sees the keys [first, last) of `width`; returns the largest
@@ -67,7 +67,7 @@ std::pair<float, float> softmax(float* scores, T* weights, int64_t first, int64_
 
 // Into how many units the query blocks of one key-value head of an example are divided. Results do not depend on it.
 int64_t chunks_per_head(int64_t heads, int64_t tasks) {
-  const int64_t wanted = at::divup(UNITS_PER_THREAD * at::get_num_threads(), std::max<int64_t>(1, heads));
+  const int64_t wanted = divide_up(UNITS_PER_THREAD * omp_get_max_threads(), std::max<int64_t>(1, heads));
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, tasks / MIN_TASKS));
 }
 
@@ -75,7 +75,7 @@ template <typename T, Decay decay>
 void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const int32_t* ranges,
              const Dropout& dropout, const Graph& graph, const View<T>& out, float* lse) {
   const int64_t padded = round_up(s.S, QUERIES), group = s.H / s.K, heads = s.B * s.K;
-  const int64_t tasks = group * at::divup(s.T, QUERIES), chunks = chunks_per_head(heads, tasks);
+  const int64_t tasks = group * divide_up(s.T, QUERIES), chunks = chunks_per_head(heads, tasks);
   parallel_units(heads * chunks, [&](Units& units) {
     const Dropout drop = dropout;  // a local copy, because the compiler cannot rule out that writes alias `dropout`
     Buffer<T> keys(s.d * padded), values(padded * s.d), weights(QUERIES * padded);
@@ -86,7 +86,7 @@ void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& 
       const int64_t chunk = chunks - 1 - unit / heads;  // late queries see more keys: the longest units come first
       const int64_t b = unit % heads / s.K, kv = unit % s.K;
       const int64_t first_task = chunk * tasks / chunks, last_task = (chunk + 1) * tasks / chunks;
-      const int64_t top = first_task / group * QUERIES, bottom = std::min(s.T, at::divup(last_task, group) * QUERIES);
+      const int64_t top = first_task / group * QUERIES, bottom = std::min(s.T, divide_up(last_task, group) * QUERIES);
       const auto [lowest, highest] = seen(ranges + 2 * (b * s.T + top), bottom - top);
       const int64_t base = lowest / QUERIES * QUERIES, span = round_up(highest, QUERIES) - base;
       const int64_t known = std::min(span, s.S - base);
@@ -133,29 +133,27 @@ void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& 
         }
       }
     }
-    at::native::cpublas::brgemm_release(std::is_same_v<T, bf16>);
   });
-}
-
-std::tuple<at::Tensor, at::Tensor> attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                     const at::Tensor& ranges, double dropout, const at::Tensor& seed,
-                                                     const std::optional<at::Tensor>& nodes,
-                                                     const std::optional<at::Tensor>& table, bool added) {
-  const Shape s(q, k);
-  check(s, ranges);
-  if (nodes) check(s, ranges, *nodes, table.value());
-  at::Tensor out = at::empty({s.B, s.T, s.H, s.d}, q.options());
-  at::Tensor lse = at::empty({s.B, s.H, s.T}, q.options().dtype(at::kFloat));
-  dispatch(q, nodes.has_value(), added, [&]<typename T, Decay decay>(Kind<T, decay>) {
-    forward<T, decay>(s, View<T>(q), View<T>(k), View<T>(v), ranges.data_ptr<int32_t>(),
-                      Dropout(dropout, *seed.data_ptr<int64_t>()), Graph(nodes, table), View<T>(out),
-                      lse.data_ptr<float>());
-  });
-  return {out, lse};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sansgpu, CPU, library) { library.impl("attention_forward", &attention_forward); }
+// Computes `out`, contiguous (B, T, H, d), and the logarithms of the softmax's sums, `lse` (B, H, T). `sizes` are
+// B, T, S, H, K, d; `ranges` is (B, T, 2). With a decay, `nodes` is (B, T, 2) and `table` (H, entries); else they are
+// null. Returns a Status.
+SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const int64_t* sizes, void* q, const int64_t* q_strides, void* k,
+                                         const int64_t* k_strides, void* v, const int64_t* v_strides,
+                                         const int32_t* ranges, double dropout, const int64_t* seed,
+                                         const int32_t* nodes, const float* table, int64_t entries, int64_t added,
+                                         void* out, const int64_t* out_strides, float* lse) {
+  const Shape s(sizes);
+  const Graph graph{nodes, table, entries};
+  if (const Status status = check(s, ranges, graph); status != OK) return status;
+  dispatch(narrow, entries > 0, added, [&]<typename T, Decay decay>(Kind<T, decay>) {
+    forward<T, decay>(s, View<T>(q, q_strides), View<T>(k, k_strides), View<T>(v, v_strides), ranges,
+                      Dropout(dropout, *seed), graph, View<T>(out, out_strides), lse);
+  });
+  return OK;
+}
 
 }  // namespace sansgpu

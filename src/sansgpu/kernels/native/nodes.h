@@ -66,9 +66,10 @@ class SumsByDistance {
     }
   }
 
-  void add_to(float* totals) {
+  // Writes the sums and starts over.
+  void move_to(float* totals) {
     flush();
-    for (int64_t m = 0; m < size_; ++m) totals[m] += sums_[m];
+    std::copy_n(static_cast<float*>(sums_), size_, totals);
     clear();
   }
 

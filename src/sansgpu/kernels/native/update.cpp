@@ -1,62 +1,37 @@
 // Memory-bound kernels, each in one pass: dropout, gradient accumulation, gradient norm and AdamW.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
-
-#include <optional>
-
+#include "parallel.h"
 #include "tiles.h"
 
 namespace sansgpu {
 namespace {
 
-constexpr int64_t GRAIN = 1 << 15;
+constexpr int64_t GRAIN = 1 << 15;  // values per unit of work
 
-// Computes dropout. The function is linear in x, so it is its own backward pass.
-at::Tensor dropout(const at::Tensor& x, double p, const at::Tensor& seed) {
-  at::Tensor out = at::empty_like(x);
-  const Dropout drop(p, *seed.data_ptr<int64_t>());
-  const auto run = [&](const auto* from, auto* to) {
-    at::parallel_for(0, at::divup(x.numel(), GRAIN), 1, [&](int64_t begin, int64_t end) {
-      const Dropout own = drop;  // a local copy, because the compiler cannot rule out that writes alias `drop`
-      for (int64_t block = begin; block < end; ++block) {
-        const uint32_t row = own.row(block, 0);
-        const int64_t start = block * GRAIN, count = std::min(GRAIN, x.numel() - start);
-        for (int64_t i = 0; i < count; ++i) store(to + start + i, load(from + start + i) * own.factor(row, i));
-      }
-    });
-  };
-  x.scalar_type() == at::kBFloat16 ? run(x.data_ptr<bf16>(), out.data_ptr<bf16>())
-                                   : run(x.data_ptr<float>(), out.data_ptr<float>());
-  return out;
+// Calls work(unit, first index, number of values) for each unit of `size` values. Units have a fixed size, because
+// scalar remainders of vectorized loops round differently and results must not depend on the threads.
+template <typename F>
+void for_each_block(int64_t size, const F& work) {
+  parallel_each(divide_up(size, GRAIN), [&](int64_t unit) { work(unit, unit * GRAIN, std::min(GRAIN, size - unit * GRAIN)); });
 }
 
-// sum (fp32) += addend (bf16).
-void accumulate_(const at::Tensor& sum, const at::Tensor& addend) {
-  float* to = sum.data_ptr<float>();
-  const bf16* from = addend.data_ptr<bf16>();
-  at::parallel_for(0, sum.numel(), GRAIN, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) to[i] += load(from + i);
+template <typename T>
+void drop(const T* from, T* to, int64_t size, const Dropout& dropout) {
+  for_each_block(size, [&](int64_t unit, int64_t start, int64_t count) {
+    const Dropout own = dropout;  // a local copy, because the compiler cannot rule out that writes alias `dropout`
+    const uint32_t row = own.row(unit, 0);
+    for (int64_t i = 0; i < count; ++i) store(to + start + i, load(from + start + i) * own.factor(row, i));
   });
 }
 
-// Sums squares in blocks of fixed size, added in order, so that the result does not depend on the number of threads.
-double squared_norm(const at::Tensor& tensor) {
-  const int64_t size = tensor.numel(), blocks = at::divup(size, GRAIN);
-  Buffer<double> sums(blocks);
-  const auto run = [&](const auto* from) {
-    at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
-        const auto* x = from + block * GRAIN;
-        sums[block] = sum_of(std::min(GRAIN, size - block * GRAIN), [&](int64_t i) { return load(x + i) * load(x + i); });
-      }
-    });
-  };
-  tensor.scalar_type() == at::kBFloat16 ? run(tensor.data_ptr<bf16>()) : run(tensor.data_ptr<float>());
+template <typename T>
+double squares(const T* x, int64_t size) {
+  Buffer<double> sums(divide_up(size, GRAIN));
+  for_each_block(size, [&](int64_t unit, int64_t start, int64_t count) {
+    sums[unit] = sum_of(count, [&](int64_t i) { return load(x + start + i) * load(x + start + i); });
+  });
   double total = 0;
-  for (int64_t block = 0; block < blocks; ++block) total += sums[block];
+  for (int64_t unit = 0; unit < divide_up(size, GRAIN); ++unit) total += sums[unit];
   return total;
 }
 
@@ -113,33 +88,13 @@ void update(const AdamW a, W* weight, float* first, float* second, const G* grad
   }
 }
 
-// Calls run(weight, grad, working) with pointers of the tensors' dtypes.
+// Calls run(weight, grad) with pointers of the tensors' dtypes.
 template <typename F>
-void with_types(const at::Tensor& weight, const at::Tensor& grad, const std::optional<at::Tensor>& working, F run) {
-  bf16* cast = working ? working->data_ptr<bf16>() : nullptr;
+void with_types(bool narrow_weight, void* weight, bool narrow_grad, const void* grad, F run) {
   const auto typed = [&](auto* w) {
-    grad.scalar_type() == at::kBFloat16 ? run(w, grad.data_ptr<bf16>(), cast) : run(w, grad.data_ptr<float>(), cast);
+    narrow_grad ? run(w, static_cast<const bf16*>(grad)) : run(w, static_cast<const float*>(grad));
   };
-  weight.scalar_type() == at::kBFloat16 ? typed(weight.data_ptr<bf16>()) : typed(weight.data_ptr<float>());
-}
-
-// Uses blocks of fixed size: scalar remainders of vectorized loops round differently and must not depend on threads.
-void adamw_(const at::Tensor& weight, const at::Tensor& first, const at::Tensor& second, const at::Tensor& grad,
-            const std::optional<at::Tensor>& working, double lr, double beta1, double beta2, double eps, double decay,
-            int64_t step, double scale, int64_t seed) {
-  const AdamW a(lr, beta1, beta2, eps, decay, step, scale);
-  const Random random(seed);
-  const int64_t size = weight.numel();
-  float *m = first.data_ptr<float>(), *v = second.data_ptr<float>();
-  with_types(weight, grad, working, [&](auto* w, const auto* g, bf16* cast) {
-    at::parallel_for(0, at::divup(size, GRAIN), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
-        const int64_t at = block * GRAIN;
-        update(a, w + at, m + at, v + at, g + at, cast ? cast + at : nullptr, std::min(GRAIN, size - at),
-               random.row(block), 0);
-      }
-    });
-  });
+  narrow_weight ? typed(static_cast<bf16*>(weight)) : typed(static_cast<float*>(weight));
 }
 
 // --- 8-bit moments; kernels/quantized.py defines the codes
@@ -214,8 +169,6 @@ struct Moments {
   uint8_t* codes;
   float* scales;
   const float* map;
-  Moments(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& map)
-      : codes(codes.data_ptr<uint8_t>()), scales(scales.data_ptr<float>()), map(map.data_ptr<float>()) {}
   void read(int64_t block, int64_t count, float* to) const {
     const uint8_t* from = codes + block * BLOCK;
     const float scale = scales[block];
@@ -227,38 +180,62 @@ struct Moments {
   }
 };
 
-void adamw8_(const at::Tensor& weight, const at::Tensor& first_codes, const at::Tensor& first_scales,
-             const at::Tensor& second_codes, const at::Tensor& second_scales, const at::Tensor& grad,
-             const std::optional<at::Tensor>& working, const at::Tensor& first_map, const at::Tensor& second_map,
-             double lr, double beta1, double beta2, double eps, double decay, int64_t step, double scale,
-             int64_t seed) {
+}  // namespace
+
+// Computes dropout of `size` values. The function is linear in x, so it is its own backward pass.
+SANSGPU_KERNEL void dropout(int64_t narrow, const void* x, void* out, int64_t size, double p, const int64_t* seed) {
+  const Dropout how(p, *seed);
+  narrow ? drop(static_cast<const bf16*>(x), static_cast<bf16*>(out), size, how)
+         : drop(static_cast<const float*>(x), static_cast<float*>(out), size, how);
+}
+
+// sum (fp32) += addend (bf16).
+SANSGPU_KERNEL void accumulate(float* sum, const bf16* addend, int64_t size) {
+  for_each_block(size, [&](int64_t, int64_t start, int64_t count) {
+    for (int64_t i = start; i < start + count; ++i) sum[i] += load(addend + i);
+  });
+}
+
+// Writes the sum of squares. Blocks are added in order, so that the result does not depend on the number of threads.
+SANSGPU_KERNEL void squared_norm(int64_t narrow, const void* x, int64_t size, double* total) {
+  *total = narrow ? squares(static_cast<const bf16*>(x), size) : squares(static_cast<const float*>(x), size);
+}
+
+// Updates `size` weights, their moments and, unless null, `working`.
+SANSGPU_KERNEL void adamw(int64_t narrow_weight, void* weight, float* first, float* second, int64_t narrow_grad,
+                          const void* grad, bf16* working, int64_t size, double lr, double beta1, double beta2,
+                          double eps, double decay, int64_t step, double scale, int64_t seed) {
   const AdamW a(lr, beta1, beta2, eps, decay, step, scale);
   const Random random(seed);
-  const int64_t size = weight.numel();
-  const Moments first(first_codes, first_scales, first_map), second(second_codes, second_scales, second_map);
-  with_types(weight, grad, working, [&](auto* w, const auto* g, bf16* cast) {
-    at::parallel_for(0, at::divup(size, BLOCK), GRAIN / BLOCK, [&](int64_t begin, int64_t end) {
+  with_types(narrow_weight, weight, narrow_grad, grad, [&](auto* w, const auto* g) {
+    for_each_block(size, [&](int64_t unit, int64_t at, int64_t count) {
+      update(a, w + at, first + at, second + at, g + at, working ? working + at : nullptr, count, random.row(unit), 0);
+    });
+  });
+}
+
+// Like adamw, with moments in 8 bits; the maps (256,) give the value of each code.
+SANSGPU_KERNEL void adamw8(int64_t narrow_weight, void* weight, uint8_t* first_codes, float* first_scales,
+                           uint8_t* second_codes, float* second_scales, int64_t narrow_grad, const void* grad,
+                           bf16* working, int64_t size, const float* first_map, const float* second_map, double lr,
+                           double beta1, double beta2, double eps, double decay, int64_t step, double scale,
+                           int64_t seed) {
+  const AdamW a(lr, beta1, beta2, eps, decay, step, scale);
+  const Random random(seed);
+  const Moments first{first_codes, first_scales, first_map}, second{second_codes, second_scales, second_map};
+  with_types(narrow_weight, weight, narrow_grad, grad, [&](auto* w, const auto* g) {
+    for_each_block(size, [&](int64_t unit, int64_t start, int64_t length) {
       float m[BLOCK], v[BLOCK];
-      for (int64_t block = begin; block < end; ++block) {
-        const int64_t at = block * BLOCK, count = std::min(BLOCK, size - at);
+      for (int64_t at = start; at < start + length; at += BLOCK) {
+        const int64_t block = at / BLOCK, count = std::min(BLOCK, start + length - at);
         first.read(block, count, m);
         second.read(block, count, v);
-        update(a, w + at, m, v, g + at, cast ? cast + at : nullptr, count, random.row(at / GRAIN), at % GRAIN);
+        update(a, w + at, m, v, g + at, working ? working + at : nullptr, count, random.row(unit), at - start);
         first.write<signed_code>(block, count, m);
         second.write<unsigned_code>(block, count, v);
       }
     });
   });
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(sansgpu, CPU, library) {
-  library.impl("dropout", &dropout);
-  library.impl("accumulate_", &accumulate_);
-  library.impl("squared_norm", &squared_norm);
-  library.impl("adamw_", &adamw_);
-  library.impl("adamw8_", &adamw8_);
 }
 
 }  // namespace sansgpu
