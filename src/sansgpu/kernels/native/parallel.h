@@ -9,6 +9,8 @@
 #include <memory>
 #include <thread>
 
+#include "product.h"
+
 namespace sansgpu {
 
 // Records the CPU seconds of each unit of work, for benchmarks that project the speed-up by many threads. A region of
@@ -69,7 +71,10 @@ void parallel_units(int64_t count, const F& work) {
   Units units(count);
   // Always the whole team: libgomp ends the threads that a smaller team leaves out, and starting them takes longer.
 #pragma omp parallel if (count > 1)
-  work(units);
+  {
+    work(units);
+    end_products();  // because torch may multiply on these threads next
+  }
 }
 
 // Calls work(unit) for each unit, on all threads.

@@ -1,0 +1,136 @@
+// Matmuls by AMX: tiles of 16 rows of 64 bytes, of which the processor has eight.
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "tiles.h"
+#ifdef SANSGPU_EMULATE_AMX
+#include "emulated_amx.h"
+#else
+#include <immintrin.h>
+#endif
+
+namespace sansgpu {
+
+constexpr int64_t TILE = 16;   // rows, columns of C and pairs of K in a tile
+constexpr int64_t STEPS = 16;  // tiles of K that are multiplied at once, so that the panel of B stays in L1 cache
+
+// The rows and columns of C and the pairs of K in the tiles of this thread, or 0 if they are not configured.
+struct TileShape {
+  int64_t rows = 0, columns = 0, pairs = 0;
+  bool operator==(const TileShape&) const = default;
+};
+inline thread_local TileShape configured;
+
+// Asks Linux for permission to use AMX, which processes need; returns false if it refuses.
+inline bool may_use_tiles() {
+#ifdef SANSGPU_EMULATE_AMX
+  return true;
+#else
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // asm/prctl.h
+  static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return allowed;
+#endif
+}
+
+// Gives tiles 0-3 the shape of C, 4-5 that of A and 6-7 that of B. Takes about as long as ten matmuls of tiles, so
+// that a thread keeps its configuration for the next matmul.
+inline void configure_tiles(const TileShape& shape) {
+  if (shape == configured) return;
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};  // of a row
+    uint8_t rows[16] = {};
+  } layout;
+  for (int64_t tile = 0; tile < 8; ++tile) {
+    const bool of_a = tile == 4 || tile == 5, of_b = tile >= 6;
+    layout.bytes[tile] = static_cast<uint16_t>(4 * (of_a ? shape.pairs : shape.columns));
+    layout.rows[tile] = static_cast<uint8_t>(of_b ? shape.pairs : shape.rows);
+  }
+  __asm__ volatile("" : : "r"(&layout) : "memory");  // GCC's intrinsics do not say that they read all of the operand
+  _tile_loadconfig(&layout);
+  configured = shape;
+}
+
+// Frees the tiles of this thread, because other code may configure them next, and context switches save them.
+inline void release_tiles() {
+  if (configured == TileShape()) return;
+  _tile_release();
+  configured = TileShape();
+}
+
+// C (ROWS, COLUMNS) tiles of `height` rows = A B over `steps` tiles of K, or += with `add`. ldb is in pairs.
+template <int64_t ROWS, int64_t COLUMNS>
+void multiply_tiles(int64_t height, int64_t steps, const bf16* A, int64_t lda, const uint32_t* B, int64_t ldb, float* C,
+                    int64_t ldc, bool add) {
+  const int64_t c = 4 * ldc, a = 2 * lda, b = 4 * ldb;  // bytes
+  float* below = C + height * ldc;
+  __asm__ volatile("" : : : "memory");  // the intrinsics do not say which memory they read
+  if (add) {
+    _tile_loadd(0, C, c);
+    if constexpr (COLUMNS == 2) _tile_loadd(1, C + TILE, c);
+    if constexpr (ROWS == 2) _tile_loadd(2, below, c);
+    if constexpr (ROWS == 2 && COLUMNS == 2) _tile_loadd(3, below + TILE, c);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t step = 0; step < steps; ++step, A += 2 * TILE, B += TILE * ldb) {
+    _tile_loadd(6, B, b);
+    _tile_loadd(4, A, a);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (COLUMNS == 2) {
+      _tile_loadd(7, B + TILE, b);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (ROWS == 2) {
+      _tile_loadd(5, A + height * lda, a);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (ROWS == 2 && COLUMNS == 2) _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, C, c);
+  if constexpr (COLUMNS == 2) _tile_stored(1, C + TILE, c);
+  if constexpr (ROWS == 2) _tile_stored(2, below, c);
+  if constexpr (ROWS == 2 && COLUMNS == 2) _tile_stored(3, below + TILE, c);
+}
+
+// Multiplies with tiles of one shape, of which M, N and K are multiples.
+inline void multiply_region(const TileShape& shape, int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda,
+                            const uint32_t* B, int64_t ldb, float* C, int64_t ldc, bool add) {
+  configure_tiles(shape);
+  const int64_t steps = K / (2 * shape.pairs);
+  for (int64_t step = 0; step < steps; step += STEPS, A += STEPS * 2 * TILE, B += STEPS * TILE * ldb, add = true)
+    for (int64_t column = 0; column < N; column += 2 * TILE)
+      for (int64_t row = 0; row < M; row += 2 * TILE) {
+        const bool two_rows = row + shape.rows < M, two_columns = column + shape.columns < N;
+        const auto multiply = two_rows ? two_columns ? multiply_tiles<2, 2> : multiply_tiles<2, 1>
+                                       : two_columns ? multiply_tiles<1, 2> : multiply_tiles<1, 1>;
+        multiply(shape.rows, std::min(STEPS, steps - step), A + row * lda, lda, B + column, ldb, C + row * ldc + column,
+                 ldc, add);
+      }
+}
+
+// A range of an index and the size of the tiles that divide it.
+struct Part {
+  int64_t start, count, tile;
+  Part(int64_t size, bool rest)
+      : start(rest ? size - size % TILE : 0), count(rest ? size % TILE : size - size % TILE), tile(rest ? count : TILE) {}
+};
+
+// The matmul of product.h: first whole tiles, then what remains of M, N and K, with smaller tiles.
+inline void multiply_by_tiles(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const uint32_t* B,
+                              int64_t ldb, float* C, int64_t ldc, bool add) {
+  for (int64_t rest = 0; rest < 8; ++rest) {
+    const Part rows(M, rest & 1), columns(N, rest & 2), pairs(K / 2, rest & 4);
+    if (rows.count && columns.count && pairs.count)
+      multiply_region({rows.tile, columns.tile, pairs.tile}, rows.count, columns.count, 2 * pairs.count,
+                      A + rows.start * lda + 2 * pairs.start, lda, B + pairs.start * ldb + columns.start, ldb,
+                      C + rows.start * ldc + columns.start, ldc, add || pairs.start > 0);
+  }
+}
+
+}  // namespace sansgpu

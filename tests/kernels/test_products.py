@@ -1,0 +1,133 @@
+"""The matmuls of tiles in native/product.h, for every instruction set of this processor and for an emulated AMX."""
+
+import ctypes
+import mmap
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sansgpu.kernels import instruction_sets, native
+from sansgpu.machine.compiled import compiled_in
+from tests.processes import COMPILED
+
+EMULATED = ("-O1", "-std=c++20", "-fPIC", "-DSANSGPU_EMULATE_AMX", f"-I{Path(__file__).parent}")
+SETS = [s.name for s in instruction_sets.supported()]
+ROUNDING = 2.0**-24  # the relative error of an fp32 operation
+
+
+@pytest.fixture(scope="module", params=[*SETS, "emulated_amx"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if not native.available():
+        pytest.skip("no C++ compiler here")
+    if request.param == "emulated_amx":
+        file = tmp_path_factory.mktemp("amx") / "products.so"
+        native.compile_kernels(file, list(EMULATED), [native.SOURCES / "product.cpp"])
+        return ctypes.CDLL(str(file))
+    wanted = next(s for s in instruction_sets.supported() if s.name == request.param)
+    return ctypes.CDLL(str(native._kernels(compiled_in(COMPILED) / "kernels", wanted, print)))
+
+
+class Guarded:
+    """Memory that ends where no process may read or write."""
+
+    def __init__(self, most: int) -> None:
+        self.size = -(-most // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.memory = mmap.mmap(-1, self.size + mmap.PAGESIZE)
+        self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        assert protect(ctypes.c_void_p(self.start + self.size), mmap.PAGESIZE, 0) == 0
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """Copies a tensor to the end of the memory."""
+        offset = self.size - values.numel() * values.element_size()
+        copy = torch.frombuffer(self.memory, dtype=values.dtype, count=values.numel(), offset=offset)
+        return copy.view(values.shape).copy_(values)
+
+
+A_MEMORY, B_MEMORY, C_MEMORY = (Guarded(1 << 20) for _ in range(3))
+
+
+def padded(values: torch.Tensor, ld: int, filler: float) -> torch.Tensor:
+    """Returns rows of length `ld`, of which the last ends with its values."""
+    rows = torch.full((values.shape[0], ld), filler, dtype=values.dtype)
+    rows[:, : values.shape[1]] = values
+    return rows.flatten()[: rows.numel() - ld + values.shape[1]]
+
+
+def packed(values: torch.Tensor, ld: int) -> torch.Tensor:
+    """Returns B as `product` takes it: bf16 in pairs of rows."""
+    if values.dtype == torch.float32:
+        return padded(values, ld, torch.nan)
+    pairs = values.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1)
+    return padded(pairs, 2 * ld, torch.nan)
+
+
+def run(
+    library: ctypes.CDLL, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, gaps: list[int], add: bool
+) -> torch.Tensor:
+    """Computes A B, or C + A B with `add`, and checks that nothing beside C is written."""
+    rows, length, columns = *a.shape, b.shape[1]
+    lda, ldb, ldc = length + gaps[0], columns + gaps[1], columns + gaps[2]
+    left, right = A_MEMORY.tensor(padded(a, lda, torch.nan)), B_MEMORY.tensor(packed(b, ldb))
+    out = C_MEMORY.tensor(padded(c, ldc, 7.0))
+    sizes = (int(a.dtype == torch.bfloat16), 1, rows, columns, length)
+    arguments = (*sizes, left, lda, right, ldb, out, ldc, int(add))
+    library.product(*map(native._c_value, arguments))
+    result = torch.cat((out, torch.full((gaps[2],), 7.0))).view(rows, ldc)
+    assert (result[:, columns:] == 7.0).all()
+    return result[:, :columns].clone()
+
+
+def check(library: ctypes.CDLL, shape: tuple[int, int, int], dtype: torch.dtype, gaps: list[int], add: bool) -> None:
+    """Compares a product of `shape` (rows, columns, length of the sums) with float64."""
+    rows, columns, length = shape
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(rows * columns * length))
+    a, b, c = draw(rows, length).to(dtype), draw(length, columns).to(dtype), draw(rows, columns)
+    result = run(library, a, b, c, gaps, add)
+    start = c.double() if add else torch.zeros(rows, columns, dtype=torch.float64)
+    expected = start + a.double() @ b.double()
+    magnitude = start.abs() + a.double().abs() @ b.double().abs()
+    assert ((result.double() - expected).abs() <= (length + 2) * ROUNDING * magnitude).all()
+    assert torch.equal(result, run(library, a, b, c, gaps, add))
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(64, 64, 64), (16, 256, 64), (48, 64, 80), (130, 40, 1200), (1, 1, 2), (64, 33, 1026)]
+
+
+@given(
+    shape=st.tuples(st.integers(1, 70), st.integers(1, 150), st.integers(1, 100).map(lambda half: 2 * half)),
+    dtype=st.sampled_from(DTYPES),
+    gaps=st.lists(st.integers(0, 20), min_size=3, max_size=3),
+    add=st.booleans(),
+)
+def test_products_of_any_shape(
+    library: ctypes.CDLL, shape: tuple[int, int, int], dtype: torch.dtype, gaps: list[int], add: bool
+) -> None:
+    check(library, shape, dtype, gaps, add)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_the_kernels(library: ctypes.CDLL, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check(library, shape, dtype, [0, 0, 0], add=False)
+    check(library, shape, dtype, [16, 2, 1], add=True)
+
+
+def test_products_of_an_odd_length(library: ctypes.CDLL) -> None:
+    check(library, (5, 37, 333), torch.float32, [0, 0, 0], add=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_other_rows(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Results do not depend on how work is divided only if every number of rows takes the same order of sums."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    a, b = draw(64, 600).to(dtype), draw(600, 96).to(dtype)
+    whole = run(library, a, b, torch.zeros(64, 96), [0, 0, 0], False)
+    for rows in (1, 7, 32):
+        part = run(library, a[:rows], b, torch.zeros(rows, 96), [0, 0, 0], False)
+        assert torch.equal(part, whole[:rows])
