@@ -23,8 +23,8 @@ def residual(x: torch.Tensor, y: torch.Tensor, p: float, training: bool) -> torc
     return x + dropout(y, p, training)
 
 
-class _Normalizing(nn.Module):
-    """The methods that both norms share. `_plain` is the torch code."""
+class FusedNorm(nn.Module):
+    """The methods that all norms share. `_plain` is the code for other devices and dtypes, and under torch.compile."""
 
     weight: Any
     bias: Any
@@ -70,14 +70,14 @@ class _Normalizing(nn.Module):
         raise NotImplementedError
 
 
-class LayerNorm(_Normalizing, nn.LayerNorm):
+class LayerNorm(FusedNorm, nn.LayerNorm):
     """nn.LayerNorm with our kernel: returns the dtype of its input."""
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(_Normalizing):
+class RMSNorm(FusedNorm):
     """Root mean square normalization (arXiv 1910.07467), computed in fp32 as in Llama; returns fp32."""
 
     bias = None
