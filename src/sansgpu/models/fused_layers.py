@@ -53,7 +53,7 @@ class _SwiGLU:
         return cast(torch.Tensor, self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x))))
 
 
-class _PreNormLayer:
+class PreNormLayer:
     """The block of Llama, Qwen and Mistral."""
 
     input_layernorm: FusedNorm
@@ -66,7 +66,7 @@ class _PreNormLayer:
         if args:  # only the original knows their names
             return cast(torch.Tensor, cast(Any, super()).forward(hidden_states, *args, **kwargs))
         x, inputs = self.input_layernorm.branch(hidden_states)
-        y, _ = self.self_attn(hidden_states=inputs, **kwargs)
+        y, _ = self.self_attn(hidden_states=inputs, **{"attention_mask": None, **kwargs})
         x, inputs = self.post_attention_layernorm.branch(x, y)
         return residual(x, self.mlp(inputs), 0.0, self.training)
 
@@ -84,7 +84,7 @@ def fuse_layers(model: nn.Module) -> None:
             module.__class__ = _with_forward(_SwiGLU, type(module))
     for module in model.modules():
         if _is_pre_norm_layer(module):
-            module.__class__ = _with_forward(_PreNormLayer, type(module))
+            module.__class__ = _with_forward(PreNormLayer, type(module))
 
 
 _subclasses: dict[tuple[type, type], type] = {}
@@ -103,10 +103,11 @@ def _with_forward(mixin: type, original: type) -> type:
 def _is_rms_norm(module: nn.Module) -> bool:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     named = type(module).__name__.endswith("RMSNorm") and not module._modules
-    if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or weight.is_meta or eps is None:
+    if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None:
         return False
-    wide, x = copy.deepcopy(module).float(), _random(3, len(weight))
-    return _agree(lambda: wide(x), lambda: F.rms_norm(x, weight.shape, weight.float(), float(eps)))
+    x, random, trial = _random(3, len(weight)), _random(len(weight)), copy.deepcopy(module)
+    cast(Any, trial).weight = nn.Parameter(random)  # the model may be on the meta device
+    return _agree(lambda: trial(x), lambda: F.rms_norm(x, weight.shape, random, float(eps)))
 
 
 def _gelu_of(module: nn.Module) -> type[nn.Module] | None:
