@@ -76,18 +76,21 @@ def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
 
 
 KINDS = [
-    *itertools.product(ARCHITECTURES, ["bf16", "fp32"], ["off"]),
-    pytest.param("qwen3", "bf16", "on", marks=pytest.mark.long),
-    pytest.param("llama", "bf16", "on", marks=pytest.mark.long),
-    pytest.param("llama", "fp32", "on", marks=pytest.mark.long),
-    pytest.param("gpt2", "fp32", "on", marks=pytest.mark.long),
+    *itertools.product(ARCHITECTURES, ["bf16", "fp32"], ["off"], ["native", "torch"]),
+    pytest.param("qwen3", "bf16", "on", "native", marks=pytest.mark.long),
+    pytest.param("llama", "bf16", "on", "native", marks=pytest.mark.long),
+    pytest.param("llama", "fp32", "on", "native", marks=pytest.mark.long),
+    pytest.param("gpt2", "fp32", "on", "native", marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
-@pytest.mark.parametrize(("architecture", "precision", "compiled"), KINDS)
-def test_a_block_keeps_what_is_said(architecture: str, precision: str, compiled: str) -> None:
+@pytest.mark.parametrize(("architecture", "precision", "compiled", "kernels"), KINDS)
+def test_a_block_keeps_what_is_said(
+    architecture: str, precision: str, compiled: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(native, "_loaded", kernels == "native")
     for width, feed_forward, heads, kv_heads in [(128, 512, 2, 2), (256, 256, 4, 2)]:
         config = ModelConfig.model_validate(
             {
@@ -96,7 +99,7 @@ def test_a_block_keeps_what_is_said(architecture: str, precision: str, compiled:
                 **({} if architecture == "gpt2" else {"n_kv_heads": kv_heads}),
             }
         )  # fmt: skip
-        how = Execution(2, 1, precision, compiled, "native", "adamw")
+        how = Execution(2, 1, precision, compiled, kernels, "adamw")
         assert costs(config, 128).saved_bytes(how) == pytest.approx(kept_by_a_block(config, how, 128), rel=0.03)
 
 

@@ -63,6 +63,16 @@ def call(name: str, *arguments: Argument) -> int:
     return call_function(getattr(_library, name), *arguments)
 
 
+def usable(*tensors: torch.Tensor) -> bool:
+    """Returns True if element-wise kernels are loaded and take these tensors: fp32 or bf16, on the CPU.
+
+    False while torch.compile traces: it fuses plain code, but would have to leave a compiled graph to call a kernel.
+    """
+    if not _loaded or torch.compiler.is_compiling():
+        return False
+    return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+
+
 def call_function(function: Any, *arguments: Argument) -> int:
     """Calls a function of a loaded library; `call` describes the arguments."""
     if function.argtypes is None:

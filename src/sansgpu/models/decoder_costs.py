@@ -21,26 +21,39 @@ from sansgpu.models.costing import (
     vocabulary_of,
 )
 
-# Bytes per token that a block saves for its backward pass, per unit of D, K and F, by activation, compile and
-# precision. Counted from the code; a test compares them with real blocks.
+# Bytes per token that a block saves for its backward pass, per unit of D, K and F, by activation, code and precision.
+# Counted from the code; a test compares them with real blocks.
 _SAVED_BYTES = {
-    ("swiglu", "off", "bf16"): (26, 4, 8),
-    ("swiglu", "on", "bf16"): (10, 4, 6),
-    ("swiglu", "off", "fp32"): (28, 8, 16),
-    ("swiglu", "on", "fp32"): (20, 8, 12),
-    ("relu2", "off", "bf16"): (24, 4, 4),
-    ("relu2", "on", "bf16"): (10, 4, 4),
-    ("relu2", "off", "fp32"): (28, 8, 8),
-    ("relu2", "on", "fp32"): (20, 8, 8),
-    ("gelu", "off", "bf16"): (20, 0, 4),  # also relu; of K only what D counts already
-    ("gelu", "on", "bf16"): (14, 0, 4),
-    ("gelu", "off", "fp32"): (28, 0, 8),
-    ("gelu", "on", "fp32"): (28, 0, 8),
+    ("swiglu", "native", "bf16"): (12, 4, 6),
+    ("swiglu", "torch", "bf16"): (26, 4, 8),
+    ("swiglu", "compiled", "bf16"): (10, 4, 6),
+    ("swiglu", "native", "fp32"): (20, 8, 12),
+    ("swiglu", "torch", "fp32"): (28, 8, 16),
+    ("swiglu", "compiled", "fp32"): (20, 8, 12),
+    ("relu2", "native", "bf16"): (12, 4, 4),
+    ("relu2", "torch", "bf16"): (24, 4, 4),
+    ("relu2", "compiled", "bf16"): (10, 4, 4),
+    ("relu2", "native", "fp32"): (20, 8, 8),
+    ("relu2", "torch", "fp32"): (28, 8, 8),
+    ("relu2", "compiled", "fp32"): (20, 8, 8),
+    ("gelu", "native", "bf16"): (16, 0, 4),  # also relu; of K only what D counts already
+    ("gelu", "torch", "bf16"): (20, 0, 4),
+    ("gelu", "compiled", "bf16"): (14, 0, 4),
+    ("gelu", "native", "fp32"): (28, 0, 8),
+    ("gelu", "torch", "fp32"): (28, 0, 8),
+    ("gelu", "compiled", "fp32"): (28, 0, 8),
 }
 # The same for QK-norm, per unit of D and of K.
-_QK_NORM_BYTES = {("off", "bf16"): 8, ("on", "bf16"): 2, ("off", "fp32"): 8, ("on", "fp32"): 4}
+_QK_NORM_BYTES = {
+    ("native", "bf16"): 2,
+    ("torch", "bf16"): 8,
+    ("compiled", "bf16"): 2,
+    ("native", "fp32"): 4,
+    ("torch", "fp32"): 8,
+    ("compiled", "fp32"): 4,
+}
 # Bytes per token and query head of the statistics of softmax and norms, without and with QK-norm.
-_STATISTICS_BYTES = (8, 14)
+_STATISTICS_BYTES = {"native": (4, 4), "torch": (8, 14), "compiled": (8, 14)}
 
 
 class DecoderCosts(Costs):
@@ -94,16 +107,17 @@ class DecoderCosts(Costs):
     def saved_bytes(self, execution: Execution) -> int:
         model = self.model
         activation = "gelu" if model.activation == "relu" else model.activation
-        width, kv, feed_forward = _SAVED_BYTES[activation, execution.compile, execution.precision]
-        qk_norm = _QK_NORM_BYTES[execution.compile, execution.precision] if model.decoder.qk_norm else 0
+        code = "compiled" if execution.compile == "on" else execution.kernels
+        width, kv, feed_forward = _SAVED_BYTES[activation, code, execution.precision]
+        qk_norm = _QK_NORM_BYTES[code, execution.precision] if model.decoder.qk_norm else 0
         per_token = (width + qk_norm + FULL) * model.d_model + feed_forward * model.d_ff
         per_token += (kv + qk_norm) * model.kv_heads * model.head_dim
-        per_token += _STATISTICS_BYTES[model.decoder.qk_norm] * model.n_heads
-        if execution.kernels == "torch":  # saves the attention weights and, with dropout, their mask
-            copies = 2 if model.attention_dropout else 1
-            per_token += (
-                model.n_heads * (min(self.window, ROWS) + self.window) // 2 * COMPUTE[execution.precision] * copies
-            )
+        per_token += _STATISTICS_BYTES[code][model.decoder.qk_norm] * model.n_heads
+        if execution.kernels == "torch":
+            # Saves keys and values of every query head, the attention weights and, with dropout, their mask.
+            copies, compute = 2 if model.attention_dropout else 1, COMPUTE[execution.precision]
+            per_token += 2 * (model.n_heads - model.kv_heads) * model.head_dim * compute
+            per_token += model.n_heads * (min(self.window, ROWS) + self.window) // 2 * compute * copies
         return execution.tokens(self.window) * per_token
 
     def head_bytes(self, execution: Execution) -> int:

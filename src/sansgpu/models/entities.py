@@ -13,6 +13,7 @@ from torch import nn
 
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.norm import LayerNorm
 from sansgpu.models.modules import Table
 
 NORM_EPS = 1e-5
@@ -28,7 +29,7 @@ class EntityTable(nn.Module):
     def __init__(self, entities: int, relations: int, rank: int, width: int) -> None:
         super().__init__()
         self.own, self.project = Table(entities + 1, rank), Linear(rank, width, bias=False)
-        self.relation, self.tail_norm = Table(relations + 1, width), nn.LayerNorm(width, eps=NORM_EPS)
+        self.relation, self.tail_norm = Table(relations + 1, width), LayerNorm(width, eps=NORM_EPS)
 
     @torch.no_grad()
     def initialize(self, std: float, generator: torch.Generator) -> None:

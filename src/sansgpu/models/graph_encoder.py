@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
+from sansgpu.kernels.activation import gelu
 from sansgpu.kernels.attention import Decay, attention, bidirectional_ranges
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.norm import LayerNorm
 from sansgpu.models.entities import NORM_EPS, EntityTable
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
 from sansgpu.models.relations import RelationFusion
@@ -28,7 +30,7 @@ MAX_PERIOD = 10_000.0  # base of sinusoidal positions (arXiv 1706.03762)
 
 def activation_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns ReLU or exact GELU (not the tanh approximation)."""
-    return F.relu if config.activation == "relu" else F.gelu
+    return F.relu if config.activation == "relu" else gelu
 
 
 class SelfAttention(nn.Module):
@@ -65,9 +67,9 @@ class EncoderBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention = SelfAttention(config)
-        self.attention_norm = nn.LayerNorm(config.d_model, eps=NORM_EPS)
+        self.attention_norm = LayerNorm(config.d_model, eps=NORM_EPS)
         self.up, self.down = Linear(config.d_model, config.d_ff), Linear(config.d_ff, config.d_model)
-        self.feed_forward_norm = nn.LayerNorm(config.d_model, eps=NORM_EPS)
+        self.feed_forward_norm = LayerNorm(config.d_model, eps=NORM_EPS)
         self.activation = activation_of(config)
         self.dropout = config.dropout
 
@@ -76,10 +78,9 @@ class EncoderBlock(nn.Module):
     ) -> torch.Tensor:
         """(1, N, D) -> (1, N, D)."""
         y = self.attention(x, ranges, nodes, table, added)
-        x = self.attention_norm(x + dropout(y, self.dropout, self.training))
+        x = self.attention_norm.after(x, y, self.dropout)
         y = self.down(self.activation(self.up(x)))
-        normed: torch.Tensor = self.feed_forward_norm(x + dropout(y, self.dropout, self.training))
-        return normed
+        return self.feed_forward_norm.after(x, y, self.dropout)
 
 
 class SpanBoundary(nn.Module):
@@ -89,13 +90,13 @@ class SpanBoundary(nn.Module):
         super().__init__()
         self.offset = Table(longest, width)
         self.first, self.second = Linear(3 * width, width), Linear(width, width)
-        self.first_norm, self.second_norm = (nn.LayerNorm(width, eps=NORM_EPS) for _ in range(2))
+        self.first_norm, self.second_norm = (LayerNorm(width, eps=NORM_EPS) for _ in range(2))
 
     def forward(self, before: torch.Tensor, after: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Combines the states before and after each masked token's span (M, D) and its offset (M,) into (M, D)."""
         x = torch.cat((before, after, embed(offsets[None], self.offset.weight)[0]), dim=-1)
-        x = self.first_norm(F.gelu(self.first(x)))
-        out: torch.Tensor = self.second_norm(F.gelu(self.second(x)))
+        x = self.first_norm(gelu(self.first(x)))
+        out: torch.Tensor = self.second_norm(gelu(self.second(x)))
         return out
 
 
@@ -123,11 +124,11 @@ class GraphEncoder(nn.Module):
             self.fusion = RelationFusion(config, relations) if fused else None
             entities = config.n_entities or 0
             self.entities = EntityTable(entities, relations, config.entity_rank, width) if entities else None
-            self.embedding_norm = nn.LayerNorm(width, eps=NORM_EPS) if config.embedding_norm else None
+            self.embedding_norm = LayerNorm(width, eps=NORM_EPS) if config.embedding_norm else None
             self.decay_center = nn.Parameter(torch.ones(config.n_heads)) if config.decay != "none" else None
             self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_layers))
             self.transform = Linear(width, width)
-            self.transform_norm = nn.LayerNorm(width, eps=NORM_EPS)
+            self.transform_norm = LayerNorm(width, eps=NORM_EPS)
             self.boundary = SpanBoundary(width, longest_span) if longest_span else None
         if seed is not None:
             materialize_empty(self)

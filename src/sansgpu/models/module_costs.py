@@ -23,11 +23,13 @@ from sansgpu.models.costing import (
     numbers_of,
     shapes_of,
 )
+from sansgpu.models.fused_layers import PreNormLayer
 from sansgpu.models.modules import blocks_of
 
 # Bytes per token that a block saves for its backward pass, per unit of D, and per unit of F for each (D, F) matrix, by
 # precision. Measured on the layouts of Qwen2 and BERT, not compiled.
 _SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
+_FUSED_SAVED_BYTES = {"bf16": (24, 3), "fp32": (36, 6)}  # of blocks that `fuse_layers` replaces
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class ModuleShape:
     trained: int
     trained_matrices: int  # in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
+    fused: bool  # `fuse_layers` has replaced the blocks
 
     def with_layers(self, layers: int) -> ModuleShape:
         """Returns the shape with at most `layers` blocks."""
@@ -92,6 +95,7 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
         products=tuple(shapes_of((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
+        fused=isinstance(blocks[0], PreNormLayer),
     )
 
 
@@ -144,7 +148,9 @@ class ModuleCosts(Costs):
         return self.shape.trained_matrices
 
     def saved_bytes(self, how: Execution) -> int:
-        shape, (width, inner) = self.shape, _SAVED_BYTES[how.precision]
+        shape = self.shape
+        fused = shape.fused and how.kernels == "native"
+        width, inner = (_FUSED_SAVED_BYTES if fused else _SAVED_BYTES)[how.precision]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
         return how.tokens(self.window) * per_token

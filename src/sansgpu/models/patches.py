@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.norm import LayerNorm
 from sansgpu.models.attention_interface import use_our_attention
+from sansgpu.models.fused_layers import fuse_layers
 
 
 class Embedding(nn.Embedding):
@@ -27,12 +29,14 @@ class Dropout(nn.Dropout):
 
 
 def patch_layers(model: nn.Module) -> None:
-    """Makes the Linear, Dropout and Embedding layers of a model use our kernels."""
+    """Makes the Linear, Dropout, LayerNorm and Embedding layers of a model use our kernels."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
         elif type(module) is nn.Dropout:
             module.__class__ = Dropout
+        elif type(module) is nn.LayerNorm:
+            module.__class__ = LayerNorm
         elif type(module) is nn.Embedding and module.max_norm is None and not module.sparse:
             module.__class__ = Embedding
 
@@ -41,5 +45,6 @@ def patch_model(model: PreTrainedModel) -> list[str]:
     """Patches a model in place; returns descriptions of the parts that do not use our kernels."""
     unpatched = [] if use_our_attention(model) else ["attention"]
     patch_layers(model)
+    fuse_layers(model)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return unpatched + [f"layers of type {name}" for name in others]

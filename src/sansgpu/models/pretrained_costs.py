@@ -9,6 +9,7 @@ from typing import Any
 from sansgpu.config import ModelConfig
 from sansgpu.machine.memory import Execution
 from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
+from sansgpu.models.fused_layers import fuse_layers
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
 from sansgpu.models.pretrained import Head, meta_model
 
@@ -23,6 +24,7 @@ def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> ModuleShape:
     model = meta_model(ModelConfig.model_validate_json(model_json), head)
+    fuse_layers(model)
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
     outputs = 2 if head == "qa" else vocabulary  # start and end of the answer

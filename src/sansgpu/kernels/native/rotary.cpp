@@ -1,0 +1,117 @@
+// Rotary position embedding of queries and keys, after RMSNorm of each head if it has weights; kernels/rotary.py has
+// the reference.
+//
+// N tokens, H heads, d head dim (even). Tensors are (N, H, d); cos and sin are (periods, d), where token i has row
+// i % periods: all rows of a batch may share their positions.
+
+#include "norm.h"
+#include "parallel.h"
+#include "values.h"
+
+namespace sansgpu {
+namespace {
+
+constexpr int64_t GRAIN = 1 << 14;  // values per unit of work
+
+// The queries or the keys.
+struct Heads {
+  const void* x;
+  void* to;  // the result, or the gradient of x
+  const void* grad;
+  const float* weight;  // of the norm, or null
+  int64_t H;
+};
+
+// Computes out = x cos + rotate_half(x) sin, or with `inverse` its transpose, which gives gradients.
+inline void rotate(const float* x, const float* cos, const float* sin, int64_t d, bool inverse, float* __restrict out) {
+  const int64_t half = d / 2;
+  const float *low_sin = inverse ? sin + half : sin, *high_sin = inverse ? sin : sin + half, sign = inverse ? 1.0f : -1.0f;
+  for (int64_t i = 0; i < half; ++i) out[i] = x[i] * cos[i] + sign * x[i + half] * low_sin[i];
+  for (int64_t i = 0; i < half; ++i) out[i + half] = x[i + half] * cos[i + half] - sign * x[i] * high_sin[i];
+}
+
+struct Rotation {
+  const float *cos, *sin;
+  int64_t periods, N, d;
+  NormOptions options;
+  bool narrow;
+
+  void forward(const Heads& heads, int64_t token, float* scratch) const {
+    const int64_t width = heads.H * d, row = token % periods * d;
+    const float* x = Input(heads.x, narrow).read(token * width, width, scratch);
+    const Output to(heads.to, narrow);
+    float *out = to.place(token * width, scratch + width), *normed = scratch + 2 * width;
+    for (int64_t head = 0; head < width; head += d) {
+      if (heads.weight != nullptr) normalize(x + head, heads.weight, nullptr, d, options, normed);
+      rotate(heads.weight != nullptr ? normed : x + head, cos + row, sin + row, d, false, out + head);
+    }
+    to.write(token * width, width, out);
+  }
+
+  void backward(const Heads& heads, int64_t token, float* scratch, float* weight_sum) const {
+    const int64_t width = heads.H * d, row = token % periods * d;
+    const float* g = Input(heads.grad, narrow).read(token * width, width, scratch);
+    const Output to(heads.to, narrow);
+    float *out = to.place(token * width, scratch + width), *normed_grad = scratch + 2 * width;
+    if (heads.weight == nullptr) {
+      for (int64_t head = 0; head < width; head += d) rotate(g + head, cos + row, sin + row, d, true, out + head);
+    } else {
+      const float* x = Input(heads.x, narrow).read(token * width, width, scratch + 2 * width + d);
+      for (int64_t head = 0; head < width; head += d) {
+        rotate(g + head, cos + row, sin + row, d, true, normed_grad);
+        normalize_gradient(normed_grad, x + head, heads.weight, nullptr, d, options, out + head, weight_sum, nullptr);
+      }
+    }
+    to.write(token * width, width, out);
+  }
+
+  // Calls work(unit, token, scratch) for each token.
+  template <typename F>
+  void each(int64_t H, const F& work) const {
+    const int64_t rows = tokens_of_unit(H);
+    parallel_units(divide_up(N, rows), [&](Units& units) {
+      Buffer<float> scratch((3 * H + 1) * d);
+      for (int64_t unit; units.draw(unit);) work(unit, unit * rows, std::min(N, (unit + 1) * rows), scratch);
+    });
+  }
+
+  int64_t tokens_of_unit(int64_t H) const { return std::max<int64_t>(1, GRAIN / (H * d)); }
+};
+
+}  // namespace
+
+// Rotates queries and keys; q_weight and k_weight are null without a norm.
+SANSGPU_KERNEL void rotary(int64_t narrow, const void* q, const void* k, const float* q_weight, const float* k_weight,
+                           const float* cos, const float* sin, void* q_out, void* k_out, int64_t N, int64_t periods,
+                           int64_t q_heads, int64_t k_heads, int64_t d, double eps) {
+  const Rotation rotation{cos, sin, periods, N, d, NormOptions(eps, false), narrow != 0};
+  const Heads queries{q, q_out, nullptr, q_weight, q_heads}, keys{k, k_out, nullptr, k_weight, k_heads};
+  rotation.each(q_heads + k_heads, [=](int64_t, int64_t token, int64_t end, float* scratch) {
+    for (; token < end; ++token) {
+      rotation.forward(queries, token, scratch);
+      rotation.forward(keys, token, scratch);
+    }
+  });
+}
+
+// Computes the gradients of q, k and, if not null, the weights.
+SANSGPU_KERNEL void rotary_gradient(int64_t narrow, const void* q_grad, const void* k_grad, const void* q, const void* k,
+                                    const float* q_weight, const float* k_weight, const float* cos, const float* sin,
+                                    void* to_q, void* to_k, float* q_weight_grad, float* k_weight_grad, int64_t N,
+                                    int64_t periods, int64_t q_heads, int64_t k_heads, int64_t d, double eps) {
+  const Rotation rotation{cos, sin, periods, N, d, NormOptions(eps, false), narrow != 0};
+  const Heads queries{q, to_q, q_grad, q_weight, q_heads}, keys{k, to_k, k_grad, k_weight, k_heads};
+  const int64_t units = divide_up(N, rotation.tokens_of_unit(q_heads + k_heads));
+  const UnitSums q_sums(units, d, q_weight_grad != nullptr), k_sums(units, d, k_weight_grad != nullptr);
+  rotation.each(q_heads + k_heads, [&](int64_t unit, int64_t token, int64_t end, float* scratch) {
+    float *q_sum = q_sums.of(unit), *k_sum = k_sums.of(unit);
+    for (; token < end; ++token) {
+      rotation.backward(queries, token, scratch, q_sum);
+      rotation.backward(keys, token, scratch, k_sum);
+    }
+  });
+  q_sums.total(q_weight_grad);
+  k_sums.total(k_weight_grad);
+}
+
+}  // namespace sansgpu

@@ -1,0 +1,49 @@
+"""Estimated memory of transformers models matches real blocks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from sansgpu.config import ModelConfig, TrainingConfig
+from sansgpu.kernels import native
+from sansgpu.machine.memory import Execution
+from sansgpu.models.patches import patch_model
+from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
+from tests.models.kept import kept_bytes_of
+
+TOKENS = 256
+
+
+def kept_by_a_block(model: Any, how: Execution) -> int:
+    patch_model(model)
+
+    def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+        x = torch.randn(1, TOKENS, model.config.hidden_size, requires_grad=True)
+        angles = model.model.rotary_emb(x, torch.arange(TOKENS)[None])
+        # The block's input is counted, too: in a model it is the output of the block before.
+        return lambda: model.model.layers[0](x * 1, position_embeddings=angles), [x, *angles]
+
+    return kept_bytes_of(model.train(), how, prepare)
+
+
+@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_fused_block_keeps_what_is_said(precision: str, tmp_path: Path) -> None:
+    for width, inner in [(256, 512), (128, 1024)]:
+        config = transformers.Qwen2Config(
+            vocab_size=64, hidden_size=width, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=4, max_position_embeddings=TOKENS, use_cache=False,
+        )  # fmt: skip
+        config.save_pretrained(tmp_path)
+        model = ModelConfig(name_or_path=str(tmp_path), vocab_size=64, max_seq_len=TOKENS)
+        shape = pretrained_shape(model.model_copy(update={"rope_theta": float(width)}), "causal")  # not cached
+        how = Execution(1, 1, precision, "off", "native", "adamw")
+        costs = PretrainedCosts(model, TrainingConfig(), TOKENS, TOKENS, shape=shape)
+        kept = kept_by_a_block(transformers.AutoModelForCausalLM.from_config(config), how)
+        assert costs.saved_bytes(how) == pytest.approx(kept, rel=0.03)
+        torch_code = Execution(1, 1, precision, "off", "torch", "adamw")
+        assert costs.saved_bytes(how) < costs.saved_bytes(torch_code)
