@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -76,6 +77,7 @@ class Contestant:
     needs: tuple[str, ...] = ()  # required packages
     until: Callable[[Event], bool] | None = None  # returns True for the event after which to stop the process
     environment: dict[str, str] = field(default_factory=dict)
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext  # a context in which the process runs
 
 
 class NoResultError(Exception):
@@ -147,7 +149,8 @@ def run(contestant: Contestant) -> Sample:
     missing = [name for name in contestant.needs if importlib.util.find_spec(name) is None]
     if missing:
         raise NoResultError(f"not installed: {', '.join(missing)}")
-    outcome = spawn(contestant.command, contestant.until, contestant.environment)
+    with contestant.beside():
+        outcome = spawn(contestant.command, contestant.until, contestant.environment)
     if outcome.code:
         last = outcome.errors.strip().splitlines()
         raise NoResultError(f"exit code {outcome.code}: {last[-1] if last else 'nothing on stderr'}")
