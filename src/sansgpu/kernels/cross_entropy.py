@@ -22,6 +22,21 @@ _library.define(
 )
 
 
+def _cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, smoothing: float, z_loss: float, softcap: float, gradient: bool
+) -> torch.Tensor:
+    rows, vocabulary = logits.shape
+    if rows and not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
+        raise IndexError(f"a target is out of bounds: targets must lie in 0 to {vocabulary - 1}.")
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    sizes, options = (rows, vocabulary), (float(smoothing), float(z_loss), float(softcap))
+    native.call("cross_entropy", logits.dtype == torch.bfloat16, logits, targets, losses, *sizes, *options, gradient)
+    return losses
+
+
+_library.impl("cross_entropy_", _cross_entropy, "CPU")
+
+
 @dataclass(frozen=True)
 class LossOptions:
     """Options of the cross-entropy loss; the defaults give plain cross-entropy."""

@@ -20,7 +20,7 @@
 
 #include "nodes.h"
 #include "parallel.h"
-#include "tiles.h"
+#include "product.h"
 
 namespace sansgpu {
 

@@ -2,16 +2,13 @@
 //
 // N tokens, V vocabulary. A row of logits and its exponentials stay in L2 cache between maximum, sum and gradient.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
+#include "parallel.h"
 #include "tiles.h"
 
 namespace sansgpu {
 namespace {
 
+constexpr int64_t GRAIN = 1 << 14;  // logits per unit of work, or one row
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Loss {
@@ -46,29 +43,26 @@ float row_loss(T* logits, float* powers, int64_t V, int64_t target, const Loss& 
   return lse - (1.0f - loss.smoothing) * of_target - uniform * total + loss.z_loss * lse * lse;
 }
 
-at::Tensor cross_entropy_(const at::Tensor& logits, const at::Tensor& targets, double smoothing, double z_loss,
-                          double softcap, bool gradient) {
-  const int64_t N = logits.size(0), V = logits.size(1);
-  at::Tensor losses = at::empty({N}, logits.options().dtype(at::kFloat));
-  const Loss loss{static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(softcap)};
-  const int64_t* target = targets.data_ptr<int64_t>();
-  for (int64_t i = 0; i < N; ++i)
-    TORCH_CHECK_INDEX(target[i] >= 0 && target[i] < V, "Target ", target[i], " is out of bounds.");
-  float* out = losses.data_ptr<float>();
-  const auto run = [&](auto* data) {
-    at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
-      Buffer<float> powers(V);
-      for (int64_t i = begin; i < end; ++i)
-        out[i] = softcap > 0 ? row_loss<true>(data + i * V, powers, V, target[i], loss, gradient)
-                             : row_loss<false>(data + i * V, powers, V, target[i], loss, gradient);
-    });
-  };
-  logits.scalar_type() == at::kBFloat16 ? run(logits.data_ptr<bf16>()) : run(logits.data_ptr<float>());
-  return losses;
+// Runs row_loss on the rows of logits (N, V); `losses` is (N,), `targets` lie in [0, V).
+template <typename T>
+void rows_loss(T* logits, const int64_t* targets, float* losses, int64_t N, int64_t V, const Loss& loss, bool gradient) {
+  const int64_t rows = std::max<int64_t>(1, GRAIN / V), units = divide_up(N, rows);
+  parallel_units(units, [&](Units& own) {
+    Buffer<float> powers(V);
+    for (int64_t unit; own.draw(unit);)
+      for (int64_t i = unit * rows; i < std::min(N, (unit + 1) * rows); ++i)
+        losses[i] = loss.softcap > 0 ? row_loss<true>(logits + i * V, powers, V, targets[i], loss, gradient)
+                                     : row_loss<false>(logits + i * V, powers, V, targets[i], loss, gradient);
+  });
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sansgpu, CPU, library) { library.impl("cross_entropy_", &cross_entropy_); }
+SANSGPU_KERNEL void cross_entropy(int64_t narrow, void* logits, const int64_t* targets, float* losses, int64_t N,
+                                  int64_t V, double smoothing, double z_loss, double softcap, int64_t gradient) {
+  const Loss loss{static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(softcap)};
+  narrow ? rows_loss(static_cast<bf16*>(logits), targets, losses, N, V, loss, gradient)
+         : rows_loss(static_cast<float*>(logits), targets, losses, N, V, loss, gradient);
+}
 
 }  // namespace sansgpu

@@ -12,7 +12,7 @@
 
 #include <tuple>
 
-#include "tiles.h"
+#include "product.h"
 
 namespace sansgpu {
 namespace {

@@ -1,36 +1,83 @@
-// Work that threads share.
+// Work that threads share. The threads are those of torch's OpenMP runtime.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include <omp.h>
 
 #include <atomic>
 #include <cstdint>
+#include <ctime>
 #include <memory>
 #include <thread>
 
 namespace sansgpu {
 
+// Records the CPU seconds of each unit of work, for benchmarks that project the speed-up by many threads. A region of
+// `count` units takes count + 1 places: -count, then the seconds of its units in order.
+struct Recorder {
+  double* places = nullptr;  // null while nothing is recorded
+  int64_t capacity = 0, used = 0;
+
+  // Returns the places of a new region, or null if nothing is recorded or there is no place left.
+  double* region(int64_t count) {
+    if (places == nullptr || used + count + 1 > capacity) return nullptr;
+    double* first = places + used;
+    used += count + 1;
+    *first = -static_cast<double>(count);
+    return first + 1;
+  }
+
+  static double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  }
+};
+
+extern Recorder recorder;
+
 // Units of work, numbered from 0, that threads draw in order, one at a time. A thread on a slow or busy core draws
 // fewer of them, so that the others need not wait for it.
 class Units {
  public:
-  explicit Units(int64_t count) : count_(count) {}
+  explicit Units(int64_t count) : count_(count), seconds_(recorder.region(count)) {}
 
+  // Draws the next unit; returns false if none is left. Each thread calls it until then.
   bool draw(int64_t& unit) {
+    if (seconds_ != nullptr) record();
     unit = next_.fetch_add(1, std::memory_order_relaxed);
+    if (seconds_ != nullptr) own_unit = unit < count_ ? unit : -1;
     return unit < count_;
   }
 
  private:
+  void record() {
+    const double now = Recorder::seconds();
+    if (own_unit >= 0) seconds_[own_unit] = now - own_start;
+    own_start = now;
+  }
+
+  static inline thread_local int64_t own_unit = -1;  // the unit that this thread works on, while it is recorded
+  static inline thread_local double own_start = 0;
   std::atomic<int64_t> next_{0};
   const int64_t count_;
+  double* const seconds_;
 };
 
 // Calls work(units) on all threads; it draws units until none is left. A unit must compute the same on every thread.
 template <typename F>
 void parallel_units(int64_t count, const F& work) {
   Units units(count);
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) { work(units); });
+  // Always the whole team: libgomp ends the threads that a smaller team leaves out, and starting them takes longer.
+#pragma omp parallel if (count > 1)
+  work(units);
+}
+
+// Calls work(unit) for each unit, on all threads.
+template <typename F>
+void parallel_each(int64_t count, const F& work) {
+  parallel_units(count, [&](Units& units) {
+    for (int64_t unit; units.draw(unit);) work(unit);
+  });
 }
 
 // Lets units add to shared sums in a fixed order, so that results do not depend on the threads. A unit may wait only

@@ -1,8 +1,5 @@
-// Code shared by the kernels: matmuls of tiles in cache, packing, reductions, dropout and a vectorizable exp.
+// Code shared by the kernels: packing, reductions, dropout and a vectorizable exp. Includes no header of torch.
 #pragma once
-
-#include <ATen/native/CPUBlas.h>
-#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <cmath>
@@ -16,9 +13,18 @@
 
 namespace sansgpu {
 
-using bf16 = c10::BFloat16;
+// The name of an operation in the library: a plain C function of pointers, int64_t and double.
+#define SANSGPU_KERNEL extern "C" __attribute__((visibility("default")))
+
+// The upper half of an fp32 value.
+struct bf16 {
+  uint16_t bits;
+  bf16() = default;
+  explicit constexpr bf16(uint16_t bits) : bits(bits) {}
+};
 
 inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+inline int64_t divide_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit; }
 
 // Uninitialized memory aligned to a cache line. A std::vector would zero it, which costs as much as using it.
 template <typename T>
@@ -31,13 +37,6 @@ class Buffer {
  private:
   std::unique_ptr<T, decltype(&std::free)> data_;
 };
-
-// C (M, N) fp32 = A (M, K) B (K, N), or += with `add`. B must be packed by `pack` or `pack_transposed`.
-template <typename T>
-inline void product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb, float* C,
-                    int64_t ldc, bool add) {
-  at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, std::is_same_v<T, bf16>);
-}
 
 // Rounds to nearest, ties to even, in integer arithmetic that compilers vectorize. Does not support NaN.
 inline uint16_t round_bf16(float x) {
