@@ -228,11 +228,12 @@ def print_table(title: str, columns: dict[str, tuple[str, str]], rows: Sequence[
     Console(width=None if sys.stdout.isatty() else 140, markup=False).print(table)
 
 
-def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[Row]) -> None:
-    """Writes the results with the settings and the machine, so that they can be reproduced."""
+def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[Row], more: Row | None = None) -> None:
+    """Writes the results with the settings and the machine, so that they can be reproduced; `more` adds keys."""
     if path is None:
         return
-    result = {"benchmark": benchmark, "settings": settings, "machine": describe_machine(), "rows": list(rows)}
+    known = {"benchmark": benchmark, "settings": settings, "machine": describe_machine(), "rows": list(rows)}
+    result = {**(more or {}), **known}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
     say(f"written to {path}")
