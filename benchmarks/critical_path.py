@@ -11,8 +11,8 @@ time of each of them counts, whatever the number of cores. The threads of sansgp
 work when they are free: the units run one after another here, and a simulation assigns them to threads.
 
 Not seen: the bandwidth that cores share, clocks that fall when many cores are busy, the distance between two
-sockets, and the time to start and join the threads of a region (the table has the number of regions). Needs Linux and a
-C compiler.
+sockets, the time to start and join the threads of a region (the table has the number of regions), and units that wait
+for others. Needs Linux and a C compiler.
 """
 
 from __future__ import annotations
@@ -159,11 +159,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=[*SIZES, "nano", *ADAPTERS], default="cpu_small")
     parser.add_argument("--threads", default="16", help="comma-separated numbers of threads (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps per number of threads (%(default)s)")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help=f"also measure the speed-up of {CHECKED_THREADS} threads, which takes longer",
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run; repeatable")
+    parser.add_argument("--check", action="store_true", help=f"also measure the speed-up of {CHECKED_THREADS} threads")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     try:
@@ -182,7 +179,7 @@ def arguments() -> argparse.Namespace:
 def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
     """Returns the projections. Raises NoResultError if the steps cannot be made."""
     config, given = settings(args.size, folder)
-    overrides = [f"{key}={value}" for key, value in given.items()]
+    overrides = [*(f"{key}={value}" for key, value in given.items()), *args.set]
     results = run_job(PathJob(config, overrides, [1, *args.threads], args.steps, compile_recorder(folder)), folder)
     rows = [project(results[1], results[threads]) for threads in args.threads]
     if args.check:
@@ -202,7 +199,7 @@ def main() -> None:
             sys.exit(f"critical_path: {failure}")
     for row in rows:
         print_table(f"{args.size}, {row['name']} threads: the longest path", OPERATIONS, row["operations"][:SHOWN])
-    print_table(f"{args.size}, the least of {args.steps} steps", SUMMARY, rows)
+    print_table(f"{args.size}, least times of each operation; steps: {args.steps}", SUMMARY, rows)
     write_json(args.json, "critical_path", vars(args), rows, rows[-1])
 
 
