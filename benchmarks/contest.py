@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -76,6 +77,7 @@ class Contestant:
     needs: tuple[str, ...] = ()  # required packages
     until: Callable[[Event], bool] | None = None  # returns True for the event after which to stop the process
     environment: dict[str, str] = field(default_factory=dict)
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext  # a context in which the process runs
 
 
 class NoResultError(Exception):
@@ -147,7 +149,8 @@ def run(contestant: Contestant) -> Sample:
     missing = [name for name in contestant.needs if importlib.util.find_spec(name) is None]
     if missing:
         raise NoResultError(f"not installed: {', '.join(missing)}")
-    outcome = spawn(contestant.command, contestant.until, contestant.environment)
+    with contestant.beside():
+        outcome = spawn(contestant.command, contestant.until, contestant.environment)
     if outcome.code:
         last = outcome.errors.strip().splitlines()
         raise NoResultError(f"exit code {outcome.code}: {last[-1] if last else 'nothing on stderr'}")
@@ -225,11 +228,12 @@ def print_table(title: str, columns: dict[str, tuple[str, str]], rows: Sequence[
     Console(width=None if sys.stdout.isatty() else 140, markup=False).print(table)
 
 
-def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[Row]) -> None:
-    """Writes the results with the settings and the machine, so that they can be reproduced."""
+def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[Row], more: Row | None = None) -> None:
+    """Writes the results with the settings and the machine, so that they can be reproduced; `more` adds keys."""
     if path is None:
         return
-    result = {"benchmark": benchmark, "settings": settings, "machine": describe_machine(), "rows": list(rows)}
+    known = {"benchmark": benchmark, "settings": settings, "machine": describe_machine(), "rows": list(rows)}
+    result = {**(more or {}), **known}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
     say(f"written to {path}")

@@ -50,9 +50,9 @@ COLUMNS = {
 }
 
 
-def contestants(size: Size, peers: list[str], data: str, steps: int, folder: Path) -> list[Contestant]:
-    """Returns sansgpu, and one contestant per peer and micro-batch size."""
-    common = {
+def settings_of(size: Size, data: str) -> dict[str, object]:
+    """Returns sansgpu's settings for what the peers train."""
+    return {
         "data.dataset_name": data,
         "training.optimizer": "adamw",
         "training.learning_rate": LEARNING_RATE,
@@ -60,10 +60,21 @@ def contestants(size: Size, peers: list[str], data: str, steps: int, folder: Pat
         "training.compile": ours.compile_setting(size.compile),
         **size.model_keys(),
     }
+
+
+def contestants(size: Size, peers: list[str], data: str, steps: int, folder: Path) -> list[Contestant]:
+    """Returns sansgpu, and one contestant per peer and micro-batch size."""
+    common = settings_of(size, data)
     field = [ours.contestant("sansgpu", folder / "ours", common, steps)]
     if size.modern_d_ff:
         modern = {**common, "model.activation": "swiglu", "model.d_ff": size.modern_d_ff}
         field.append(ours.contestant("sansgpu modern", folder / "modern", modern, steps))
+    return field + peer_contestants(size, peers, steps, folder)
+
+
+def peer_contestants(size: Size, peers: list[str], steps: int, folder: Path) -> list[Contestant]:
+    """Returns one contestant per peer and micro-batch size."""
+    field = []
     for kind in peers:
         for micro_batch in size.micro_batches:
             name = f"{kind}-{micro_batch}"

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.critical_path import compile_recorder
+from benchmarks.critical_path_worker import makespan
 from benchmarks.hosts import refused
 from benchmarks.tiny_model import make_folder
 
@@ -58,6 +60,63 @@ def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["sansgpu"]["ratio"] == 1
     assert found["plain"]["ratio"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be pinned to a core here")
+def test_a_run_is_measured_beside_busy_processes(tmp_path: Path) -> None:
+    data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
+    arguments = ["--size", "tiny", "--steps", "2", "--rounds", "1", "--data", str(data)]
+    alone, *beside = benchmark("neighbour", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    assert (alone["status"], alone["beside"]) == ("measured", "nothing")
+    assert [row["beside"] for row in beside] == ["a busy process", "a half busy process"]
+    cores = len(os.sched_getaffinity(0))
+    for row in beside:
+        assert row["ratio"] == pytest.approx(row["tokens_per_second"] / alone["tokens_per_second"])
+        assert row["fair_ratio"] == pytest.approx(row["ratio"] * cores / (cores - 0.5))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of threads is only recorded on Linux")
+def test_the_longest_path_with_more_threads_is_shorter(tmp_path: Path) -> None:
+    arguments = ["--size", "tiny", "--threads", "2,16", "--steps", "2"]
+    results = benchmark("critical_path", *arguments, cache=tmp_path, result=tmp_path / "result.json")
+    assert [row["threads"] for row in results["rows"]] == [2, 16]
+    for row in results["rows"]:
+        assert row["projected_speedup"] == pytest.approx(row["work_seconds"] / row["longest_path_seconds"])
+        serial = [region["seconds"] for region in row["serial_regions"]]
+        assert serial == sorted(serial, reverse=True)
+        assert 0 < sum(serial) < row["longest_path_seconds"]
+        assert sum(operation["share"] for operation in row["operations"]) == pytest.approx(1)
+    promised = ("work_seconds", "longest_path_seconds", "projected_speedup", "serial_regions")
+    assert {key: results[key] for key in promised} == {key: results["rows"][-1][key] for key in promised}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of threads is only recorded on Linux")
+def test_the_time_of_each_thread_of_a_region_is_recorded(tmp_path: Path) -> None:
+    library = compile_recorder(tmp_path)
+    program = f"""
+import torch
+from benchmarks.critical_path_worker import RegionRecorder
+torch.set_num_threads(4)
+a = torch.ones(1000, 1000)
+a @ a
+regions, serial = RegionRecorder({library!r}).record(lambda: a @ a)
+print(regions["work_ns"].sum() / regions["longest_ns"].sum(), serial)
+"""
+    passive = {"LD_PRELOAD": library, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "FALSE"}
+    command, variables = [sys.executable, "-c", program], {**environment(tmp_path), **passive}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    threads, serial = map(float, done.stdout.split())
+    assert 2 < threads <= 4
+    assert 0 < serial < 0.1
+
+
+def test_units_go_to_the_thread_that_is_free_first() -> None:
+    assert makespan([3, 1, 1, 1, 4], 2) == 7
+    assert makespan([3, 1, 1, 1, 4], 1) == 10
+    assert makespan([3, 1], 64) == 3
+    assert makespan([], 4) == 0
 
 
 def test_link_prediction_on_a_small_graph_is_measured_beside_its_baseline(tmp_path: Path) -> None:

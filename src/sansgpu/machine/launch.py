@@ -9,7 +9,7 @@ import sys
 
 from sansgpu.machine import cgroup
 
-SPINS = 20_000  # tens of microseconds: about the time between two matrix products
+SPINS = 20_000  # x86 pauses, which take half a millisecond on Zen 4
 CONTENDED_SPINS = 3_000  # faster while other programs use some cores, a few percent slower on an idle machine
 SPARE_CORES = 0.5  # tolerance: the load may exceed the cores left to other programs by this
 

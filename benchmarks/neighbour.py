@@ -1,0 +1,129 @@
+"""Measures how much of its speed a run keeps while another program uses one of the cores.
+
+    python -m benchmarks.neighbour --size cpu_small
+    python -m benchmarks.neighbour --peers hf-bf16 --json OUT
+
+Every contestant trains alone, beside a process that keeps one core busy, and beside one that uses that core for 5 of
+every 10 milliseconds. Two programs share a core in halves, so the fair speed on n cores is (n - 0.5) / n of the speed
+alone. Needs Linux, where a process can be pinned to a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks import corpus, ours
+from benchmarks.contest import WARM_UP, Contestant, Row, print_table, say, take_turns, write_json
+from benchmarks.peers import NEEDS, peer_contestants, settings_of
+from benchmarks.sizes import SIZES, Size
+
+ALONE = "nothing"
+NEIGHBORS = {"a busy process": 0.0, "a half busy process": 0.005}  # seconds that it sleeps after every 5 ms of work
+PROGRAM = """
+import os, sys, time
+core, idle_seconds, parent = int(sys.argv[1]), float(sys.argv[2]), os.getppid()
+os.sched_setaffinity(0, [core])
+while os.getppid() == parent:
+    end = time.perf_counter() + 0.005
+    while time.perf_counter() < end:
+        pass
+    if idle_seconds:
+        time.sleep(idle_seconds)
+"""
+COLUMNS = {
+    "contestant": ("contestant", "s"),
+    "beside": ("beside", "s"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "of the speed alone": ("ratio", ".2f"),
+    "of the fair speed": ("fair_ratio", ".2f"),
+    "micro-batch": ("variant", "s"),
+}
+
+
+@contextmanager
+def neighbor(core: int, idle_seconds: float) -> Iterator[None]:
+    """Runs a process that uses one core until the context ends."""
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(core), str(idle_seconds)])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def with_neighbors(contestant: Contestant, core: int) -> list[Contestant]:
+    """Returns the contestant alone and beside each of NEIGHBORS on `core`."""
+    beside = [
+        replace(contestant, name=f"{contestant.name} beside {name}", beside=partial(neighbor, core, idle))
+        for name, idle in NEIGHBORS.items()
+    ]
+    return [replace(contestant, name=f"{contestant.name} beside {ALONE}"), *beside]
+
+
+def add_speeds(rows: Sequence[Row], size: Size, cores: int) -> None:
+    """Sets the columns of the table; the first row of each contestant is the one alone."""
+    alone: dict[str, float] = {}
+    for row in rows:
+        row["contestant"], _, row["beside"] = row["name"].partition(" beside ")
+        if "median_step_seconds" in row:
+            row["tokens_per_second"] = speed = size.tokens_a_step / row["median_step_seconds"]
+            if row["beside"] == ALONE:
+                alone[row["contestant"]] = speed
+            elif row["contestant"] in alone:
+                row["ratio"] = speed / alone[row["contestant"]]
+                row["fair_ratio"] = row["ratio"] * cores / (cores - 0.5)
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.neighbour",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", choices=SIZES, default="cpu_small")
+    parser.add_argument("--peers", default="", help=f"comma-separated subset of {','.join(NEEDS)}; default: none")
+    parser.add_argument("--data", default=corpus.PYTHON_STDLIB, help="value of data.dataset_name (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help=f"measured steps after a warm-up of {WARM_UP}")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of every contestant in every condition")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    args = parser.parse_args()
+    args.peers = [name for name in args.peers.split(",") if name]
+    if unknown := [name for name in args.peers if name not in NEEDS]:
+        parser.error(f"--peers {', '.join(unknown)}: known are {', '.join(NEEDS)}")
+    if args.steps < 1 or args.rounds < 1:
+        parser.error("--steps and --rounds must be at least 1")
+    if not hasattr(os, "sched_setaffinity"):
+        parser.error("this system cannot pin a process to a core; run the benchmark on Linux")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    size = SIZES[args.size]
+    data = str(Path(args.data).resolve()) if os.path.exists(args.data) else args.data
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="sansgpu-neighbour-") as name:
+        folder = Path(name)
+        say("preparing the data")
+        facts = corpus.prepare(data, size.vocab_size, folder)
+        field = [ours.contestant("sansgpu", folder / "ours", settings_of(size, data), args.steps)]
+        field += peer_contestants(size, args.peers, args.steps, folder)
+        rows = take_turns([one for contestant in field for one in with_neighbors(contestant, cores[-1])], args.rounds)
+    add_speeds(rows, size, len(cores))
+    title = f"{args.size} on {len(cores)} cores, medians of {args.steps} steps x {args.rounds}"
+    print_table(title, COLUMNS, rows)
+    write_json(args.json, "neighbour", {**vars(args), "data": facts}, rows)
+
+
+if __name__ == "__main__":
+    main()
