@@ -20,6 +20,7 @@ from benchmarks.contest import Row, print_table, say, write_json
 from sansgpu.kernels import native
 from sansgpu.kernels.attention import attention, causal_ranges, visible_keys
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
+from sansgpu.kernels.linear import Linear
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import available_cores
@@ -98,8 +99,11 @@ ATTENTION = (
     AttentionShape(4, 12, 512, dropout=0.1),
 )
 LOSS = ((1024, 256, 32000), (2048, 768, 8000), (512, 512, 50257))
+LINEAR = ((256, 768), (256, 1024), (1024, 256), (768, 3072), (3072, 768), (896, 4864), (4864, 896), (896, 128))
+LINEAR_TOKENS = (512, 2048, 8192)
 QUICK_ATTENTION = (AttentionShape(1, 2, 64, 16), AttentionShape(1, 2, 64, 16, documents=4))
 QUICK_LOSS = ((64, 32, 500),)
+QUICK_LINEAR = ((64, 48),)
 
 
 def attention_case(shape: AttentionShape, dtype: torch.dtype) -> Case:
@@ -133,6 +137,15 @@ def loss_case(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> C
         "F.linear_cross_entropy, chunked": partial(torch_loss, hidden, weight, targets, chunked=True),
     }
     return Case(f"loss {_short(dtype)} N{tokens} D{width} V{vocabulary}", contenders, (hidden, weight))
+
+
+def linear_case(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> Case:
+    """Returns sansgpu's and torch's linear layer without a bias on one shape."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, inputs, generator=generator).to(dtype).requires_grad_()
+    layer = Linear(inputs, outputs, bias=False).to(dtype)
+    contenders: dict[str, Call] = {"ours": partial(layer, x), "F.linear": partial(F.linear, x, layer.weight)}
+    return Case(f"linear {_short(dtype)} N{tokens} {inputs} to {outputs}", contenders, (x, layer.weight))
 
 
 def seconds(call: Call, leaves: tuple[torch.Tensor, ...]) -> float:
@@ -188,7 +201,9 @@ def main() -> None:
     torch.manual_seed(0)
     rows: list[Row] = []
     attentions, losses = (QUICK_ATTENTION, QUICK_LOSS) if args.quick else (ATTENTION, LOSS)
+    linears, tokens = (QUICK_LINEAR, (512,)) if args.quick else (LINEAR, LINEAR_TOKENS)
     makers = [partial(attention_case, shape) for shape in attentions] + [partial(loss_case, *s) for s in losses]
+    makers += [partial(linear_case, n, *shape) for shape in linears for n in tokens]
     for make in makers:
         for dtype in (torch.bfloat16, torch.float32):
             case = make(dtype)

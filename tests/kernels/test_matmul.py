@@ -40,6 +40,8 @@ def assert_near(ours: torch.Tensor, exact: torch.Tensor, magnitudes: torch.Tenso
 @example(5, 3, 8195, "rows", "columns", torch.float32, 0)
 @example(700, 20, 4100, "columns", "rows", torch.float32, 0)  # more than is packed at once
 @example(2, 9000, 900, "rows", "columns", torch.bfloat16, 0)
+@example(300, 70, 301, "columns", "rows", torch.bfloat16, 0)  # of which the transpose is computed
+@example(90, 70, 8195, "columns", "part", torch.float32, 0)
 def test_matmul(
     kernels: str, rows: int, columns: int, terms: int, left: str, right: str, dtype: torch.dtype, seed: int
 ) -> None:
@@ -120,7 +122,7 @@ def test_linear(
             assert ours is None
         else:
             error = (ours.double() - theirs).norm()
-            assert error <= ROUNDING[dtype] * theirs.norm() + 1e-4
+            assert error <= (ROUNDING[dtype] + 1e-5) * theirs.norm() + 1e-5
 
 
 def test_compiled_linear_equals_eager(native_kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,10 @@ def _multiply(
         raise RuntimeError(f"matrices of the shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied.")
     bias = None if bias is None else bias.float().contiguous()
     direct = to.dtype == torch.float32 and bias is None  # sums need no other place in memory
-    (a, *left), (b, *right) = _stored(a), _stored(b)
+    a, *left = _stored(a)
+    b, *right = _stored(b)
+    if row_sums is not None and not left[1]:  # the kernel sums columns in memory
+        a, left = a.T.contiguous(), [rows, True]
     out, total = (None, to) if direct else (to, None)
     native.call("matmul", a.dtype == torch.bfloat16, *sizes, a, *left, b, *right, bias, out, total, add, row_sums)
 

@@ -37,8 +37,8 @@ Operand<T> operand(const void* at, int64_t ld, int64_t transposed) {
 
 }  // namespace
 
-// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B, or if `total` is not null, there in
-// fp32 and without a bias. `bias` and `row_sums` may be null; see Product.
+// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, C is stored
+// there, in fp32 and without a bias. `bias` and `row_sums` may be null; see Product.
 SANSGPU_KERNEL void matmul(int64_t narrow, int64_t M, int64_t N, int64_t K, const void* a, int64_t lda,
                            int64_t a_transposed, const void* b, int64_t ldb, int64_t b_transposed, const float* bias,
                            void* out, float* total, int64_t add, float* row_sums) {

@@ -16,6 +16,8 @@ struct Operand {
   int64_t ld;
   bool transposed;
 
+  Operand turned() const { return {at, ld, !transposed}; }
+
   // The matrix without its first rows and columns.
   Operand from(int64_t row, int64_t column) const {
     return {at + (transposed ? column * ld + row : row * ld + column), ld, transposed};
@@ -83,6 +85,14 @@ inline int64_t tile_rows(int64_t M, int64_t N, int64_t K) {
   return rows;
 }
 
+// Computes the sums of columns of a row-major matrix, added to `sums` with `add`.
+template <typename T>
+void sum_columns(const T* from, int64_t ld, int64_t rows, int64_t columns, float* sums, bool add) {
+  if (!add) std::fill_n(sums, columns, 0.0f);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t column = 0; column < columns; ++column) sums[column] += load(from + row * ld + column);
+}
+
 // C (M, N) = A (M, K) B (K, N).
 template <typename T>
 struct Product {
@@ -90,7 +100,11 @@ struct Product {
   Operand<T> a, b;
   float* total;     // (M, N): where C is stored in fp32; if null, C is in memory as a whole only if K is large
   bool add;         // adds C to `total`
-  float* row_sums;  // (M,), if not null: becomes the sums of the rows of A
+  float* row_sums;  // (M,), if not null: becomes the sums of the rows of A, which must be transposed
+
+  // Transposing A while packing it may take longer than to pack B^T, which has fewer rows, and to transpose C.
+  bool better_turned() const { return a.transposed && !b.transposed && (M - N) * K > M * N; }
+  Product turned() const { return {N, M, K, b.turned(), a.turned(), total, add, row_sums}; }
 };
 
 // Computes a product and calls finish(row, column, count, sums) for each part of a row of C.
@@ -98,9 +112,10 @@ template <typename T, typename Finish>
 class Multiplication {
  public:
   Multiplication(const Product<T>& product, Finish finish)
-      : c_(product),
+      : turned_(product.better_turned()),
+        c_(turned_ ? product.turned() : product),
         finish_(finish),
-        pack_a_(c_.a.transposed || c_.K % (4 / sizeof(T)) != 0 || c_.row_sums != nullptr),
+        pack_a_(c_.a.transposed || c_.K % (4 / sizeof(T)) != 0),
         rows_(tile_rows(c_.M, c_.N, c_.K)),
         ld_(padded<T>(std::min(c_.K, TERMS)) + GAP),
         strip_(pack_a_ ? at_once(PACKED_A, rows_, c_.M) : c_.M),
@@ -130,7 +145,7 @@ class Multiplication {
     const int64_t packs_a = pack_a_ ? down : 0, packs = packs_a + (m == 0 ? across : 0);
     Turns packed(packs);
     parallel_units(packs + down * across, [&](Units& units) {
-      Buffer<float> sums(rows_ * COLUMNS);
+      Buffer<float> sums(2 * rows_ * COLUMNS);
       for (int64_t unit; units.draw(unit);) {
         if (unit < packs) {
           unit < packs_a ? pack_strip(m, unit, n, k) : pack_panel(n, unit - packs_a, k);
@@ -150,19 +165,16 @@ class Multiplication {
 
   void pack_strip(int64_t m, int64_t y, int64_t n, int64_t k) {
     const int64_t row = m + y * rows_, count = std::min(rows_, c_.M - row);
-    T* to = packed_a_ + y * rows_ * ld_;
-    pack_rows(c_.a.from(row, k), count, terms(k), to, ld_);
-    if (c_.row_sums == nullptr || n > 0) return;
-    for (int64_t i = 0; i < count; ++i) {
-      const T* from = to + i * ld_;
-      const float sum = sum_of(terms(k), [&](int64_t j) { return load(from + j); });
-      c_.row_sums[row + i] = k > 0 ? c_.row_sums[row + i] + sum : sum;
-    }
+    pack_rows(c_.a.from(row, k), count, terms(k), packed_a_ + y * rows_ * ld_, ld_);
+    if (c_.row_sums != nullptr && !turned_ && n == 0)
+      sum_columns(c_.a.from(row, k).at, c_.a.ld, terms(k), count, c_.row_sums + row, k > 0);
   }
 
   void pack_panel(int64_t n, int64_t x, int64_t k) {
     const int64_t column = n + x * COLUMNS, columns = std::min(COLUMNS, c_.N - column);
     pack_columns(c_.b.from(k, column), columns, terms(k), packed_b_ + x * COLUMNS * padded<T>(terms(k)));
+    if (c_.row_sums != nullptr && turned_)
+      sum_columns(c_.b.from(k, column).at, c_.b.ld, terms(k), columns, c_.row_sums + column, k > 0);
   }
 
   void multiply_tile(int64_t m, int64_t y, int64_t n, int64_t x, int64_t k, float* sums) {
@@ -170,17 +182,36 @@ class Multiplication {
     const int64_t column = n + x * COLUMNS, columns = std::min(COLUMNS, c_.N - column);
     const T* left = pack_a_ ? packed_a_ + y * rows_ * ld_ : c_.a.at + row * c_.a.ld + k;
     const T* right = packed_b_ + x * COLUMNS * even;
-    float* to = c_.total == nullptr ? sums : c_.total + row * c_.N + column;
-    const int64_t ld = c_.total == nullptr ? COLUMNS : c_.N;
+    const bool in_place = c_.total != nullptr && !turned_, last = k + terms(k) == c_.K;
+    float* to = in_place ? c_.total + row * c_.N + column : sums;
+    const int64_t ld = in_place ? c_.N : COLUMNS;
     for (int64_t j = 0; j < columns; j += PANEL<T>) {
       const int64_t width = std::min(PANEL<T>, columns - j);
       product<T>(count, width, even, left, pack_a_ ? ld_ : c_.a.ld, right + j * even, width, to + j, ld,
-                 c_.add || k > 0);
+                 in_place && (c_.add || k > 0));
     }
-    if (k + terms(k) == c_.K)
+    if (turned_)
+      finish_turned(row, count, column, columns, sums, c_.add || k > 0, last);
+    else if (last)
       for (int64_t i = 0; i < count; ++i) finish_(row + i, column, columns, to + i * ld);
   }
 
+  // Finishes a tile whose columns are parts of rows of C.
+  void finish_turned(int64_t row, int64_t count, int64_t column, int64_t columns, float* sums, bool add, bool last) {
+    float* rows = sums + rows_ * COLUMNS;
+    transpose(sums, COLUMNS, count, columns, rows, rows_);
+    for (int64_t j = 0; j < columns; ++j) {
+      float* from = rows + j * rows_;
+      if (c_.total != nullptr) {
+        float* to = c_.total + (column + j) * c_.M + row;
+        for (int64_t i = 0; i < count; ++i) to[i] = (add ? to[i] : 0.0f) + from[i];
+        from = to;
+      }
+      if (last) finish_(column + j, row, count, from);
+    }
+  }
+
+  const bool turned_;  // c_ computes the transpose of C
   Product<T> c_;
   const Finish finish_;
   const bool pack_a_;
