@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sansgpu.config import TrainingConfig
 from sansgpu.data.batch import Batch
-from sansgpu.kernels.update import adamw
+from sansgpu.kernels.update import AdamWStep, WeightUpdate, adamw
 from sansgpu.models import TransformerLM
 from sansgpu.train.parameter_groups import parameter_groups
 from sansgpu.train.update_rules import ADAM_EPS
@@ -146,14 +146,15 @@ class SummingOurUpdate(Summing):
         parameters, limit = [p for _, p in self._named], self._training.max_grad_norm
         norm = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         scale = min(1.0, (limit or 0.0) / (norm + 1e-6))
+        updates = []
         for parameter, decay in zip(parameters, self._decays, strict=True):
             state = self._optimizer.state[parameter]
             if not state:
                 state |= {"step": torch.zeros(()), **{kind: torch.zeros_like(parameter) for kind in MOMENTS}}
             assert parameter.grad is not None
-            first, second = (state[kind] for kind in MOMENTS)
-            settings = {**self.adamw_settings(), "weight_decay": decay, "step": step, "scale": scale}
-            adamw(parameter.detach(), first, second, parameter.grad, None, **settings)
+            moments = [state[kind] for kind in MOMENTS]
+            updates.append(WeightUpdate(parameter.detach(), moments, parameter.grad, weight_decay=decay))
+        adamw(updates, AdamWStep(**self.adamw_settings(), number=step, scale=scale))
         return norm
 
 

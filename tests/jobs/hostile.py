@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from sansgpu.kernels import native
-from sansgpu.kernels.instruction_sets import chosen
 from sansgpu.machine.compilation import cxx
 from sansgpu.machine.compiled import compiled_in
+from sansgpu.machine.instruction_sets import chosen
 
 MODULE = "evil_objective"
 REMOTE = "evil_model"

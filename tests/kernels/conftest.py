@@ -2,21 +2,49 @@
 
 import ctypes
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
 from sansgpu.kernels import native
+from sansgpu.machine.compiled import compiled_in
+from sansgpu.machine.instruction_sets import supported
+from tests.processes import COMPILED
 
 M_PERTURB = -6  # malloc.h
+INSTRUCTION_SETS = {instructions.name: instructions for instructions in supported()}
+SETS = list(INSTRUCTION_SETS)
 
 
-@pytest.fixture(params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs each test with the C++ kernels and with plain torch."""
-    if request.param == "native" and not native.available():
+@cache
+def library_of(name: str) -> ctypes.CDLL:
+    """Returns the kernels for an instruction set, which are compiled once into the cache of the tests."""
+    return native.load_library(compiled_in(COMPILED) / "kernels", INSTRUCTION_SETS[name], lambda doing: None)
+
+
+def use_set(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Makes this process use the kernels of an instruction set."""
+    if not native.available():
         pytest.skip("no C++ compiler here")
-    monkeypatch.setattr(native, "_loaded", request.param == "native")
-    return request.param
+    patch.setattr(native, "_library", library_of(name))
+    patch.setattr(native, "_set", INSTRUCTION_SETS[name])
+
+
+@pytest.fixture(params=SETS)
+def native_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs each test with the C++ kernels of every instruction set of this processor."""
+    use_set(request.param, monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture(params=[*SETS, "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs each test like `native_kernels`, and with plain torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "_loaded", False)
+    else:
+        use_set(request.param, monkeypatch)
+    return str(request.param)
 
 
 @pytest.fixture(scope="module", autouse=True)

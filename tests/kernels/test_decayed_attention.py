@@ -8,13 +8,12 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels import native
 from sansgpu.kernels.attention import attention, bidirectional_ranges, causal_ranges, reference_attention
 from sansgpu.kernels.distances import Decay, node_distances
 from tests.kernels.test_kernels import assert_near, with_gradients
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
-RANDOM = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 APART = 1000  # roots between two graphs of one row: no table reaches so far
 
 
@@ -220,9 +219,7 @@ def test_a_distance_beyond_the_table_is_refused_where_it_is_seen(kernels: str) -
         attention(q, k, v, bidirectional_ranges(torch.zeros(1, 4)), 0.0, Decay(nodes, torch.ones(2, 6)))
 
 
-def test_what_the_kernel_cannot_take_is_refused() -> None:
-    if not native.available():
-        pytest.skip("no C++ compiler here")
+def test_what_the_kernel_cannot_take_is_refused(native_kernels: str) -> None:
     q, k, v = random_inputs(1, 2, 2, 4, 8, torch.float32, torch.Generator().manual_seed(0))
     nodes, ranges = torch.zeros(1, 4, 2, dtype=torch.int32), bidirectional_ranges(torch.zeros(1, 4))
     for root, slot in ((-1, 0), (0, -1), (1 << 20, 0), (0, 1 << 12)):
@@ -237,9 +234,7 @@ def test_what_the_kernel_cannot_take_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_number_of_threads_changes_nothing(dtype: torch.dtype) -> None:
-    if not native.available():
-        pytest.skip("no C++ compiler here")
+def test_the_number_of_threads_changes_nothing(native_kernels: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     nodes, ranges = random_graphs(3, 2, 30, 3, False, generator)
     inputs = random_inputs(3, 6, 3, nodes.shape[1], 16, dtype, generator)

@@ -12,11 +12,12 @@ from sansgpu.kernels.attention import attention, bidirectional_ranges, causal_ra
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, reference_cross_entropy
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.newton_schulz import newton_schulz, reference_newton_schulz
-from sansgpu.kernels.update import adamw, add_product, global_norm
+from sansgpu.kernels.update import add_product, global_norm
+from tests.kernels.updates import adamw
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
-RANDOM = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RANDOM = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def with_gradients(tensors: list[torch.Tensor], function: object, weight: torch.Tensor) -> list[torch.Tensor]:
@@ -74,10 +75,8 @@ def test_attention_of_few_queries_to_any_ranges_of_keys(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("groups", "kv_heads", "edges"), [(1, 3, 0.0), (3, 2, 0.01), (4, 1, 0.0)])
 def test_attention_over_many_keys_does_not_depend_on_the_threads(
-    groups: int, kv_heads: int, edges: float, dtype: torch.dtype
+    native_kernels: str, groups: int, kv_heads: int, edges: float, dtype: torch.dtype
 ) -> None:
-    if not native.available():
-        pytest.skip("there is no C++ compiler")
     generator, time = torch.Generator().manual_seed(groups), 840  # four blocks of keys
     shapes = [(1, groups * kv_heads, time, 32), (1, kv_heads, time, 32), (1, kv_heads, time, 32)]
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -106,9 +105,7 @@ def test_a_query_that_sees_nothing_attends_to_nothing(kernels: str) -> None:
     assert all(bool(t.grad.isfinite().all()) for t in (q, k, v) if t.grad is not None)
 
 
-def test_what_lies_outside_is_refused_and_not_read() -> None:
-    if not native.available():
-        pytest.skip("no C++ compiler here")
+def test_what_lies_outside_is_refused_and_not_read(native_kernels: str) -> None:
     q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
     for wrong in (torch.tensor([0, 10]), torch.tensor([-1, 3])):
         with pytest.raises(IndexError, match="out of range"):

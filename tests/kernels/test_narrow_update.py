@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels.quantized import BLOCK, MAPS, adamw8, dequantize, quantize, quantized_zeros
-from sansgpu.kernels.update import adamw
+from sansgpu.kernels import quantized as quantized_module
+from sansgpu.kernels import update as update_module
+from sansgpu.kernels.quantized import BLOCK, MAPS, dequantize, quantize, quantized_zeros
+from sansgpu.kernels.update import AdamWStep, WeightUpdate
+from tests.kernels.updates import adamw, adamw8
 
-RANDOM = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SHAPES = st.one_of(
     st.tuples(st.integers(1, 1000)), st.tuples(st.integers(1, 60), st.integers(1, 60)), st.just((2, BLOCK))
 )
@@ -130,6 +134,54 @@ def test_equal_seeds_give_equal_bits(
     for other in (2**63 - 2, 2**31 - 1):  # another low word, another high one
         differs = [not torch.equal(a, b) for a, b in zip(once, run(width, other), strict=True)]
         assert differs == [run is not of_a_step_in_fp32] + [False] * (len(once) - 1)  # only a bf16 weight draws
+
+
+def weights_of_many_sizes() -> list[WeightUpdate]:
+    """Returns updates of small and large weights in fp32 and bf16, with decays and seeds of their own."""
+    updates = []
+    for number, size in enumerate((5, LARGE, 1, 300, 40_000)):
+        width = torch.bfloat16 if number % 2 else torch.float32
+        moments = (normal((size,), number), normal((size,), number + 1).square())
+        weight, gradient = normal((size,), number + 2, width), normal((size,), number + 3, torch.bfloat16)
+        working = weight.bfloat16() if width == torch.float32 else None
+        updates.append(WeightUpdate(weight, moments, gradient, working, DECAY * number, seed=number))
+    return updates
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_weights_updated_together_change_as_alone(kernels: str, quantized: bool) -> None:
+    together, alone, step = weights_of_many_sizes(), weights_of_many_sizes(), AdamWStep(LR, (BETA1, BETA2), EPS, 3)
+    if quantized:
+        together, alone = ([quantize_moments(update) for update in updates] for updates in (together, alone))
+    apply = quantized_module.adamw8 if quantized else update_module.adamw
+    apply(together, step)
+    for one, other in zip(alone, together, strict=True):
+        before = one.weight.clone()
+        apply([one], step)
+        assert not torch.equal(one.weight, before)
+        for mine, expected in zip((other.weight, *other.moments), (one.weight, *one.moments), strict=True):
+            assert torch.equal(mine, expected)
+        assert one.working is None or torch.equal(one.working, one.weight.bfloat16())
+
+
+def quantize_moments(update: WeightUpdate) -> WeightUpdate:
+    first, second = update.moments
+    return replace(update, moments=(*quantize(first, True), *quantize(second, False)))
+
+
+def test_tensors_of_another_size_are_refused(native_kernels: str) -> None:
+    step = AdamWStep(LR, (BETA1, BETA2), EPS, 1)
+    for sizes in ((8, 8, 8), (9, 7, 9), (9, 9, 10)):
+        first, second, gradient = (torch.zeros(size) for size in sizes)
+        with pytest.raises(RuntimeError, match="another size"):
+            update_module.adamw([WeightUpdate(torch.zeros(9), (first, second), gradient)], step)
+    with pytest.raises(RuntimeError, match="another size"):
+        update_module.add_product(torch.zeros(9), torch.zeros(8, dtype=torch.bfloat16))
+    codes, scales = quantized_zeros(torch.zeros(300))
+    with pytest.raises(RuntimeError, match="another size"):
+        quantized_module.adamw8(
+            [WeightUpdate(torch.zeros(300), (codes, scales, codes, scales[:1]), torch.zeros(300))], step
+        )
 
 
 @pytest.mark.parametrize("signed", [False, True])

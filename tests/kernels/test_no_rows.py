@@ -11,8 +11,9 @@ from sansgpu.kernels.attention import Decay, attention
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
-from sansgpu.kernels.quantized import adamw8, quantized_zeros
-from sansgpu.kernels.update import adamw, add_product, global_norm
+from sansgpu.kernels.quantized import quantized_zeros
+from sansgpu.kernels.update import add_product, global_norm
+from tests.kernels.updates import adamw, adamw8
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 ADAMW = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.1, "step": 1, "scale": 1.0}

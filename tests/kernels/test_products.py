@@ -10,12 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sansgpu.kernels import instruction_sets, native
-from sansgpu.machine.compiled import compiled_in
-from tests.processes import COMPILED
+from sansgpu.kernels import native
+from tests.kernels.conftest import SETS, library_of
 
 EMULATED = ("-O1", "-std=c++20", "-fPIC", "-DSANSGPU_EMULATE_AMX", f"-I{Path(__file__).parent}")
-SETS = [s.name for s in instruction_sets.supported()]
 ROUNDING = 2.0**-24  # the relative error of an fp32 operation
 
 
@@ -27,8 +25,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         file = tmp_path_factory.mktemp("amx") / "products.so"
         native.compile_kernels(file, list(EMULATED), [native.SOURCES / "product.cpp"])
         return ctypes.CDLL(str(file))
-    wanted = next(s for s in instruction_sets.supported() if s.name == request.param)
-    return ctypes.CDLL(str(native._kernels(compiled_in(COMPILED) / "kernels", wanted, print)))
+    return library_of(request.param)
 
 
 class Guarded:
@@ -76,7 +73,7 @@ def run(
     out = C_MEMORY.tensor(padded(c, ldc, 7.0))
     sizes = (int(a.dtype == torch.bfloat16), 1, rows, columns, length)
     arguments = (*sizes, left, lda, right, ldb, out, ldc, int(add))
-    library.product(*map(native._c_value, arguments))
+    native.call_function(library.product, *arguments)
     result = torch.cat((out, torch.full((gaps[2],), 7.0))).view(rows, ldc)
     assert (result[:, columns:] == 7.0).all()
     return result[:, :columns].clone()

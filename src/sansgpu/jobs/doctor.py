@@ -70,6 +70,7 @@ class MachineReport:
     gpu: str | None
     kernels: str
     kernels_problem: str | None
+    allocator_problem: str | None
     cache_problem: str | None
     gemm_flops_per_second: dict[str, float | None]  # by precision; None: emulated, which is too slow to measure
     memory_bandwidth_bytes_per_second: float
@@ -85,7 +86,8 @@ def doctor(progress: ReportProgress) -> MachineReport:
     time.sleep(USAGE_SECONDS)
     others = strain.sample()
     unsafe: list[str] = []
-    kernels = native.load(compiled_cache(unsafe.append), lambda doing: progress(doing, 0, 0))
+    problems: list[str] = []
+    kernels = native.load(compiled_cache(unsafe.append), lambda doing: progress(doing, 0, 0), problems.append)
     progress("measuring this machine", 0, 0)
     bf16, threads = has_native_bf16(), torch.get_num_threads()
     facts = MachineReport(
@@ -97,8 +99,9 @@ def doctor(progress: ReportProgress) -> MachineReport:
         cache=str(cache),
         cache_free_bytes=free_disk_bytes(cache.absolute()),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        kernels="native" if kernels is None else "torch",
+        kernels=native.name(),
         kernels_problem=kernels,
+        allocator_problem=problems[0] if problems else None,
         cache_problem=unsafe[0] if unsafe else None,
         gemm_flops_per_second={
             "fp32": gemm_flops_per_second("fp32", threads=threads),
@@ -122,14 +125,15 @@ def _build_advice(facts: MachineReport) -> Iterator[Advice]:
         yield Advice(
             1.0, f"install {missing} (Debian: apt install g++ python3-dev); native kernels and torch.compile need it."
         )
-    elif facts.kernels != "native":
+    elif facts.kernels == "torch":
         problem = facts.kernels_problem
         yield Advice(1.0, f"the native kernels do not compile ({problem}), so training falls back to plain torch.")
-    if facts.cache_problem:
-        yield Advice(0.0, facts.cache_problem)
+    for problem in (facts.allocator_problem, facts.cache_problem):
+        if problem:
+            yield Advice(0.0, problem)
     if facts.isa_limits:
         names = ", ".join(f"{name}={value}" for name, value in facts.isa_limits.items())
-        yield Advice(1.0, f"unset {names}; it keeps torch from using instructions that this CPU may have.")
+        yield Advice(1.0, f"unset {names}; it keeps programs from using instructions that this CPU may have.")
     if "oneDNN" not in facts.torch_blas:
         yield Advice(0.5, "this build of torch has no oneDNN, which makes matrix products fast; install one from PyPI.")
     if bf16 and fp32 and bf16 < MIN_BF16_SPEEDUP * fp32:

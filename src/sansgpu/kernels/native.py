@@ -1,28 +1,30 @@
 """Compiles the C++ kernels for this processor and loads them. If that fails, the plain torch code runs instead.
 
 The kernels are plain C functions of pointers, so they depend on no version of torch. The compiler vectorizes their
-loops for one of the sets in `instruction_sets`. Only the caching allocator is an extension of torch, compiled apart.
+loops for one of the sets in `machine.instruction_sets`. Only the caching allocator is an extension of torch, compiled
+apart.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import SubprocessError
+from typing import Any
 
 import torch
 from filelock import FileLock
 
-from sansgpu.kernels import instruction_sets
-from sansgpu.kernels.instruction_sets import InstructionSet
+from sansgpu.machine import instruction_sets
 from sansgpu.machine.allocator import register_trim
+from sansgpu.machine.compilation import cxx
 from sansgpu.machine.compiled import compiled_in, make_private, require_own_file
+from sansgpu.machine.instruction_sets import InstructionSet
 
 SOURCES = Path(__file__).parent / "native"
 ALLOCATOR = Path(__file__).parent / "allocator" / "memory.cpp"
@@ -33,14 +35,22 @@ FLAGS = ["-O3", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-std=c++20"
 
 Argument = torch.Tensor | tuple[int, ...] | float | None
 
+FAILURES = (OSError, RuntimeError, ImportError, SubprocessError)  # of compiling and loading
+
 _library: ctypes.CDLL | None = None
 _set: InstructionSet | None = None
-_loaded = _allocator = False
+_loaded = False
+_allocator = False
 
 
 def available() -> bool:
     """Returns True if the kernels are loaded in this process."""
     return _loaded
+
+
+def name() -> str:
+    """Returns `native` and the instruction set of the loaded kernels, or `torch` if none are loaded."""
+    return f"native {_set.name}" if _loaded and _set is not None else "torch"
 
 
 def call(name: str, *arguments: Argument) -> int:
@@ -50,9 +60,7 @@ def call(name: str, *arguments: Argument) -> int:
     int64_t, and a float a double. Returns the kernel's int64_t, which is meaningless if the kernel returns nothing.
     Tensors must be on the CPU, and their dtypes and strides must be those that the kernel expects.
     """
-    function = getattr(_library, name)
-    function.restype = ctypes.c_int64
-    return int(function(*map(_c_value, arguments)))
+    return call_function(getattr(_library, name), *arguments)
 
 
 def usable(*tensors: torch.Tensor) -> bool:
@@ -65,14 +73,21 @@ def usable(*tensors: torch.Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
 
-def _c_value(argument: Argument) -> ctypes.c_void_p | ctypes.c_double | ctypes.c_int64 | ctypes.Array[ctypes.c_int64]:
-    if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, tuple):
-        return (ctypes.c_int64 * len(argument))(*argument)
-    if argument is None:
-        return ctypes.c_void_p(None)
-    return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+def call_function(function: Any, *arguments: Argument) -> int:
+    """Calls a function of a loaded library; `call` describes the arguments."""
+    if function.argtypes is None:
+        function.argtypes, function.restype = [*map(_c_type, arguments)], ctypes.c_int64
+    values = (
+        a.data_ptr() if isinstance(a, torch.Tensor) else (ctypes.c_int64 * len(a))(*a) if isinstance(a, tuple) else a
+        for a in arguments
+    )
+    return int(function(*values))
+
+
+def _c_type(argument: Argument) -> type[ctypes.c_void_p] | type[ctypes.c_double] | type[ctypes.c_int64]:
+    if argument is None or isinstance(argument, torch.Tensor | tuple):
+        return ctypes.c_void_p
+    return ctypes.c_double if isinstance(argument, float) else ctypes.c_int64
 
 
 def install_caching_allocator(varying: bool = False) -> None:
@@ -91,13 +106,15 @@ def has_amx() -> bool:
     return _loaded and _set is not None and _set.name == "amx"
 
 
-def load(cache: Path, announce: Callable[[str], None] = lambda doing: None) -> str | None:
-    """Loads the kernels, compiling them first if `cache` has none for this processor and torch version.
+def load(
+    cache: Path, announce: Callable[[str], None] = lambda doing: None, warn: Callable[[str], None] = lambda text: None
+) -> str | None:
+    """Loads the kernels, compiling them first if `cache` has none for this processor, and the caching allocator.
 
-    Compiling takes up to a minute, so `announce` is called with a description before it starts.
-    Loads libraries only from the private folder of the cache (see `machine.compiled`). Returns None, or the reason why
-    plain torch runs instead: no compiler, unsupported instructions, or a folder that other users can write to.
-    Raises ConfigError if SANSGPU_ISA names an instruction set that this processor does not have.
+    Compiling takes up to a minute, so `announce` is called with a description before it starts. Loads libraries only
+    from the private folder of the cache (see `machine.compiled`). Returns None, or the reason why plain torch runs
+    instead: no compiler, or a folder that other users can write to. If only the allocator cannot be compiled, calls
+    `warn`. Raises ConfigError if SANSGPU_ISA names an instruction set that this processor does not have.
     """
     global _library, _set, _loaded, _allocator
     if _loaded:
@@ -106,23 +123,35 @@ def load(cache: Path, announce: Callable[[str], None] = lambda doing: None) -> s
     try:
         root = compiled_in(cache) / "kernels"
         make_private(root)
-        _library, _set = ctypes.CDLL(str(_kernels(root, chosen, announce))), chosen
+        _library, _set = load_library(root, chosen, announce), chosen
+    except FAILURES as error:
+        return _first_error(error)
+    _loaded = True
+    try:
         _load_allocator(root, announce)
-    except (OSError, RuntimeError, ImportError, SubprocessError) as error:
-        return next((line for line in str(error).splitlines() if "error:" in line), str(error).split("\n", 1)[0])
-    _loaded = _allocator = True
+        _allocator = True
+    except FAILURES as error:
+        warn(f"the memory allocator cannot be compiled ({_first_error(error)}), so steps take more time and memory.")
     return None
 
 
-def _kernels(root: Path, chosen: InstructionSet, announce: Callable[[str], None]) -> Path:
-    """Returns the path of the kernels' library for an instruction set; compiles it if it is missing."""
-    library = root / library_name(chosen)
+def _first_error(error: Exception) -> str:
+    """Returns the line of a compiler's output that names the error, or the first line."""
+    return next((line for line in str(error).splitlines() if "error:" in line), str(error).split("\n", 1)[0])
+
+
+def load_library(root: Path, instructions: InstructionSet, announce: Callable[[str], None]) -> ctypes.CDLL:
+    """Returns the library of the kernels for an instruction set from the folder `root`; compiles it if it is missing.
+
+    Raises one of FAILURES.
+    """
+    library = root / library_name(instructions)
     with FileLock(root / f".{library.name}.lock"):
         if not library.exists():
             announce("compiling the C++ kernels, once for this machine")
-            compile_kernels(library, [*FLAGS, *chosen.flags], sorted(SOURCES.glob("*.cpp")))
+            compile_kernels(library, [*FLAGS, *instructions.flags], sorted(SOURCES.glob("*.cpp")))
     require_own_file(library)
-    return library
+    return ctypes.CDLL(str(library))
 
 
 def library_name(instructions: InstructionSet) -> str:
@@ -135,9 +164,11 @@ def allocator_name() -> str:
     return f"allocator-{_key([ALLOCATOR], [str(torch.__version__)])}"
 
 
-def compile_kernels(library: Path, flags: list[str], sources: list[Path], compiler: str | None = None) -> None:
+def compile_kernels(library: Path, flags: list[str], sources: list[Path]) -> None:
     """Compiles sources to a shared library, all at once. Raises OSError or SubprocessError with its errors."""
-    compiler = compiler or os.environ.get("CXX") or "g++"
+    compiler = cxx()
+    if compiler is None:
+        raise SubprocessError("there is no C++ compiler")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = [Path(folder) / f"{path.stem}.o" for path in sources]
         commands = [[compiler, *flags, "-c", str(p), "-o", str(o)] for p, o in zip(sources, objects, strict=True)]

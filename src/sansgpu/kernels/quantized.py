@@ -7,13 +7,15 @@ modulo 256, so that zeroed memory is a moment of zeros.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 
-from sansgpu.kernels import native
-from sansgpu.kernels.update import adamw, require_size
+from sansgpu.kernels.update import AdamWStep, WeightUpdate, adamw_in_torch, require_size, use_native
 
-BLOCK = 256  # values per scale; must equal BLOCK in native/update.cpp
+BLOCK = 256  # values per scale; must equal GROUP in native/update.cpp
 DECADES = 7  # decades of magnitudes below the scale
 
 
@@ -67,43 +69,20 @@ def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Te
     return (codes & 255).to(torch.uint8).view(-1)[: len(flat)].view(values.shape), scales
 
 
-def adamw8(
-    weight: torch.Tensor,
-    first_codes: torch.Tensor,
-    first_scales: torch.Tensor,
-    second_codes: torch.Tensor,
-    second_scales: torch.Tensor,
-    gradient: torch.Tensor,
-    working: torch.Tensor | None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    scale: float,
-    seed: int = 0,
-) -> None:
-    """Runs `update.adamw` with quantized moments (first signed, second unsigned); weight and gradient fp32 or bf16."""
-    moments = (first_codes, first_scales, second_codes, second_scales)
-    if _use_native(weight, gradient, working, *moments):
-        require_size(weight.numel(), first_codes, second_codes, gradient, working)
-        require_size(-(-weight.numel() // BLOCK), first_scales, second_scales)
-        narrow_weight, narrow_gradient = weight.dtype == torch.bfloat16, gradient.dtype == torch.bfloat16
-        settings = (*map(float, (lr, *betas, eps, weight_decay)), step, float(scale), seed)
-        native.call(
-            "adamw8", narrow_weight, weight, *moments, narrow_gradient, gradient, working, weight.numel(),
-            VALUES[True], VALUES[False], *settings,
-        )  # fmt: skip
-        return
-    first, second = dequantize(first_codes, first_scales, True), dequantize(second_codes, second_scales, False)
-    adamw(
-        weight, first, second, gradient, working,
-        lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, scale=scale, seed=seed,
-    )  # fmt: skip
-    for moment, new in zip(moments, (*quantize(first, True), *quantize(second, False)), strict=True):
-        moment.copy_(new)
-
-
-def _use_native(*tensors: torch.Tensor | None) -> bool:
-    return native.available() and all(t is None or (t.device.type == "cpu" and t.is_contiguous()) for t in tensors)
+def adamw8(updates: Sequence[WeightUpdate], step: AdamWStep) -> None:
+    """Runs `update.adamw` with quantized moments: codes and scales of the first (signed) and second (unsigned) one."""
+    together = []
+    for update in updates:
+        first_codes, first_scales, second_codes, second_scales = moments = update.moments
+        if use_native(update.weight, update.gradient, update.working) and all(m.is_contiguous() for m in moments):
+            size = update.weight.numel()
+            require_size(size, first_codes, second_codes, update.gradient, update.working)
+            require_size(-(-size // BLOCK), first_scales, second_scales)
+            together.append(update)
+            continue
+        first, second = dequantize(first_codes, first_scales, True), dequantize(second_codes, second_scales, False)
+        adamw_in_torch(replace(update, moments=(first, second)), step)
+        for moment, new in zip(moments, (*quantize(first, True), *quantize(second, False)), strict=True):
+            moment.copy_(new)
+    if together:
+        step.run("adamw8", together, VALUES[True], VALUES[False])

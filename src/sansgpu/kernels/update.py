@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from sansgpu.kernels import native
 
 
-def _use_native(*tensors: torch.Tensor | None) -> bool:
+def use_native(*tensors: torch.Tensor | None) -> bool:
+    """Returns whether the kernels are loaded and can read the tensors."""
     return native.available() and all(
         t is None or (t.device.type == "cpu" and t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16))
         for t in tensors
@@ -18,7 +21,7 @@ def _use_native(*tensors: torch.Tensor | None) -> bool:
 
 def add_product(total: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """Adds `product`, of the same or a narrower dtype, to `total` in place; returns `total`."""
-    if total.dtype == torch.float32 and product.dtype == torch.bfloat16 and _use_native(total, product):
+    if total.dtype == torch.float32 and product.dtype == torch.bfloat16 and use_native(total, product):
         require_size(total.numel(), product)
         native.call("accumulate", total, product, total.numel())
         return total
@@ -27,65 +30,96 @@ def add_product(total: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
 
 def global_norm(gradients: list[torch.Tensor]) -> float:
     """Returns the 2-norm of all gradients concatenated."""
-    if _use_native(*gradients):
-        return math.sqrt(math.fsum(map(_squared_norm, gradients)))
+    if use_native(*gradients):
+        squares = torch.empty(len(gradients), dtype=torch.float64)
+        pointers, sizes = tuple(g.data_ptr() for g in gradients), tuple(g.numel() for g in gradients)
+        narrow = tuple(int(g.dtype == torch.bfloat16) for g in gradients)
+        native.call("squared_norms", len(gradients), pointers, sizes, narrow, squares)
+        return math.sqrt(math.fsum(squares.tolist()))
     norms = [float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))) for g in gradients]
     return math.hypot(*norms)
-
-
-def _squared_norm(x: torch.Tensor) -> float:
-    total = torch.empty(1, dtype=torch.float64)
-    native.call("squared_norm", x.dtype == torch.bfloat16, x, x.numel(), total)
-    return float(total)
 
 
 def require_size(size: int, *tensors: torch.Tensor | None) -> None:
     """Raises RuntimeError if a tensor has another size, because a kernel would read or write out of bounds."""
     if any(tensor is not None and tensor.numel() != size for tensor in tensors):
-        raise RuntimeError(f"all tensors of an update must have the same size, here {size}.")
+        raise RuntimeError(f"a tensor of an update has another size than the {size} that the others require.")
 
 
-def adamw(
-    weight: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    gradient: torch.Tensor,
-    working: torch.Tensor | None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    scale: float,
-    seed: int = 0,
-) -> None:
-    """Applies step number `step` (1, 2, ...) of AdamW (arXiv 1711.05101) in place, with `gradient` times `scale`.
+@dataclass(frozen=True)
+class WeightUpdate:
+    """A weight with what an update reads and changes; all tensors have its shape.
 
-    All tensors have one shape; the moments are fp32. `working`, a copy of the weight in the compute dtype, is updated
-    too. A bf16 weight has no copy and is rounded stochastically from `seed` (63 bits), which must change every step.
+    `working`, a copy of the weight in the compute dtype, is updated too. A bf16 weight has no copy and is rounded
+    stochastically from `seed` (63 bits), which must change every step.
     """
-    fp32_moments = first.dtype == second.dtype == torch.float32
-    if fp32_moments and _use_native(weight, first, second, gradient, working):
-        require_size(weight.numel(), first, second, gradient, working)
-        narrow_weight, narrow_gradient = weight.dtype == torch.bfloat16, gradient.dtype == torch.bfloat16
-        settings = (*map(float, (lr, *betas, eps, weight_decay)), step, float(scale), seed)
-        native.call(
-            "adamw", narrow_weight, weight, first, second, narrow_gradient, gradient, working, weight.numel(), *settings
-        )
-        return
-    steps = torch.tensor(float(step), device=weight.device)
+
+    weight: torch.Tensor
+    moments: Sequence[torch.Tensor]
+    gradient: torch.Tensor
+    working: torch.Tensor | None = None
+    weight_decay: float = 0.0
+    seed: int = 0
+
+    def as_struct(self) -> tuple[int, ...]:
+        """Returns the struct Weight of native/update.cpp."""
+        moments = [moment.data_ptr() for moment in self.moments]
+        working = 0 if self.working is None else self.working.data_ptr()
+        narrow = (int(tensor.dtype == torch.bfloat16) for tensor in (self.weight, self.gradient))
+        pointers = (self.weight.data_ptr(), self.gradient.data_ptr(), working, *moments, *[0] * (4 - len(moments)))
+        return (*pointers, self.weight.numel(), *narrow, self.seed)
+
+
+@dataclass(frozen=True)
+class AdamWStep:
+    """The settings of a step of AdamW that all weights share."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    number: int  # from 1
+    scale: float = 1.0  # factor of all gradients, which clips them
+
+    def run(self, kernel: str, updates: list[WeightUpdate], *maps: torch.Tensor) -> None:
+        """Calls the kernel `adamw` or `adamw8` once for all weights, so that small ones share the threads."""
+        structs = tuple(word for update in updates for word in update.as_struct())
+        decays = torch.tensor([update.weight_decay for update in updates], dtype=torch.float64)
+        settings = (*map(float, (self.lr, *self.betas, self.eps)), self.number, float(self.scale))
+        native.call(kernel, len(updates), structs, decays, *maps, *settings)
+
+
+def adamw(updates: Sequence[WeightUpdate], step: AdamWStep) -> None:
+    """Applies a step of AdamW (arXiv 1711.05101) in place. The moments of a weight are two tensors, fp32 or wider."""
+    together = []
+    for update in updates:
+        first, second = update.moments
+        tensors = (update.weight, first, second, update.gradient, update.working)
+        if first.dtype == second.dtype == torch.float32 and use_native(*tensors):
+            require_size(update.weight.numel(), *tensors)
+            together.append(update)
+        else:
+            adamw_in_torch(update, step)
+    if together:
+        step.run("adamw", together)
+
+
+def adamw_in_torch(update: WeightUpdate, step: AdamWStep) -> None:
+    """Applies a step of AdamW with torch's operators."""
+    weight, moments = update.weight, update.moments
+    steps = torch.tensor(float(step.number), device=weight.device)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    wide, m, v, g = (t.to(dtype).contiguous() for t in (weight, first, second, gradient))  # the kernel ignores strides
+    tensors = (weight, *moments, update.gradient)
+    wide, m, v, g = (t.to(dtype).contiguous() for t in tensors)  # torch's kernel ignores strides
     torch._fused_adamw_(
-        [wide], [g * scale], [m], [v], [], [steps],
-        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        [wide], [g * step.scale], [m], [v], [], [steps],
+        lr=step.lr, beta1=step.betas[0], beta2=step.betas[1], weight_decay=update.weight_decay, eps=step.eps,
+        amsgrad=False, maximize=False,
     )  # fmt: skip
-    weight.copy_(_stochastic_round(wide, seed) if weight.dtype == torch.bfloat16 else wide)
-    first.copy_(m)
-    second.copy_(v)
-    if working is not None:
-        working.copy_(wide)
+    weight.copy_(_stochastic_round(wide, update.seed) if weight.dtype == torch.bfloat16 else wide)
+    for moment, new in zip(moments, (m, v), strict=True):
+        moment.copy_(new)
+    if update.working is not None:
+        update.working.copy_(wide)
 
 
 def _stochastic_round(wide: torch.Tensor, seed: int) -> torch.Tensor:

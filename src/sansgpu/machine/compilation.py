@@ -43,8 +43,9 @@ def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:
 
 
 def cxx() -> str | None:
-    """Returns the path of the C++ compiler, or None."""
-    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    """Returns the path of the C++ compiler, $CXX if it is set, or None."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def missing_compiler() -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from sansgpu.machine import cgroup
+from sansgpu.machine import cgroup, instruction_sets
 from sansgpu.machine.compilation import cxx
 from sansgpu.machine.kernel_files import kernel_number, kernel_text
 from sansgpu.machine.probe import allowed_cpus, memory_limit
@@ -25,6 +25,11 @@ ISA_FLAGS = (
     "i8mm", "sve",
 )  # fmt: skip
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "soc_thermal", "scpi_sensors")
+# Environment variables that keep our kernels, oneDNN, torch's operators and MKL from using all instructions.
+_ISA_LIMITS = (
+    instruction_sets.VARIABLE, "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+)  # fmt: skip
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
@@ -38,7 +43,7 @@ def hardware() -> dict[str, Any]:
         "cpus": allowed,
         "cpu_quota": cgroup.cpu_quota(),
         "numa_nodes": max(1, len(nodes)),
-        "isa": instruction_sets(),
+        "isa": isa_flags(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_limit_bytes": memory_limit(),
         "swap_bytes": psutil.swap_memory().total,
@@ -56,12 +61,11 @@ def software() -> dict[str, Any]:
         "transparent_huge_pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "governor": kernel_text(_SYS / "cpu/cpu0/cpufreq/scaling_governor") or None,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-        "isa_limits": {k: v for k in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
-                       if (v := os.environ.get(k))},
-    }  # fmt: skip
+        "isa_limits": {name: limit for name in _ISA_LIMITS if (limit := os.environ.get(name))},
+    }
 
 
-def instruction_sets() -> list[str]:
+def isa_flags() -> list[str]:
     """Returns the processor's flags among ISA_FLAGS."""
     flags = (cpu_line("flags") or cpu_line("Features") or "").split()
     if not flags:  # macOS and Windows

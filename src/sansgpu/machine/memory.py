@@ -22,7 +22,7 @@ class Execution:
     accumulation: int
     precision: str  # fp32 | bf16
     compile: str  # on | off
-    kernels: str  # native | torch
+    kernels: str  # torch, or native and the instruction set
     optimizer: str  # adamw | adam | sgd | muon
     max_tokens: Callable[[int], int] | None = None  # examples -> maximum tokens; None: all have the maximum length
     world_size: int = 1

@@ -15,7 +15,7 @@ import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
-from sansgpu.machine import cgroup, cores
+from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
 from sansgpu.machine.group import Group
 from sansgpu.machine.roofline import gemm_rate, product_seconds
@@ -26,8 +26,6 @@ GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a s
 # Address space that a run reserves and does not use: stacks and heaps of threads, libraries. Measured: 460 to 750 MB.
 RESERVED_BYTES = 640 << 20
 MAX_THREADS, MAX_THREADS_PER_CPU = 512, 16  # a thread count is valid up to the larger limit; OpenMP may abort beyond
-# Flags of hardware bf16 products; with avx512 alone they are emulated, several times slower than fp32.
-NATIVE_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,11 @@ def isa() -> str:
 
 
 def has_native_bf16() -> bool:
-    """Returns whether the processor's flags include hardware bf16 products."""
-    capabilities = torch.cpu.get_capabilities()
-    return torch.backends.mkldnn.is_available() and any(capabilities.get(flag) for flag in NATIVE_BF16_FLAGS)
+    """Returns whether the instruction set, which SANSGPU_ISA can force, includes bf16 products.
+
+    Without them bf16 is emulated, several times slower than fp32.
+    """
+    return torch.backends.mkldnn.is_available() and instruction_sets.chosen().bf16
 
 
 @cache

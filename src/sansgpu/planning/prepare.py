@@ -13,7 +13,6 @@ from sansgpu.config import Config, ConfigError, UnreachableError
 from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
-from sansgpu.kernels import native
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.compilation import compile_pays_off, missing_compiler, resolve_compile, saves_compile_time
@@ -211,7 +210,7 @@ def _measured(
         "precision": how.precision,
         "threads": how.threads,
         "device": how.device.type,
-        "kernels": native.available(),
+        "kernels": how.kernels,
         "isa": isa(),
         "torch": str(torch.__version__),
     }

@@ -60,7 +60,7 @@ def set_up(
     kernels = load_kernels(
         "torch" if plain else training.kernels, compiled, device, warn, lambda doing: progress(doing, 0, 0)
     )
-    if kernels == "native":
+    if kernels != "torch":
         native.install_caching_allocator(varying=config.settings.varying_length)
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: precision or resolve_precision(training, device))

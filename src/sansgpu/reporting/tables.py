@@ -91,7 +91,8 @@ def print_doctor(console: Console, facts: Result) -> None:
     table.add_row("torch", f"{facts['torch']} with {facts['torch_blas']}, {', '.join(facts['openmp']) or 'no OpenMP'}")
     table.add_row("compiler", facts["compiler"] or "none")
     table.add_row(
-        "kernels", "compiled" if facts["kernels"] == "native" else f"PyTorch operators: {facts['kernels_problem']}"
+        "kernels",
+        f"PyTorch operators: {facts['kernels_problem']}" if facts["kernels"] == "torch" else facts["kernels"],
     )
     table.add_row("allocator", facts["allocator"])
     table.add_row("governor", facts["governor"] or "unknown")

@@ -11,7 +11,7 @@ from torch import nn
 from sansgpu.config import TrainingConfig, derive_seed
 from sansgpu.kernels.newton_schulz import newton_schulz
 from sansgpu.kernels.quantized import adamw8, quantized_zeros
-from sansgpu.kernels.update import adamw
+from sansgpu.kernels.update import AdamWStep, WeightUpdate, adamw
 from sansgpu.train.trained_weight import TrainedWeight, UpdateRule, UpdateStep
 
 ADAM_EPS = 1e-8
@@ -38,24 +38,28 @@ def _with_l2(weight: TrainedWeight, step: UpdateStep) -> torch.Tensor:
     return gradient.add_(weight.master, alpha=weight.decay) if weight.decay else gradient
 
 
-def _adamw_with(kernel: Callable[..., None], l2: bool = False) -> Callable[[Sequence[TrainedWeight], UpdateStep], None]:
-    """Returns an update function that calls `kernel` for each weight. With `l2` it is Adam instead of AdamW."""
+def _adamw_with(
+    kernel: Callable[[Sequence[WeightUpdate], AdamWStep], None], l2: bool = False
+) -> Callable[[Sequence[TrainedWeight], UpdateStep], None]:
+    """Returns an update function that calls `kernel`. With `l2` it is Adam instead of AdamW."""
+
+    def updated(weight: TrainedWeight, step: UpdateStep) -> WeightUpdate:
+        gradient = _with_l2(weight, step) if l2 else weight.gradient
+        assert gradient is not None
+        return WeightUpdate(
+            weight.master,
+            [weight.moments[kind] for kind in weight.rule.moments],
+            gradient,
+            weight.working,
+            weight_decay=0.0 if l2 else weight.decay,
+            seed=derive_seed(step.training.seed, "rounding", step.number, weight.number),
+        )
 
     def update(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
-        for weight in weights:
-            kernel(
-                weight.master,
-                *(weight.moments[kind] for kind in weight.rule.moments),
-                _with_l2(weight, step) if l2 else weight.gradient,
-                weight.working,
-                lr=step.lr,
-                betas=(step.training.beta1, step.training.beta2),
-                eps=ADAM_EPS,
-                weight_decay=0.0 if l2 else weight.decay,
-                step=step.number,
-                scale=1.0 if l2 else step.scale,
-                seed=derive_seed(step.training.seed, "rounding", step.number, weight.number),
-            )
+        betas = step.training.beta1, step.training.beta2
+        settings = AdamWStep(step.lr, betas, ADAM_EPS, step.number, 1.0 if l2 else step.scale)
+        for some in [[weight] for weight in weights] if l2 else [weights]:  # Adam's gradients are copies: one at a time
+            kernel([updated(weight, step) for weight in some], settings)
 
     return update
 

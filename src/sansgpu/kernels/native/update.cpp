@@ -6,33 +6,64 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t GRAIN = 1 << 15;  // values per unit of work
+constexpr int64_t GRAIN = 1 << 15;  // values per block
 
-// Calls work(unit, first index, number of values) for each unit of `size` values. Units have a fixed size, because
-// scalar remainders of vectorized loops round differently and results must not depend on the threads.
+// A block of one of several arrays.
+struct Block {
+  int64_t unit, array, index, start, count;  // among the blocks of all arrays, its array, there; its values
+};
+
+// The blocks of arrays of the given sizes. They have a fixed size, because scalar remainders of vectorized loops round
+// differently and results must not depend on the threads. All arrays are divided together, so that many small ones
+// occupy all threads.
+class Blocks {
+ public:
+  template <typename Size>
+  Blocks(int64_t arrays, const Size& size) : ends_(arrays), sizes_(arrays), arrays_(arrays) {
+    for (int64_t array = 0, end = 0; array < arrays; ++array) {
+      sizes_[array] = size(array);
+      ends_[array] = end += divide_up(sizes_[array], GRAIN);
+    }
+  }
+
+  int64_t end(int64_t array) const { return array < 0 ? 0 : ends_[array]; }
+
+  // Calls work(block) for each block, on all threads.
+  template <typename F>
+  void each(const F& work) const {
+    parallel_each(end(arrays_ - 1), [&](int64_t unit) {
+      const int64_t* ends = ends_;
+      const int64_t array = std::upper_bound(ends, ends + arrays_, unit) - ends;
+      const int64_t index = unit - end(array - 1), start = index * GRAIN;
+      work(Block{unit, array, index, start, std::min(GRAIN, sizes_[array] - start)});
+    });
+  }
+
+ private:
+  Buffer<int64_t> ends_, sizes_;
+  int64_t arrays_;
+};
+
+// Calls work(block) for each block of one array.
 template <typename F>
 void for_each_block(int64_t size, const F& work) {
-  parallel_each(divide_up(size, GRAIN), [&](int64_t unit) { work(unit, unit * GRAIN, std::min(GRAIN, size - unit * GRAIN)); });
+  Blocks(1, [=](int64_t) { return size; }).each(work);
 }
 
 template <typename T>
 void drop(const T* from, T* to, int64_t size, const Dropout& dropout) {
-  for_each_block(size, [&](int64_t unit, int64_t start, int64_t count) {
+  for_each_block(size, [&](const Block& block) {
     const Dropout own = dropout;  // a local copy, because the compiler cannot rule out that writes alias `dropout`
-    const uint32_t row = own.row(unit, 0);
-    for (int64_t i = 0; i < count; ++i) store(to + start + i, load(from + start + i) * own.factor(row, i));
+    const uint32_t row = own.row(block.index, 0);
+    const T* x = from + block.start;
+    T* y = to + block.start;
+    for (int64_t i = 0; i < block.count; ++i) store(y + i, load(x + i) * own.factor(row, i));
   });
 }
 
 template <typename T>
-double squares(const T* x, int64_t size) {
-  Buffer<double> sums(divide_up(size, GRAIN));
-  for_each_block(size, [&](int64_t unit, int64_t start, int64_t count) {
-    sums[unit] = sum_of(count, [&](int64_t i) { return load(x + start + i) * load(x + start + i); });
-  });
-  double total = 0;
-  for (int64_t unit = 0; unit < divide_up(size, GRAIN); ++unit) total += sums[unit];
-  return total;
+double squares(const T* x, int64_t count) {
+  return sum_of(count, [&](int64_t i) { return load(x + i) * load(x + i); });
 }
 
 // Gives 32 random bits for each element of a tensor, which depend only on the seed and the index of the element.
@@ -58,12 +89,12 @@ inline void round_randomly(float* to, float x, uint32_t) { *to = x; }
 
 struct AdamW {
   float lr, beta1, beta2, eps, decay, scale, correction1, correction2;
-  AdamW(double lr, double beta1, double beta2, double eps, double decay, int64_t step, double scale)
+  AdamW(double lr, double beta1, double beta2, double eps, int64_t step, double scale)
       : lr(static_cast<float>(lr)),
         beta1(static_cast<float>(beta1)),
         beta2(static_cast<float>(beta2)),
         eps(static_cast<float>(eps)),
-        decay(static_cast<float>(decay)),
+        decay(0.0f),  // differs between weights
         scale(static_cast<float>(scale)),
         correction1(static_cast<float>(1.0 / (1.0 - std::pow(beta1, step)))),
         correction2(static_cast<float>(1.0 / (1.0 - std::pow(beta2, step)))) {}
@@ -88,18 +119,37 @@ void update(const AdamW a, W* weight, float* first, float* second, const G* grad
   }
 }
 
+// A weight as kernels/update.py describes it. `working` may be null; `moments` are two or, in 8 bits, four tensors.
+struct Weight {
+  void* weight;
+  const void* grad;
+  bf16* working;
+  void* moments[4];
+  int64_t size, narrow_weight, narrow_grad, seed;
+};
+
 // Calls run(weight, grad) with pointers of the tensors' dtypes.
 template <typename F>
-void with_types(bool narrow_weight, void* weight, bool narrow_grad, const void* grad, F run) {
-  const auto typed = [&](auto* w) {
-    narrow_grad ? run(w, static_cast<const bf16*>(grad)) : run(w, static_cast<const float*>(grad));
+void with_types(const Weight& w, const F& run) {
+  const auto typed = [&](auto* weight) {
+    w.narrow_grad ? run(weight, static_cast<const bf16*>(w.grad)) : run(weight, static_cast<const float*>(w.grad));
   };
-  narrow_weight ? typed(static_cast<bf16*>(weight)) : typed(static_cast<float*>(weight));
+  w.narrow_weight ? typed(static_cast<bf16*>(w.weight)) : typed(static_cast<float*>(w.weight));
+}
+
+// Calls run(block, weight, settings) for each block of the weights.
+template <typename F>
+void for_each_weight(int64_t count, const Weight* weights, const double* decays, const AdamW& settings, const F& run) {
+  Blocks(count, [=](int64_t i) { return weights[i].size; }).each([&](const Block& block) {
+    AdamW own = settings;
+    own.decay = static_cast<float>(decays[block.array]);
+    run(block, weights[block.array], own);
+  });
 }
 
 // --- 8-bit moments; kernels/quantized.py defines the codes
 
-constexpr int64_t BLOCK = 256;
+constexpr int64_t GROUP = 256;  // values that share a scale
 constexpr int DECADES = 7;
 
 // Finds the nearest code without a search. Within a decade the map is linear: x belongs to value number `place` if
@@ -169,14 +219,14 @@ struct Moments {
   uint8_t* codes;
   float* scales;
   const float* map;
-  void read(int64_t block, int64_t count, float* to) const {
-    const uint8_t* from = codes + block * BLOCK;
-    const float scale = scales[block];
+  void read(int64_t group, int64_t count, float* to) const {
+    const uint8_t* from = codes + group * GROUP;
+    const float scale = scales[group];
     for (int64_t i = 0; i < count; ++i) to[i] = scale * map[from[i]];
   }
   template <uint8_t (*code)(float)>
-  void write(int64_t block, int64_t count, const float* from) const {
-    scales[block] = quantize<code>(from, codes + block * BLOCK, count);
+  void write(int64_t group, int64_t count, const float* from) const {
+    scales[group] = quantize<code>(from, codes + group * GROUP, count);
   }
 };
 
@@ -191,50 +241,62 @@ SANSGPU_KERNEL void dropout(int64_t narrow, const void* x, void* out, int64_t si
 
 // sum (fp32) += addend (bf16).
 SANSGPU_KERNEL void accumulate(float* sum, const bf16* addend, int64_t size) {
-  for_each_block(size, [&](int64_t, int64_t start, int64_t count) {
-    for (int64_t i = start; i < start + count; ++i) sum[i] += load(addend + i);
+  for_each_block(size, [&](const Block& block) {
+    for (int64_t i = block.start; i < block.start + block.count; ++i) sum[i] += load(addend + i);
   });
 }
 
-// Writes the sum of squares. Blocks are added in order, so that the result does not depend on the number of threads.
-SANSGPU_KERNEL void squared_norm(int64_t narrow, const void* x, int64_t size, double* total) {
-  *total = narrow ? squares(static_cast<const bf16*>(x), size) : squares(static_cast<const float*>(x), size);
+// Writes the sum of squares of each of `count` arrays. Blocks are added in order, so that the result does not depend on
+// the number of threads.
+SANSGPU_KERNEL void squared_norms(int64_t count, const void* const* arrays, const int64_t* sizes, const int64_t* narrow,
+                                  double* totals) {
+  const Blocks blocks(count, [=](int64_t i) { return sizes[i]; });
+  Buffer<double> sums(blocks.end(count - 1));
+  blocks.each([&](const Block& block) {
+    const void* x = arrays[block.array];
+    sums[block.unit] = narrow[block.array] ? squares(static_cast<const bf16*>(x) + block.start, block.count)
+                                           : squares(static_cast<const float*>(x) + block.start, block.count);
+  });
+  for (int64_t array = 0; array < count; ++array) {
+    totals[array] = 0;
+    for (int64_t unit = blocks.end(array - 1); unit < blocks.end(array); ++unit) totals[array] += sums[unit];
+  }
 }
 
-// Updates `size` weights, their moments and, unless null, `working`.
-SANSGPU_KERNEL void adamw(int64_t narrow_weight, void* weight, float* first, float* second, int64_t narrow_grad,
-                          const void* grad, bf16* working, int64_t size, double lr, double beta1, double beta2,
-                          double eps, double decay, int64_t step, double scale, int64_t seed) {
-  const AdamW a(lr, beta1, beta2, eps, decay, step, scale);
-  const Random random(seed);
-  with_types(narrow_weight, weight, narrow_grad, grad, [&](auto* w, const auto* g) {
-    for_each_block(size, [&](int64_t unit, int64_t at, int64_t count) {
-      update(a, w + at, first + at, second + at, g + at, working ? working + at : nullptr, count, random.row(unit), 0);
+// Updates the weights, their moments and working copies.
+SANSGPU_KERNEL void adamw(int64_t count, const Weight* weights, const double* decays, double lr, double beta1,
+                          double beta2, double eps, int64_t step, double scale) {
+  const AdamW settings(lr, beta1, beta2, eps, step, scale);
+  for_each_weight(count, weights, decays, settings, [](const Block& block, const Weight& w, const AdamW& own) {
+    float *first = static_cast<float*>(w.moments[0]), *second = static_cast<float*>(w.moments[1]);
+    const int64_t at = block.start;
+    with_types(w, [&](auto* weight, const auto* grad) {
+      update(own, weight + at, first + at, second + at, grad + at, w.working ? w.working + at : nullptr, block.count,
+             Random(w.seed).row(block.index), 0);
     });
   });
 }
 
 // Like adamw, with moments in 8 bits; the maps (256,) give the value of each code.
-SANSGPU_KERNEL void adamw8(int64_t narrow_weight, void* weight, uint8_t* first_codes, float* first_scales,
-                           uint8_t* second_codes, float* second_scales, int64_t narrow_grad, const void* grad,
-                           bf16* working, int64_t size, const float* first_map, const float* second_map, double lr,
-                           double beta1, double beta2, double eps, double decay, int64_t step, double scale,
-                           int64_t seed) {
-  const AdamW a(lr, beta1, beta2, eps, decay, step, scale);
-  const Random random(seed);
-  const Moments first{first_codes, first_scales, first_map}, second{second_codes, second_scales, second_map};
-  with_types(narrow_weight, weight, narrow_grad, grad, [&](auto* w, const auto* g) {
-    for_each_block(size, [&](int64_t unit, int64_t start, int64_t length) {
-      float m[BLOCK], v[BLOCK];
-      for (int64_t at = start; at < start + length; at += BLOCK) {
-        const int64_t block = at / BLOCK, count = std::min(BLOCK, start + length - at);
-        first.read(block, count, m);
-        second.read(block, count, v);
-        update(a, w + at, m, v, g + at, working ? working + at : nullptr, count, random.row(unit), at - start);
-        first.write<signed_code>(block, count, m);
-        second.write<unsigned_code>(block, count, v);
-      }
-    });
+SANSGPU_KERNEL void adamw8(int64_t count, const Weight* weights, const double* decays, const float* first_map,
+                           const float* second_map, double lr, double beta1, double beta2, double eps, int64_t step,
+                           double scale) {
+  const AdamW settings(lr, beta1, beta2, eps, step, scale);
+  for_each_weight(count, weights, decays, settings, [=](const Block& block, const Weight& w, const AdamW& own) {
+    const Moments first{static_cast<uint8_t*>(w.moments[0]), static_cast<float*>(w.moments[1]), first_map};
+    const Moments second{static_cast<uint8_t*>(w.moments[2]), static_cast<float*>(w.moments[3]), second_map};
+    const uint32_t row = Random(w.seed).row(block.index);
+    float m[GROUP], v[GROUP];
+    for (int64_t at = block.start; at < block.start + block.count; at += GROUP) {
+      const int64_t group = at / GROUP, count = std::min(GROUP, block.start + block.count - at);
+      first.read(group, count, m);
+      second.read(group, count, v);
+      with_types(w, [&](auto* weight, const auto* grad) {
+        update(own, weight + at, m, v, grad + at, w.working ? w.working + at : nullptr, count, row, at - block.start);
+      });
+      first.write<signed_code>(group, count, m);
+      second.write<unsigned_code>(group, count, v);
+    }
   });
 }
 

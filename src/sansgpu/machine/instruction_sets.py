@@ -1,4 +1,4 @@
-"""The instruction sets for which the kernels are compiled, and the choice among them when a process starts.
+"""The instruction sets for which our kernels are compiled, and the choice among them when a process starts.
 
 The environment variable SANSGPU_ISA forces a lower one than the best that the processor supports, to compare or to test
 them.
