@@ -18,7 +18,7 @@ from sansgpu.kernels.dropout import dropout
 def residual(x: torch.Tensor, y: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Computes x + dropout(y), both (..., D)."""
     if native.usable(x, y) and x.dtype == torch.float32 and x.shape == y.shape:
-        p = p if training else 0.0
+        p = float(p) if training else 0.0
         return cast(torch.Tensor, _Residual.apply(x, y, p, _seed(p)))
     return x + dropout(y, p, training)
 
@@ -54,9 +54,9 @@ class FusedNorm(nn.Module):
         if not self._uses_kernel(x, y):
             x = x if y is None else x + dropout(y, p, self.training)
             return x, self._plain(x)
-        p = p if self.training else 0.0
+        p = float(p) if self.training else 0.0
         centered = isinstance(self, nn.LayerNorm)
-        arguments = (self.eps, centered, p, _seed(p), dtype or (x.dtype if centered else torch.float32))
+        arguments = (float(self.eps), centered, p, _seed(p), dtype or (x.dtype if centered else torch.float32))
         both = _Norm.apply(x, y, self.weight, self.bias, *arguments)
         return cast(tuple[torch.Tensor, torch.Tensor], both)
 

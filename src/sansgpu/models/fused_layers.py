@@ -132,7 +132,7 @@ def _is_pre_norm_layer(module: nn.Module) -> bool:
     norms = [module._modules.get(name) for name in ("input_layernorm", "post_attention_layernorm")]
     if set(module._modules) != parts or not all(isinstance(norm, FusedNorm) for norm in norms):
         return False
-    first, attention, second, mlp, x = _Part(1.5), _Attention(2.5), _Part(0.5), _Part(0.7), _random(1, 3, 8)
+    first, attention, second, mlp, x = _Part(1.5), _AttentionPart(2.5), _Part(0.5), _Part(0.7), _random(1, 3, 8)
 
     def expected() -> torch.Tensor:
         total: torch.Tensor = x + attention(first(x))[0]
@@ -154,7 +154,7 @@ class _Part(nn.Module):
         return torch.sin(self.number * hidden_states + self.number)
 
 
-class _Attention(_Part):
+class _AttentionPart(_Part):
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> Any:
         return super().forward(hidden_states), None
 
