@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import Any
@@ -25,6 +26,7 @@ from sansgpu.machine.allocator import register_trim
 from sansgpu.machine.compilation import cxx
 from sansgpu.machine.compiled import compiled_in, make_private, require_own_file
 from sansgpu.machine.instruction_sets import InstructionSet
+from sansgpu.machine.probe import allowed_cpus
 
 SOURCES = Path(__file__).parent / "native"
 ALLOCATOR = Path(__file__).parent / "allocator" / "memory.cpp"
@@ -162,22 +164,23 @@ def allocator_name() -> str:
 
 
 def compile_kernels(library: Path, flags: list[str], sources: list[Path]) -> None:
-    """Compiles sources to a shared library, all at once. Raises OSError or SubprocessError with its errors."""
+    """Compiles sources to a shared library, one on each processor. Raises OSError or SubprocessError with errors."""
     compiler = cxx()
     if compiler is None:
         raise SubprocessError("there is no C++ compiler")
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        objects = [Path(folder) / f"{path.stem}.o" for path in sources]
-        commands = [[compiler, *flags, "-c", str(p), "-o", str(o)] for p, o in zip(sources, objects, strict=True)]
-        running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
-        outputs = [process.communicate()[0] for process in running]
-        for process, output in zip(running, outputs, strict=True):
-            if process.returncode != 0:
-                raise SubprocessError(output or f"{compiler} ended with status {process.returncode}")
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor(allowed_cpus()) as pool:
+        objects = [str(Path(folder) / f"{path.stem}.o") for path in sources]
+        commands = [[compiler, *flags, "-c", str(p), "-o", o] for p, o in zip(sources, objects, strict=True)]
+        list(pool.map(_run_compiler, commands))
         made = Path(folder) / library.name
-        link = [compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(made)]
-        subprocess.run(link, check=True, capture_output=True, text=True)
+        _run_compiler([compiler, "-shared", "-fopenmp", *objects, "-o", str(made)])
         shutil.move(made, library)
+
+
+def _run_compiler(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise SubprocessError(done.stdout or f"{command[0]} ended with status {done.returncode}")
 
 
 def _load_allocator(root: Path, announce: Callable[[str], None]) -> None:
