@@ -12,6 +12,7 @@ import pytest
 from benchmarks.hosts import refused
 from benchmarks.tiny_model import make_folder
 
+from sansgpu.machine.instruction_sets import supported
 from tests.processes import environment, settings, write_corpus
 from tests.tasks.folders import chat_rows, squad
 from tests.tasks.graphs import rows, write_rows
@@ -36,6 +37,16 @@ def test_our_kernels_are_measured_beside_torchs(tmp_path: Path) -> None:
         assert row["median_seconds"] > 0
         assert row["peer_median_seconds"] > 0
         assert row["ratio"] > 0
+
+
+@pytest.mark.long
+def test_our_products_are_measured_beside_torchs_for_each_instruction_set(tmp_path: Path) -> None:
+    results = benchmark("products", "--quick", "--repeats", "3", cache=tmp_path, result=tmp_path / "products.json")
+    measured = [(row["instructions"], row["dtype"]) for row in results["rows"]]
+    assert measured == [(found.name, dtype) for found in supported() for dtype in ("bf16", "fp32")]
+    for row in results["rows"]:
+        assert row["ours"] > 0
+        assert row["torch"] > 0
 
 
 @pytest.mark.long

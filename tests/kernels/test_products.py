@@ -2,6 +2,8 @@
 
 import ctypes
 import mmap
+import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.kernels import native
+from sansgpu.machine.instruction_sets import ARM, InstructionSet
 from tests.kernels.conftest import SETS, library_of
 
 EMULATED = ("-O1", "-std=c++20", "-fPIC", "-DSANSGPU_EMULATE_AMX", f"-I{Path(__file__).parent}")
@@ -35,14 +38,14 @@ class Guarded:
         self.size = -(-most // mmap.PAGESIZE) * mmap.PAGESIZE
         self.memory = mmap.mmap(-1, self.size + mmap.PAGESIZE)
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8, count=self.size)
         protect = ctypes.CDLL(None, use_errno=True).mprotect
         assert protect(ctypes.c_void_p(self.start + self.size), mmap.PAGESIZE, 0) == 0
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """Copies a tensor to the end of the memory."""
-        offset = self.size - values.numel() * values.element_size()
-        copy = torch.frombuffer(self.memory, dtype=values.dtype, count=values.numel(), offset=offset)
-        return copy.view(values.shape).copy_(values)
+        end = self.bytes[self.size - values.numel() * values.element_size() :]
+        return end.view(values.dtype).view(values.shape).copy_(values)
 
 
 A_MEMORY, B_MEMORY, C_MEMORY = (Guarded(1 << 20) for _ in range(3))
@@ -134,3 +137,20 @@ def test_a_row_does_not_depend_on_the_other_rows(library: ctypes.CDLL, dtype: to
     for rows in (1, 7, 32):
         part = run(library, a[:rows], b, torch.zeros(rows, 96), [0, 0, 0], False)
         assert torch.equal(part, whole[:rows])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("instructions", ARM, ids=lambda instructions: instructions.name)
+def test_products_of_arm(instructions: InstructionSet, tmp_path: Path) -> None:
+    """Compiles the products for ARM and runs them in an emulator."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
+    sources = [native.SOURCES / "product.cpp", Path(__file__).parent / "products_elsewhere.cpp"]
+    flags = [*native.FLAGS, *instructions.flags, "-static", f"-I{native.SOURCES}"]
+    program = tmp_path / "products"
+    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
+    done = subprocess.run([emulator, "-cpu", "max", str(program)], check=True, capture_output=True, text=True)
+    errors = [float(error) for error in done.stdout.split()]
+    assert len(errors) == 2
+    assert max(errors) < 1

@@ -30,8 +30,10 @@ SOURCES = Path(__file__).parent / "native"
 ALLOCATOR = Path(__file__).parent / "allocator" / "memory.cpp"
 ALLOCATOR_LIBRARY = "sansgpu_allocator.so"
 # -ffast-math lets the compiler reorder sums to vectorize them; softmax needs infinities to work. Libraries of several
-# instruction sets in one process must not share their functions.
-FLAGS = ["-O3", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-std=c++20", "-fPIC", "-fvisibility=hidden"]
+# instruction sets in one process must not share their functions. GCC's first scheduling, which is on for ARM, loads so
+# early that the sums of matmuls no longer fit into the registers.
+FLAGS = ["-O3", "-ffast-math", "-fno-finite-math-only", "-fno-schedule-insns", "-fopenmp", "-std=c++20"]
+FLAGS += ["-fPIC", "-fvisibility=hidden"]
 
 Argument = torch.Tensor | tuple[int, ...] | float | None
 

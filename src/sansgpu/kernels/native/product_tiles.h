@@ -34,8 +34,8 @@ inline bool may_use_tiles() {
 #endif
 }
 
-// Gives tiles 0-3 the shape of C, 4-5 that of A and 6-7 that of B. Takes about as long as ten matmuls of tiles, so
-// that a thread keeps its configuration for the next matmul.
+// Gives tiles 0-3 the shape of C, 4-5 that of A and 6-7 that of B. A thread keeps its configuration for the next
+// matmul, because loading one takes about as long as several matmuls of tiles.
 inline void configure_tiles(const TileShape& shape) {
   if (shape == configured) return;
   struct alignas(64) {
@@ -60,12 +60,12 @@ inline void release_tiles() {
   configured = TileShape();
 }
 
-// C (ROWS, COLUMNS) tiles of `height` rows = A B over `steps` tiles of K, or += with `add`. ldb is in pairs.
+// C (ROWS, COLUMNS) tiles = A B over `steps` tiles of K, or += with `add`. ldb is in pairs.
 template <int64_t ROWS, int64_t COLUMNS>
-void multiply_tiles(int64_t height, int64_t steps, const bf16* A, int64_t lda, const uint32_t* B, int64_t ldb, float* C,
-                    int64_t ldc, bool add) {
+void multiply_tiles(int64_t steps, const bf16* A, int64_t lda, const uint32_t* B, int64_t ldb, float* C, int64_t ldc,
+                    bool add) {
   const int64_t c = 4 * ldc, a = 2 * lda, b = 4 * ldb;  // bytes
-  float* below = C + height * ldc;
+  float* below = C + TILE * ldc;
   __asm__ volatile("" : : : "memory");  // the intrinsics do not say which memory they read
   if (add) {
     _tile_loadd(0, C, c);
@@ -87,7 +87,7 @@ void multiply_tiles(int64_t height, int64_t steps, const bf16* A, int64_t lda, c
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (ROWS == 2) {
-      _tile_loadd(5, A + height * lda, a);
+      _tile_loadd(5, A + TILE * lda, a);
       _tile_dpbf16ps(2, 5, 6);
     }
     if constexpr (ROWS == 2 && COLUMNS == 2) _tile_dpbf16ps(3, 5, 7);
@@ -98,7 +98,8 @@ void multiply_tiles(int64_t height, int64_t steps, const bf16* A, int64_t lda, c
   if constexpr (ROWS == 2 && COLUMNS == 2) _tile_stored(3, below + TILE, c);
 }
 
-// Multiplies with tiles of one shape, of which M, N and K are multiples.
+// Multiplies with tiles of one shape, of which M, N and K are multiples. A tile with fewer rows or columns than TILE is
+// the only one in that direction.
 inline void multiply_region(const TileShape& shape, int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda,
                             const uint32_t* B, int64_t ldb, float* C, int64_t ldc, bool add) {
   configure_tiles(shape);
@@ -106,11 +107,10 @@ inline void multiply_region(const TileShape& shape, int64_t M, int64_t N, int64_
   for (int64_t step = 0; step < steps; step += STEPS, A += STEPS * 2 * TILE, B += STEPS * TILE * ldb, add = true)
     for (int64_t column = 0; column < N; column += 2 * TILE)
       for (int64_t row = 0; row < M; row += 2 * TILE) {
-        const bool two_rows = row + shape.rows < M, two_columns = column + shape.columns < N;
+        const bool two_rows = row + TILE < M, two_columns = column + TILE < N;
         const auto multiply = two_rows ? two_columns ? multiply_tiles<2, 2> : multiply_tiles<2, 1>
                                        : two_columns ? multiply_tiles<1, 2> : multiply_tiles<1, 1>;
-        multiply(shape.rows, std::min(STEPS, steps - step), A + row * lda, lda, B + column, ldb, C + row * ldc + column,
-                 ldc, add);
+        multiply(std::min(STEPS, steps - step), A + row * lda, lda, B + column, ldb, C + row * ldc + column, ldc, add);
       }
 }
 

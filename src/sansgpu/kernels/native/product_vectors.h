@@ -90,7 +90,7 @@ template <typename Word, typename T, int64_t ROWS, int64_t VECTORS>
 }
 
 // The largest block of which sums and operands fit into the registers.
-constexpr int64_t MOST_VECTORS = REGISTERS / 8, MOST_ROWS = 12;
+constexpr int64_t MOST_VECTORS = REGISTERS / 8, MOST_ROWS = 8;
 constexpr int64_t most_rows(int64_t vectors) { return std::min(MOST_ROWS, REGISTERS * 3 / 4 / vectors); }
 
 // multiply_blocks for every number of vectors and rows, from 1.

@@ -1,0 +1,64 @@
+// Compares products with float64 and prints the largest error of each dtype, relative to the bound of rounding. Tests
+// compile it for other processors.
+
+#include <cstdio>
+#include <type_traits>
+
+#include "product.h"
+
+using namespace sansgpu;
+
+namespace {
+
+uint32_t state = 1;
+
+float draw() {  // exact in bf16, and of such different size that sums are rounded
+  state = state * 1664525u + 1013904223u;
+  return std::ldexp(static_cast<float>(static_cast<int>(state >> 24) - 128), -static_cast<int>(state >> 16 & 15));
+}
+
+template <typename T>
+double error(int64_t M, int64_t N, int64_t K, int64_t gap, bool transposed, bool add) {
+  constexpr int64_t STEP = std::is_same_v<T, float> ? 1 : 2;  // rows that are packed together
+  const int64_t lda = K + gap, ldb = N + (transposed ? 0 : gap), ldc = N + gap;
+  Buffer<T> A(M * lda), B(K * N), packed(K * ldb);
+  Buffer<float> C(M * ldc), before(M * ldc);
+  for (int64_t i = 0; i < M * lda; ++i) store(A + i, draw());
+  for (int64_t i = 0; i < K * N; ++i) store(B + i, draw());
+  for (int64_t i = 0; i < M * ldc; ++i) before[i] = C[i] = draw();
+  if (transposed)
+    pack_transposed(B, K, N, N, K, packed);
+  else
+    for (int64_t k = 0; k < K; k += STEP) pack(B + k * N, N, STEP, STEP, N, packed + k * ldb);
+  product<T>(M, N, K, A, lda, packed, ldb, C, ldc, add);
+  double worst = 0;
+  for (int64_t i = 0; i < M; ++i) {
+    for (int64_t j = 0; j < N; ++j) {
+      double sum = add ? before[i * ldc + j] : 0, magnitude = std::fabs(sum);
+      for (int64_t k = 0; k < K; ++k) {
+        const double term = static_cast<double>(load(A + i * lda + k)) * load(transposed ? B + j * K + k : B + k * N + j);
+        sum += term;
+        magnitude += std::fabs(term);
+      }
+      const double bound = (K + 2) * std::ldexp(1.0, -24) * magnitude + 1e-30;
+      worst = std::max(worst, std::fabs(C[i * ldc + j] - sum) / bound);
+    }
+    for (int64_t j = N; j < ldc; ++j)
+      if (C[i * ldc + j] != before[i * ldc + j]) worst = 1e9;  // written beside C
+  }
+  return worst;
+}
+
+template <typename T>
+double worst_error() {
+  const int64_t shapes[][3] = {{64, 64, 64}, {16, 64, 80}, {1, 1, 2}, {7, 33, 30}, {13, 5, 600}, {61, 83, 78}, {70, 100, 26}};
+  double worst = 0;
+  for (const auto& [M, N, K] : shapes)
+    for (int64_t kind = 0; kind < 8; ++kind)
+      worst = std::max(worst, error<T>(M, N, K, kind & 1 ? 6 : 0, kind & 2, kind & 4));
+  return worst;
+}
+
+}  // namespace
+
+int main() { std::printf("%.3f %.3f\n", worst_error<float>(), worst_error<bf16>()); }
