@@ -34,7 +34,7 @@ def benchmark(name: str, *arguments: str, cache: Path, result: Path) -> dict[str
 def test_our_kernels_are_measured_beside_torchs(tmp_path: Path) -> None:
     results = benchmark("kernels", "--quick", "--repeats", "3", cache=tmp_path, result=tmp_path / "kernels.json")
     kinds = {row["name"].split()[0] for row in results["rows"]}
-    assert kinds == {"attention", "loss"}
+    assert kinds == {"attention", "loss", "linear"}
     for row in results["rows"]:
         assert row["median_seconds"] > 0
         assert row["peer_median_seconds"] > 0
