@@ -107,7 +107,7 @@ class DecoderCosts(Costs):
     def saved_bytes(self, execution: Execution) -> int:
         model = self.model
         activation = "gelu" if model.activation == "relu" else model.activation
-        code = "compiled" if execution.compile == "on" else execution.kernels
+        code = "compiled" if execution.compile == "on" else "torch" if execution.kernels == "torch" else "native"
         width, kv, feed_forward = _SAVED_BYTES[activation, code, execution.precision]
         qk_norm = _QK_NORM_BYTES[code, execution.precision] if model.decoder.qk_norm else 0
         per_token = (width + qk_norm + FULL) * model.d_model + feed_forward * model.d_ff

@@ -149,7 +149,7 @@ class ModuleCosts(Costs):
 
     def saved_bytes(self, how: Execution) -> int:
         shape = self.shape
-        fused = shape.fused and how.kernels == "native"
+        fused = shape.fused and how.kernels != "torch"
         width, inner = (_FUSED_SAVED_BYTES if fused else _SAVED_BYTES)[how.precision]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
