@@ -152,7 +152,9 @@ class Multiplication {
           packed.pass(unit);
           continue;
         }
-        const int64_t y = (unit - packs) / across, x = (unit - packs) % across;
+        // The smaller operand, which caches may hold, is read again for each part of the larger one.
+        const int64_t tile = unit - packs, y = down < across ? tile % down : tile / across;
+        const int64_t x = down < across ? tile / down : tile % across;
         if (pack_a_) packed.wait(y, 1);
         if (m == 0) packed.wait(packs_a + x, 1);
         multiply_tile(m, y, n, x, k, sums);
