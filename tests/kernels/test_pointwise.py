@@ -15,7 +15,10 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.rotary import rotate, rotate_heads
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # one rounding to bf16 is at most 2e-3 per value
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 1e-2,
+}  # a rounding to bf16 is at most 2e-3; torch rounds several times
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 RANDOM = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NORMS = {"layer": lambda width: LayerNorm(width, eps=1e-5), "rms": lambda width: RMSNorm(width, eps=1e-5)}

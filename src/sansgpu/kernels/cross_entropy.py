@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from sansgpu.kernels import native
+from sansgpu.kernels.linear import autocasted
 from sansgpu.kernels.matmul import matmul_into
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
@@ -96,8 +97,7 @@ def linear_cross_entropy_and_hits(
     The number is 0 without `count_hits`.
     """
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
+    hidden = autocasted(hidden)
     with torch.autocast(device, enabled=False):
         has_target = targets != ignore_index
         if not bool(has_target.all()):

@@ -12,6 +12,12 @@ from sansgpu.kernels.matmul import is_native, matmul, matmul_with_row_sums
 MIN_ROWS = 256  # for fewer, packing the weight costs more than our kernel gains; generation has one row at a time
 
 
+def autocasted(x: torch.Tensor) -> torch.Tensor:
+    """Returns x in autocast's dtype if autocast is enabled; several linear layers can then share one copy."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -39,9 +45,7 @@ class Linear(nn.Linear):
     """nn.Linear with our matmuls where they are at least as fast: (..., inputs) -> (..., outputs)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, device, x = self.weight, input.device.type, input
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        weight, x = self.weight, autocasted(input)
         if x.numel() < MIN_ROWS * self.in_features or not is_native(x, weight):
             return super().forward(input)
         y = cast(torch.Tensor, _LinearFunction.apply(x.reshape(-1, self.in_features), weight, self.bias))

@@ -19,7 +19,7 @@ from sansgpu.kernels.activation import gelu
 from sansgpu.kernels.attention import Decay, attention, bidirectional_ranges
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
-from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.linear import Linear, autocasted
 from sansgpu.kernels.norm import LayerNorm
 from sansgpu.models.entities import NORM_EPS, EntityTable
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
@@ -51,6 +51,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """(1, N, D) -> (1, N, D)."""
         batch, time, width = x.shape
+        x = autocasted(x)
         q, k, v = (
             layer(x).view(batch, time, self.heads, width // self.heads).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
