@@ -32,7 +32,7 @@ from sansgpu.tasks import task_of
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
 
-MAX_REGIONS, MAX_UNITS = 200_000, 4_000_000  # of a step
+MAX_REGIONS, MAX_UNITS = 200_000, 4_000_000  # parallel regions and units of work that can be recorded in a step
 REGION = np.dtype([(name, np.int64) for name in ("start_ns", "end_ns", "caller_ns", "longest_ns", "work_ns", "alone")])
 BETWEEN = "Python between operations"  # the name of the time of a step in which no operation runs
 AUTOGRAD = "autograd::engine::evaluate_function: "  # begins the names of the engine's own events
@@ -43,7 +43,7 @@ class Seconds:
     """The time of one operation in a step."""
 
     serial: float = 0.0  # in the main thread alone
-    longest: float = 0.0  # of the thread that takes longest in each parallel region
+    longest: float = 0.0  # sum over parallel regions of the CPU seconds of the slowest thread
     regions: int = 0
 
 

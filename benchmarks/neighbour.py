@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import corpus, ours
-from benchmarks.contest import WARM_UP, Contestant, Row, print_table, say, take_turns, write_json
-from benchmarks.peers import NEEDS, peer_contestants, settings_of
+from benchmarks.contest import Contestant, Row, print_table, say, take_turns, write_json
+from benchmarks.peers import add_arguments, parse, peer_contestants, settings_of
 from benchmarks.sizes import SIZES, Size
 
 ALONE = "nothing"
@@ -90,18 +90,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--size", choices=SIZES, default="cpu_small")
-    parser.add_argument("--peers", default="", help=f"comma-separated subset of {','.join(NEEDS)}; default: none")
-    parser.add_argument("--data", default=corpus.PYTHON_STDLIB, help="value of data.dataset_name (%(default)s)")
-    parser.add_argument("--steps", type=int, default=8, help=f"measured steps after a warm-up of {WARM_UP}")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of every contestant in every condition")
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    args = parser.parse_args()
-    args.peers = [name for name in args.peers.split(",") if name]
-    if unknown := [name for name in args.peers if name not in NEEDS]:
-        parser.error(f"--peers {', '.join(unknown)}: known are {', '.join(NEEDS)}")
-    if args.steps < 1 or args.rounds < 1:
-        parser.error("--steps and --rounds must be at least 1")
+    add_arguments(parser, "", 3)
+    args = parse(parser)
     if not hasattr(os, "sched_setaffinity"):
         parser.error("this system cannot pin a process to a core; run the benchmark on Linux")
     return args

@@ -103,14 +103,33 @@ def read_steps(outcome: Outcome) -> Sample:
     return Sample(seconds[WARM_UP:], seconds[0], outcome.peak_rss_bytes, loss, outcome.wall_seconds)
 
 
+def add_arguments(parser: argparse.ArgumentParser, peers: str, rounds: int) -> None:
+    """Adds the arguments of a comparison with peers; `peers` and `rounds` are their defaults."""
+    parser.add_argument("--size", choices=SIZES, default="cpu_small")
+    parser.add_argument(
+        "--peers", default=peers, help=f"comma-separated subset of {','.join(NEEDS)}; default: '%(default)s'"
+    )
+    parser.add_argument("--data", default=corpus.PYTHON_STDLIB, help="value of data.dataset_name (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help=f"measured steps after a warm-up of {WARM_UP}")
+    parser.add_argument("--rounds", type=int, default=rounds, help="runs of every contestant in every condition")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses the command line and checks the arguments of `add_arguments`; `peers` becomes a list."""
+    args = parser.parse_args()
+    args.peers = [name for name in args.peers.split(",") if name]
+    if unknown := [name for name in args.peers if name not in NEEDS]:
+        parser.error(f"--peers {', '.join(unknown)}: known are {', '.join(NEEDS)}")
+    if args.steps < 1 or args.rounds < 1:
+        parser.error("--steps and --rounds must be at least 1")
+    return args
+
+
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--size", choices=SIZES, default="cpu_small")
-    parser.add_argument("--peers", default=",".join(NEEDS), help="comma-separated subset of %(default)s")
-    parser.add_argument("--data", default=corpus.PYTHON_STDLIB, help="value of data.dataset_name (%(default)s)")
-    parser.add_argument("--steps", type=int, default=8, help=f"measured steps after a warm-up of {WARM_UP}")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of every contestant")
+    add_arguments(parser, ",".join(NEEDS), 2)
     parser.add_argument(
         "--folder-command",
         metavar="CMD",
@@ -118,13 +137,7 @@ def arguments() -> argparse.Namespace:
         "step_seconds (a list that starts with the warm-up) and loss",
     )
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="checkout of nanoGPT; runs its CPU example, too")
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    args = parser.parse_args()
-    args.peers = [name for name in args.peers.split(",") if name]
-    if unknown := [name for name in args.peers if name not in NEEDS]:
-        parser.error(f"--peers {', '.join(unknown)}: known are {', '.join(NEEDS)}")
-    if args.steps < 1 or args.rounds < 1:
-        parser.error("--steps and --rounds must be at least 1")
+    args = parse(parser)
     if args.nanogpt and not shakespeare.text_of(args.nanogpt).is_file():
         parser.error(f"{shakespeare.text_of(args.nanogpt)} does not exist; run nanoGPT's prepare.py first")
     return args

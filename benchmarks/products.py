@@ -39,7 +39,7 @@ SHAPES = (
     (128, 64, 256), (128, 64, 896), (128, 64, 4864), (32, 64, 896), (1, 64, 896), (61, 83, 78),
 )  # fmt: skip
 QUICK_SHAPES = ((16, 32, 16),)
-FLOP = 2e7  # of one measurement
+FLOP = 2e7  # one measurement repeats a product until it has computed this many
 COLUMNS = {
     "instructions": ("instructions", "s"),
     "M x N x K": ("shape", "s"),

@@ -7,7 +7,7 @@
 #include <cstring>
 
 struct EmulatedTile {
-  uint16_t bytes = 0;  // of a row
+  uint16_t bytes = 0;  // bytes in a row of the tile
   uint8_t rows = 0;
   uint8_t data[16][64];
 };

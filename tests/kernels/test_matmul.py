@@ -40,7 +40,7 @@ def assert_near(ours: torch.Tensor, exact: torch.Tensor, magnitudes: torch.Tenso
 @example(5, 3, 8195, "rows", "columns", torch.float32, 0)
 @example(700, 20, 4100, "columns", "rows", torch.float32, 0)  # more than is packed at once
 @example(2, 9000, 900, "rows", "columns", torch.bfloat16, 0)
-@example(300, 70, 301, "columns", "rows", torch.bfloat16, 0)  # of which the transpose is computed
+@example(300, 70, 301, "columns", "rows", torch.bfloat16, 0)  # the kernel computes the transpose of this product
 @example(90, 70, 8195, "columns", "part", torch.float32, 0)
 def test_matmul(
     kernels: str, rows: int, columns: int, terms: int, left: str, right: str, dtype: torch.dtype, seed: int

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from sansgpu.kernels import native
 from sansgpu.kernels.distances import Decay as Decay  # re-exported
+from sansgpu.kernels.dropout import draw_seed
 
 ROWS = 128  # queries per block in plain torch: smaller blocks skip more masked scores, larger ones make larger matmuls
 
@@ -103,7 +104,7 @@ def attention(
     """
     if q.device.type != "cpu":
         return _device_attention(q, k, v, ranges, dropout, decay)
-    seed = torch.randint(1 << 31, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+    seed = draw_seed(dropout)
     if native.available() and q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] % 2 == 0:
         views = [_aligned(t).transpose(1, 2) for t in (q, k, v)]
         decay_arguments = _decay_arguments(q, decay)

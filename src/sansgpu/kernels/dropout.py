@@ -13,6 +13,11 @@ _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define("dropout(Tensor x, float p, Tensor seed) -> Tensor")
 
 
+def draw_seed(p: float) -> torch.Tensor:
+    """Draws a seed for dropout with probability `p` from torch's generator, (1,) int64; zero if nothing is dropped."""
+    return torch.randint(1 << 31, (1,)) if p else torch.zeros(1, dtype=torch.int64)
+
+
 def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Computes F.dropout, seeded from torch's generator; x of any shape.
 
@@ -21,7 +26,7 @@ def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     if not training or p == 0:
         return x
     if native.available() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
-        return cast(torch.Tensor, torch.ops.sansgpu.dropout(x.contiguous(), p, torch.randint(1 << 31, (1,))))
+        return cast(torch.Tensor, torch.ops.sansgpu.dropout(x.contiguous(), p, draw_seed(p)))
     return F.dropout(x, p)
 
 

@@ -12,10 +12,15 @@ from sansgpu.kernels.matmul import is_native, matmul, matmul_with_row_sums
 MIN_ROWS = 256  # for fewer, packing the weight costs more than our kernel gains; generation has one row at a time
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Returns the dtype to which autocast converts the inputs of matmuls, or None if autocast is disabled."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def autocasted(x: torch.Tensor) -> torch.Tensor:
     """Returns x in autocast's dtype if autocast is enabled; several linear layers can then share one copy."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return x.to(autocast_dtype(x) or x.dtype)
 
 
 class _LinearFunction(torch.autograd.Function):

@@ -39,7 +39,7 @@ FLAGS += ["-fPIC", "-fvisibility=hidden"]
 
 Argument = torch.Tensor | tuple[int, ...] | float | None
 
-FAILURES = (OSError, RuntimeError, ImportError, SubprocessError)  # of compiling and loading
+FAILURES = (OSError, RuntimeError, ImportError, SubprocessError)  # what compiling or loading a library may raise
 
 _library: ctypes.CDLL | None = None
 _set: InstructionSet | None = None

@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.kernels import native
-from sansgpu.kernels.dropout import dropout
+from sansgpu.kernels.dropout import draw_seed, dropout
+from sansgpu.kernels.linear import autocast_dtype
 
 
 def residual(x: torch.Tensor, y: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Computes x + dropout(y), both (..., D)."""
     if native.usable(x, y) and x.dtype == torch.float32 and x.shape == y.shape:
         p = float(p) if training else 0.0
-        return cast(torch.Tensor, _Residual.apply(x, y, p, _seed(p)))
+        return cast(torch.Tensor, _Residual.apply(x, y, p, int(draw_seed(p))))
     return x + dropout(y, p, training)
 
 
@@ -45,8 +46,7 @@ class FusedNorm(nn.Module):
 
         The norm has the dtype of the matmuls that read it, unless torch.compile fuses its conversion into them.
         """
-        enabled = torch.is_autocast_enabled(x.device.type)
-        return self._run(x, y, p, torch.get_autocast_dtype(x.device.type) if enabled else None)
+        return self._run(x, y, p, autocast_dtype(x))
 
     def _run(
         self, x: torch.Tensor, y: torch.Tensor | None, p: float, dtype: torch.dtype | None
@@ -56,7 +56,7 @@ class FusedNorm(nn.Module):
             return x, self._plain(x)
         p = float(p) if self.training else 0.0
         centered = isinstance(self, nn.LayerNorm)
-        arguments = (float(self.eps), centered, p, _seed(p), dtype or (x.dtype if centered else torch.float32))
+        arguments = (float(self.eps), centered, p, int(draw_seed(p)), dtype or (x.dtype if centered else torch.float32))
         both = _Norm.apply(x, y, self.weight, self.bias, *arguments)
         return cast(tuple[torch.Tensor, torch.Tensor], both)
 
@@ -88,11 +88,6 @@ class RMSNorm(FusedNorm):
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-
-
-def _seed(p: float) -> int:
-    """Draws a seed for dropout from torch's generator, as `dropout` does; 0 without dropout."""
-    return int(torch.randint(1 << 31, (1,))) if p else 0
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:

@@ -29,7 +29,8 @@ from sansgpu.models.modules import blocks_of
 # Bytes per token that a block saves for its backward pass, per unit of D, and per unit of F for each (D, F) matrix, by
 # precision. Measured on the layouts of Qwen2 and BERT, not compiled.
 _SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
-_FUSED_SAVED_BYTES = {"bf16": (24, 3), "fp32": (36, 6)}  # of blocks that `fuse_layers` replaces
+# The same for blocks that `fuse_layers` replaces.
+_FUSED_SAVED_BYTES = {"bf16": (24, 3), "fp32": (36, 6)}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@
 namespace sansgpu {
 
 constexpr int64_t QUERIES = 64;  // per block; the keys of a block are rounded to a multiple of it
-constexpr float LOG2E = 1.4426950408889634f;
 
 enum Decay { NONE, TIMES, PLUS };
 

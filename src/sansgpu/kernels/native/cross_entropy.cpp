@@ -9,7 +9,6 @@ namespace sansgpu {
 namespace {
 
 constexpr int64_t GRAIN = 1 << 14;  // logits per unit of work, or one row
-constexpr float LOG2E = 1.4426950408889634f;
 
 struct Loss {
   float smoothing, z_loss, softcap;  // softcap 0 disables it

@@ -1,7 +1,8 @@
 // Products of matrices of any size by all threads, on top of the products of tiles that stay in cache.
 //
 // B is packed in panels first, and A, too, if its rows are not contiguous. Then threads draw tiles of C, which wait for
-// what they multiply. An element's sum has the same order in any tile, so the size of tiles may depend on the threads.
+// what they multiply. Each element of C is summed in the same order whatever the size of its tile, so that size may
+// depend on the number of threads.
 #pragma once
 
 #include "parallel.h"
@@ -24,9 +25,9 @@ struct Operand {
   }
 };
 
-constexpr int64_t COLUMNS = 64, MOST_ROWS = 128, LEAST_ROWS = 32;  // of a tile of C
+constexpr int64_t COLUMNS = 64, MOST_ROWS = 128, LEAST_ROWS = 32;  // a tile of C has these columns and most, least rows
 constexpr int64_t LEAST_WORK = 4 << 20;  // multiplications of a tile above LEAST_ROWS, 20 microseconds or more
-constexpr int64_t TERMS = 8192;          // of a sum in one pass; longer sums are stored in between
+constexpr int64_t TERMS = 8192;          // a sum of more terms is computed in several passes
 constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at a time, for which shared caches have room
 constexpr int64_t GAP = 32;  // values between packed rows of A, so that they do not compete for lines of a cache
 
@@ -217,7 +218,7 @@ class Multiplication {
   Product<T> c_;
   const Finish finish_;
   const bool pack_a_;
-  const int64_t rows_;   // of a tile
+  const int64_t rows_;   // rows of a tile of C
   const int64_t ld_;     // between packed rows of A
   const int64_t strip_;  // rows of A packed at once
   const int64_t group_;  // columns of B packed at once

@@ -11,9 +11,8 @@ namespace {
 
 constexpr int64_t GRAIN = 1 << 14, MIN_ROWS = 8;  // values and rows per unit of work; sums of a unit take a row
 
-constexpr int64_t DROPOUT_BLOCK = 1 << 15;  // as in `dropout`, so that both drop the same values
-
-// Writes base, if not null, plus y after dropout. `start` is the place of y in its tensor.
+// Writes base, if not null, plus y after dropout, which drops the same values as `dropout` in update.cpp. `start` is
+// the place of y in its tensor.
 inline void add_dropped(const float* base, const float* y, int64_t start, int64_t count, Dropout drop,
                         float* __restrict to) {
   const auto term = [=](int64_t i) { return base == nullptr ? 0.0f : base[i]; };
@@ -21,20 +20,21 @@ inline void add_dropped(const float* base, const float* y, int64_t start, int64_
     for (int64_t i = 0; i < count; ++i) to[i] = term(i) + y[i];
   else
     for (int64_t done = 0; done < count;) {
-      const int64_t place = (start + done) % DROPOUT_BLOCK, end = std::min(count, done + DROPOUT_BLOCK - place);
-      const uint32_t row = drop.row((start + done) / DROPOUT_BLOCK, 0);
+      const int64_t place = (start + done) % Dropout::BLOCK, end = std::min(count, done + Dropout::BLOCK - place);
+      const uint32_t row = drop.row((start + done) / Dropout::BLOCK, 0);
       for (int64_t i = done; i < end; ++i) to[i] = term(i) + y[i] * drop.factor(row, place + i - done);
       done = end;
     }
 }
 
-// Rows in units of work, each of which starts with scratch space for `buffers` rows.
+// N rows of D values, divided into units of work.
 struct RowUnits {
   int64_t N, D;
   int64_t rows() const { return std::max(MIN_ROWS, GRAIN / std::max<int64_t>(D, 1)); }
   int64_t count() const { return divide_up(N, rows()); }
 
-  // Calls work(unit, start, scratch) for each row; `start` is the place of the row in its tensor.
+  // Calls work(unit, first, end, scratch, room) for the rows [first, end) of each unit, on all threads. Each of the
+  // `buffers` in scratch has `room` values.
   template <typename F>
   void each(int64_t buffers, const F& work) const {
     parallel_units(count(), [&](Units& units) {

@@ -32,8 +32,8 @@ inline void normalize(const float* x, const float* weight, const float* bias, in
     for (int64_t i = 0; i < D; ++i) to[i] = (x[i] - s.mean) * s.scale * weight[i];
 }
 
-// Writes `base`, if not null, plus the gradient of x, given the gradient g of the normalized row. Adds to the gradients
-// of weight and bias, if not null.
+// Writes `base`, if not null, plus the gradient of x, given the gradient g of the normalized row. Adds to
+// `weight_grad` and `bias_grad` if they are not null.
 inline void normalize_gradient(const float* g, const float* x, const float* weight, const float* base, int64_t D,
                                NormOptions options, float* __restrict to, float* __restrict weight_grad,
                                float* __restrict bias_grad) {

@@ -40,7 +40,7 @@ inline void configure_tiles(const TileShape& shape) {
   if (shape == configured) return;
   struct alignas(64) {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};  // of a row
+    uint16_t bytes[16] = {};  // bytes in a row of each tile
     uint8_t rows[16] = {};
   } layout;
   for (int64_t tile = 0; tile < 8; ++tile) {

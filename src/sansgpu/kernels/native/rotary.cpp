@@ -18,7 +18,7 @@ struct Heads {
   const void* x;
   void* to;  // the result, or the gradient of x
   const void* grad;
-  const float* weight;  // of the norm, or null
+  const float* weight;  // the weight of RMSNorm, or null without a norm
   int64_t H;
 };
 

@@ -101,6 +101,8 @@ inline float max_of(int64_t count, F term) {
   return std::max(most, lanes[0]);
 }
 
+constexpr float LOG2E = 1.4426950408889634f;  // exp(x) is 2^(x * LOG2E)
+
 // Computes 2^x for x <= 0 (or slightly above, from rounding) with relative error 2e-7; below -126.5 the result is 0.
 // Uses the polynomial of Cephes for the fraction and puts the integer part into the exponent bits.
 inline float exp2_nonpositive(float x) {
@@ -122,6 +124,7 @@ inline float exp2_nonpositive(float x) {
 
 // Decides dropout by a hash of seed, row and place, so that the forward and backward passes drop the same values.
 struct Dropout {
+  static constexpr int64_t BLOCK = 1 << 15;  // values that share one call of `row` in element-wise dropout
   uint32_t seed, threshold;  // values whose hash is below the threshold are dropped
   float scale;               // multiplies the other values
   Dropout(double p, int64_t seed)

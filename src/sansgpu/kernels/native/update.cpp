@@ -6,7 +6,7 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t GRAIN = 1 << 15;  // values per block
+constexpr int64_t GRAIN = Dropout::BLOCK;  // values per block
 
 // A block of one of several arrays.
 struct Block {

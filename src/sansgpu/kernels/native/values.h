@@ -35,8 +35,6 @@ struct Output {
   }
 };
 
-constexpr float LOG2E = 1.4426950408889634f;
-
 inline float sigmoid(float x) {
   const float e = exp2_nonpositive(-LOG2E * std::fabs(x)), share = 1.0f / (1.0f + e);
   return x >= 0.0f ? share : e * share;
