@@ -105,7 +105,7 @@ def attention(
     if q.device.type != "cpu":
         return _device_attention(q, k, v, ranges, dropout, decay)
     seed = draw_seed(dropout)
-    if native.available() and q.dtype in (torch.float32, torch.bfloat16) and q.shape[-1] % 2 == 0:
+    if native.takes(q) and q.shape[-1] % 2 == 0:
         views = [_aligned(t).transpose(1, 2) for t in (q, k, v)]
         decay_arguments = _decay_arguments(q, decay)
         out, _ = torch.ops.sansgpu.attention_forward(*views, ranges.contiguous(), dropout, seed, *decay_arguments)

@@ -152,7 +152,7 @@ def _losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the loss of each row and the gradient of the logits, which are overwritten."""
     smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
-    if native.available() and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16):
+    if native.takes(logits):
         return torch.ops.sansgpu.cross_entropy_(logits, targets, smoothing, z_loss, softcap, with_gradients), logits
     dtype, targets = logits.dtype, targets[:, None]
     # Operates in place: another copy of the logits costs more than the arithmetic.

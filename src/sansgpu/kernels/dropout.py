@@ -25,7 +25,7 @@ def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """
     if not training or p == 0:
         return x
-    if native.available() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
+    if native.takes(x):
         return cast(torch.Tensor, torch.ops.sansgpu.dropout(x.contiguous(), p, draw_seed(p)))
     return F.dropout(x, p)
 

@@ -12,8 +12,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sansgpu.kernels import native
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define("matmul(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 _library.define("matmul_with_row_sums(Tensor a, Tensor b) -> (Tensor, Tensor)")
@@ -23,11 +21,7 @@ _library.define("matmul_into(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()
 def is_native(*matrices: torch.Tensor) -> bool:
     """Returns True if our kernel multiplies these matrices; otherwise torch does."""
     dtype = matrices[0].dtype
-    return (
-        native.available()
-        and dtype in _DTYPES
-        and all(m.dtype == dtype and m.device.type == "cpu" and m.numel() > 0 for m in matrices)
-    )
+    return native.takes(*matrices) and all(m.dtype == dtype and m.numel() > 0 for m in matrices)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

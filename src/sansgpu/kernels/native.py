@@ -67,14 +67,17 @@ def call(name: str, *arguments: Argument) -> int:
     return call_function(getattr(_library, name), *arguments)
 
 
-def usable(*tensors: torch.Tensor) -> bool:
-    """Returns True if element-wise kernels are loaded and take these tensors: fp32 or bf16, on the CPU.
+def takes(*tensors: torch.Tensor) -> bool:
+    """Returns True if the kernels are loaded and take these tensors: fp32 or bf16, on the CPU."""
+    return _loaded and all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
-    False while torch.compile traces: it fuses plain code, but would have to leave a compiled graph to call a kernel.
+
+def usable(*tensors: torch.Tensor) -> bool:
+    """Returns True if element-wise kernels can run on these tensors: `takes` without torch.compile.
+
+    While torch.compile traces, plain code is better: it fuses that, but would leave a compiled graph to call a kernel.
     """
-    if not _loaded or torch.compiler.is_compiling():
-        return False
-    return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+    return not torch.compiler.is_compiling() and takes(*tensors)
 
 
 def call_function(function: Any, *arguments: Argument) -> int:

@@ -13,10 +13,8 @@ from sansgpu.kernels import native
 
 def use_native(*tensors: torch.Tensor | None) -> bool:
     """Returns whether the kernels are loaded and can read the tensors."""
-    return native.available() and all(
-        t is None or (t.device.type == "cpu" and t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16))
-        for t in tensors
-    )
+    given = [tensor for tensor in tensors if tensor is not None]
+    return native.takes(*given) and all(tensor.is_contiguous() for tensor in given)
 
 
 def add_product(total: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
