@@ -103,7 +103,7 @@ def read_steps(outcome: Outcome) -> Sample:
     return Sample(seconds[WARM_UP:], seconds[0], outcome.peak_rss_bytes, loss, outcome.wall_seconds)
 
 
-def add_arguments(parser: argparse.ArgumentParser, peers: str, rounds: int) -> None:
+def add_arguments(parser: argparse.ArgumentParser, peers: str, rounds: int = 2) -> None:
     """Adds the arguments of a comparison with peers; `peers` and `rounds` are their defaults."""
     parser.add_argument("--size", choices=SIZES, default="cpu_small")
     parser.add_argument(
@@ -129,7 +129,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    add_arguments(parser, ",".join(NEEDS), 2)
+    add_arguments(parser, ",".join(NEEDS))
     parser.add_argument(
         "--folder-command",
         metavar="CMD",

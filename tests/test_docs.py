@@ -112,7 +112,8 @@ def test_the_page_of_benchmarks_says_how_its_tables_are_measured() -> None:
     text = " ".join((ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split())
     for name in ("peers", "fine_tuning", "graph"):
         source = (ROOT / f"benchmarks/{name}.py").read_text(encoding="utf-8")
-        steps, rounds = (re.search(rf'"--{key}".*?default=(\d+)', source) for key in ("steps", "rounds"))
+        patterns = (rf'(?:"--{key}".*?default=|\b{key}: int = )(\d+)' for key in ("steps", "rounds"))
+        steps, rounds = (re.search(pattern, source) for pattern in patterns)
         assert steps
         assert rounds
         assert re.search(rf"`{name}` of {steps[1]} (steps )?in (each of )?{rounds[1]}\b", text), name
