@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -10,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from benchmarks.outcome import record as record
 
 from sansgpu.cli import run as cli
 from sansgpu.machine.compiled import compiled_in
+from tests.forks import ForkServer
 
 # A model of a second, with dropout on, and everything that can be due at a step due within a few.
 TINY = {
@@ -40,6 +44,7 @@ TINY = {
     "training.save_steps": 4,
     "training.eval_steps": 3,
     "training.report_to": "none",
+    "training.sample_tokens": 0,
     "training.precision": "fp32",
     "training.threads": 1,
     "training.compile": "off",
@@ -47,6 +52,7 @@ TINY = {
 }
 
 
+SURROUNDINGS = dict(os.environ)  # before a test changes it
 COMPILED = Path(__file__).parents[1] / ".pytest_cache/sansgpu"  # the cache with the kernels, compiled once
 # Lines on stderr that are neither errors nor warnings: stages of known size, and any stage that lasts.
 PROGRESS = re.compile(
@@ -92,7 +98,7 @@ def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
-    """Starts `sansgpu ARGUMENTS` in a process."""
+    """Starts `sansgpu ARGUMENTS` in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "sansgpu", *arguments],
         stdout=subprocess.PIPE,
@@ -102,8 +108,23 @@ def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
     )
 
 
-def finish(arguments: list[str], cache: Path) -> tuple[int, str, str]:
-    """Runs `sansgpu ARGUMENTS`; returns its exit code, stdout and stderr."""
+@cache
+def fork_server() -> ForkServer:
+    """Returns the fork server of this test process."""
+    home = Path(tempfile.mkdtemp(prefix="sansgpu-forks-"))
+    started = ForkServer(home, SURROUNDINGS)
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    atexit.register(started.close)
+    return started
+
+
+def finish(arguments: list[str], cache: Path, apart: bool = False) -> tuple[int, str, str]:
+    """Runs `sansgpu ARGUMENTS`; returns its exit code, stdout and stderr.
+
+    If it is `apart`, it runs in a process of its own instead of a fork, which takes seconds longer.
+    """
+    if not apart:
+        return fork_server().finish(arguments, environment(cache))
     process = start(arguments, cache)
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err

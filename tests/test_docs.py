@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config.load import describe
-from tests.processes import environment, settings, write_corpus
+from tests.processes import environment, finish, fork_server, settings, write_corpus
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -46,7 +46,7 @@ def timed(page: Path) -> object:
 
 @pytest.mark.parametrize("page", [timed(page) for page in PAGES if commands(page)])
 def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join(map(str, [fork_server().command(), Path(sys.executable).parent, os.environ["PATH"]]))
     surroundings = {**environment(tmp_path_factory.getbasetemp() / "docs-cache"), "PATH": path}
     script = "set -e\n" + commands(page)
     write_files(page, checkout)
@@ -98,11 +98,12 @@ def test_a_page_opens_with_a_command_and_its_output(page: Path) -> None:
 
 def test_a_picture_of_a_run_is_drawn(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl")
-    train = [sys.executable, "-m", "sansgpu", "train", "--output-dir", str(tmp_path / "run"), "--max-steps", "8"]
+    train = ["train", "--output-dir", str(tmp_path / "run"), "--max-steps", "8"]
+    code, _, error = finish([*train, *settings(data__dataset_name=corpus)], tmp_path / "cache")
+    assert code == 0, error
     draw = [sys.executable, "-m", "benchmarks.live_picture", str(tmp_path / "run"), str(tmp_path / "live.svg")]
-    for command in ([*train, *settings(data__dataset_name=corpus)], draw):
-        done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path / "cache"), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
+    done = subprocess.run(draw, cwd=ROOT, env=environment(tmp_path / "cache"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
     picture = (tmp_path / "live.svg").read_text(encoding="utf-8")
     assert all(word in picture for word in ("step&#160;6&#160;of&#160;8", "tokens/s", "validation", "snapshot"))
 

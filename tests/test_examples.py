@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.processes import environment
+from tests.processes import environment, fork_server
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "examples/README.md").read_text(encoding="utf-8")
@@ -17,7 +17,7 @@ PAGE = (ROOT / "examples/README.md").read_text(encoding="utf-8")
 def test_every_example_runs_from_the_root_of_the_repository(tmp_path: Path) -> None:
     for name in ("configs", "docs", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join(map(str, [fork_server().command(), Path(sys.executable).parent, os.environ["PATH"]]))
     surroundings = {**environment(tmp_path / "cache"), "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     [block] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     outputs = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.forks import ForkServer
 from tests.processes import environment, messages
 
 HANG_SECONDS, MOST_BYTES, LONGEST_MESSAGE = 10.0, 2 << 30, 3000
@@ -75,17 +75,8 @@ class Runner:
     def __init__(self, home: Path) -> None:
         self._home, self._number = home, 0
         self._environment = environment(home / "cache") | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
-        # Random hashes would make a case differ from the same case run again.
         self._environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self._environment,
-        )
-        assert self._server.stdout is not None
-        assert self._server.stdout.readline() == "ready\n"
+        self._server = ForkServer(home / "forks", self._environment)
 
     def __call__(self, case: Case) -> Outcome:
         self._number += 1
@@ -98,13 +89,10 @@ class Runner:
         return Outcome(**found, out=out, err=err)
 
     def _forked(self, case: Case, folder: Path) -> dict[str, Any]:
-        asked = {"folder": str(folder), "arguments": case.arguments, "environment": case.environment}
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(asked) + "\n")
-        self._server.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
-        return answer
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err, open(os.devnull, "rb") as nothing:
+            streams = [nothing.fileno(), out.fileno(), err.fileno()]
+            environment = self._environment | case.environment
+            return self._server.run(case.arguments, streams, environment, folder / "here", limited=True)
 
     def _apart(self, case: Case, folder: Path) -> dict[str, Any]:
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
@@ -135,9 +123,7 @@ class Runner:
 
     def close(self) -> None:
         """Stops the server."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        self._server.close()
 
 
 START_SECONDS = 10.0  # of processor time that Python's imports may take on a slow machine

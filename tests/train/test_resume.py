@@ -22,8 +22,8 @@ def arguments(home: Path, run: str, **changes: object) -> list[str]:
     return ["train", *settings(**chosen), "--output-dir", str(home / run)]
 
 
-def completed(home: Path, run: str, *more: str, cache: str = "cache", **changes: object) -> Path:
-    code, _, error = finish([*arguments(home, run, **changes), *more], home / cache)
+def completed(home: Path, run: str, *more: str, cache: str = "cache", apart: bool = False, **changes: object) -> Path:
+    code, _, error = finish([*arguments(home, run, **changes), *more], home / cache, apart)
     assert code == 0, error
     return home / run
 
@@ -36,7 +36,7 @@ def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
 
 @pytest.fixture(scope="module")
 def straight(home: Path) -> Path:
-    return completed(home, "straight")
+    return completed(home, "straight", apart=True)
 
 
 def after_first_snapshot(run: Path, delay: float) -> Callable[[], bool]:
@@ -55,7 +55,7 @@ def test_sigkill_at_a_random_moment(home: Path, straight: Path, trial: int) -> N
     run = home / f"killed-{trial}"
     delay = random.Random(trial).uniform(0, 0.5)
     assert kill_when(start(arguments(home, run.name), home / "cache"), after_first_snapshot(run, delay)) == -9
-    completed(home, run.name, "--resume")
+    completed(home, run.name, "--resume", apart=True)
     assert outcome(run) == outcome(straight)
 
 
@@ -175,7 +175,7 @@ def test_sigkill_many_times_over(home: Path, straight: Path, trial: int) -> None
         deadline = time.monotonic() + draw.uniform(2.0, 7.0)
         kill_when(process, lambda until=deadline: time.monotonic() > until)
         more = ["--resume"]
-    completed(home, run.name, "--resume", cache=f"cache-{trial}")
+    completed(home, run.name, "--resume", cache=f"cache-{trial}", apart=True)
     assert outcome(run) == outcome(straight)
 
 
@@ -184,7 +184,7 @@ def test_new_processes_compute_the_same_first_step(home: Path) -> None:
     """The model is large enough for several threads to compute sines; these once differed between processes."""
     shape = {"model__d_model": 256, "model__n_heads": 4, "model__n_layers": 2, "model__max_seq_len": 256}
     steps = {"training__max_steps": 1, "training__batch_size": 8, "training__save_steps": 1}
-    runs = [completed(home, f"first-{number}", **shape, **steps) for number in range(8)]
+    runs = [completed(home, f"first-{number}", apart=True, **shape, **steps) for number in range(8)]
     weights = [digests(run)["final/model.safetensors"] for run in runs]
     assert len(set(weights)) == 1
 

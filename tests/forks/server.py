@@ -1,0 +1,135 @@
+"""`python -m tests.forks.server SOCKET` runs command lines in forks of itself until its stdin ends.
+
+It computes with one thread only: OpenMP's threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sansgpu.cli import main as sansgpu
+from sansgpu.machine.launch import set_openmp
+
+CPU_SECONDS = 15  # after which a limited command is killed; a test calls it a hang long before
+WALL_SECONDS = {True: 90, False: 240}  # the same on the clock, which a busy machine makes longer; by `limited`
+MEMORY_BYTES = 6 << 30  # address space for data above what the imports take; a test calls much less too much
+
+
+def prepare() -> None:
+    """Imports the modules that commands import lazily, and does what each run would do first."""
+    set_openmp()
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import sansgpu.cli.running
+    import sansgpu.jobs.train  # noqa: F401
+    from sansgpu.machine.probe import gemm_flops_per_second
+    from sansgpu.reporting.page import templates
+
+    for name in templates().list_templates():
+        templates().get_template(name)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gemm_flops_per_second("fp32", "cpu", 1)  # most tests compute in fp32 with one thread
+    torch.set_num_threads(threads)
+    gc.freeze()  # a collection would copy the memory that forks share
+
+
+def limit() -> None:
+    """Bounds the CPU time and the memory of this process."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def become(asked: dict[str, Any], streams: list[int]) -> None:
+    """Turns this fork into the process that was asked for."""
+    os.setsid()
+    os.chdir(asked["folder"])
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update({**asked["environment"], "PYTHONHASHSEED": "0"})
+    sys.path[:0] = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    sys.argv = ["sansgpu", *asked["arguments"]]
+    if asked["limited"]:
+        limit()
+
+
+def outcome(pid: int, wall_seconds: float) -> dict[str, Any]:
+    """Waits for a command and kills it if it takes too long."""
+    deadline, late = time.monotonic() + wall_seconds, False
+    while True:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline and not late:
+            os.killpg(pid, signal.SIGKILL)
+            late = True
+        time.sleep(0.005)
+    return {
+        "code": os.waitstatus_to_exitcode(status),
+        "late": late,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": usage.ru_maxrss * 1024,
+    }
+
+
+def answer(connection: socket.socket) -> None:
+    """Forks the command of a connection and answers with its outcome. Returns in the command's process only."""
+    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as sent:
+        asked = json.loads(sent.read())
+    if (pid := os.fork()) == 0:
+        connection.close()
+        become(asked, streams)
+        return
+    for stream in streams:
+        os.close(stream)
+    connection.sendall(json.dumps(outcome(pid, WALL_SECONDS[asked["limited"]])).encode())
+    os._exit(0)
+
+
+def serve(listener: socket.socket) -> None:
+    """Forks for every connection until stdin ends. Returns in the processes of commands only."""
+    while True:
+        readable, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in readable:
+            os._exit(0)
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            answer(connection)
+            return
+        connection.close()
+        while any(os.waitpid(-1, os.WNOHANG)):
+            pass
+
+
+def main() -> None:
+    """Serves, and ends every fork as `sansgpu` ends."""
+    prepare()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1])
+    listener.listen()
+    print("ready", flush=True)
+    serve(listener)
+    sansgpu()
+
+
+if __name__ == "__main__":
+    main()
