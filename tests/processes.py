@@ -24,7 +24,7 @@ from benchmarks.outcome import record as record
 
 from sansgpu.cli import run as cli
 from sansgpu.machine.compiled import compiled_in
-from tests.forks import ForkServer
+from tests.forks import Fork, ForkServer
 
 # A model of a second, with dropout on, and everything that can be due at a step due within a few.
 TINY = {
@@ -58,6 +58,7 @@ COMPILED = Path(__file__).parents[1] / ".pytest_cache/sansgpu"  # the cache with
 PROGRESS = re.compile(
     r"tokenizing|training the tokenizer|reading|measuring|timing|libgomp: |(?!sansgpu: ).* \.\.\.( |$)"
 )
+Process = subprocess.Popen[str] | Fork
 WORDS = "the model learns a word from every page it reads and then forgets where it stood"
 
 
@@ -97,17 +98,6 @@ def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
     patch.setenv("SANSGPU_CACHE", environment(cache)["SANSGPU_CACHE"])
 
 
-def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
-    """Starts `sansgpu ARGUMENTS` in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "sansgpu", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(cache),
-    )
-
-
 @cache
 def fork_server() -> ForkServer:
     """Returns the fork server of this test process."""
@@ -118,15 +108,36 @@ def fork_server() -> ForkServer:
     return started
 
 
-def finish(arguments: list[str], cache: Path, apart: bool = False) -> tuple[int, str, str]:
-    """Runs `sansgpu ARGUMENTS`; returns its exit code, stdout and stderr.
+def start(arguments: list[str], cache: Path, **variables: str) -> Fork:
+    """Starts `sansgpu ARGUMENTS` in a fork."""
+    return fork_server().start(arguments, environment(cache) | variables)
 
-    If it is `apart`, it runs in a process of its own instead of a fork, which takes seconds longer.
-    """
-    if not apart:
-        return fork_server().finish(arguments, environment(cache))
-    process = start(arguments, cache)
+
+def finish(arguments: list[str], cache: Path, **variables: str) -> tuple[int, str, str]:
+    """Runs `sansgpu ARGUMENTS` in a fork; returns its exit code, stdout and stderr."""
+    return ended(start(arguments, cache, **variables))
+
+
+def start_apart(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
+    """Starts `sansgpu ARGUMENTS` in a process of its own, which takes seconds longer."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sansgpu", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(cache),
+    )
+
+
+def finish_apart(arguments: list[str], cache: Path) -> tuple[int, str, str]:
+    """Runs `sansgpu ARGUMENTS` in a process of its own; returns its exit code, stdout and stderr."""
+    return ended(start_apart(arguments, cache))
+
+
+def ended(process: Process) -> tuple[int, str, str]:
+    """Waits for a process; returns its exit code, stdout and stderr."""
     out, err = process.communicate(timeout=240)
+    assert process.returncode is not None
     return process.returncode, out, err
 
 
@@ -135,7 +146,7 @@ def messages(error: str) -> list[str]:
     return [line for line in error.splitlines() if not (line.startswith("warning: ") or PROGRESS.match(line))]
 
 
-def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: int = signal.SIGKILL) -> int:
+def kill_when(process: Process, ready: Callable[[], bool], number: int = signal.SIGKILL) -> int | None:
     """Sends a signal once `ready` returns True; returns the exit code."""
     deadline = time.monotonic() + 120
     while not ready() and process.poll() is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Processes of `sansgpu` as forks of one that has imported everything: a short command takes a second less than five.
+"""Processes of `sansgpu` as forks of one that has imported everything: a short command takes one second, not five.
 
 What a test kills or signals, or whose environment acts when Python or torch starts, runs in a process of its own.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,43 @@ from typing import Any
 
 from tests.forks import client
 
-LONGEST_SECONDS = 240.0  # after which a command is killed
+
+class Fork:
+    """A command in a fork, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, address: Path, arguments: list[str], environment: dict[str, str]) -> None:
+        self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115  # `communicate` closes them
+        with open(os.devnull, "rb") as nothing:
+            streams = [nothing.fileno(), self._out.fileno(), self._err.fileno()]
+            self._command = client.Command(str(address), arguments, streams, environment, str(Path.cwd()))
+        self.pid = self._command.pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns the exit code, or None while the command runs; a negative code is the signal that ended it."""
+        if self.returncode is None and self._command.ended():
+            self.returncode = self._command.outcome()["code"]
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+        """Waits for the end and returns stdout and stderr."""
+        if self.returncode is None:
+            if not self._command.ended(timeout):
+                raise subprocess.TimeoutExpired("sansgpu", timeout)
+            self.poll()
+        texts = []
+        for file in (self._out, self._err):
+            file.seek(0)
+            texts.append(file.read().decode())
+            file.close()
+        return texts[0], texts[1]
 
 
 class ForkServer:
@@ -35,27 +72,18 @@ class ForkServer:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
-    def run(
-        self, arguments: list[str], streams: list[int], environment: dict[str, str], folder: Path, limited: bool = False
+    def start(self, arguments: list[str], environment: dict[str, str]) -> Fork:
+        """Starts `sansgpu ARGUMENTS` in the current folder."""
+        return Fork(self._socket, arguments, environment)
+
+    def run_limited(
+        self, arguments: list[str], streams: list[int], environment: dict[str, str], folder: Path
     ) -> dict[str, Any]:
-        """Runs `sansgpu ARGUMENTS` in `folder`; `streams` are the descriptors of stdin, stdout and stderr.
+        """Runs `sansgpu ARGUMENTS` in `folder` with bounds on CPU time and memory, as bad input needs.
 
-        Returns its exit code, whether it was killed for taking too long, its CPU time and its peak memory. If it is
-        limited, as bad input must be, CPU time and memory have bounds.
+        Returns its exit code, whether it was killed for taking too long, its CPU time and its peak memory.
         """
-        return client.ask(str(self._socket), arguments, streams, environment, str(folder), limited)
-
-    def finish(self, arguments: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
-        """Runs `sansgpu ARGUMENTS` in this folder; returns its exit code, stdout and stderr."""
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as nothing:
-            streams = [nothing.fileno(), out.fileno(), err.fileno()]
-            found = self.run(arguments, streams, environment, Path.cwd())
-            assert not found["late"], arguments
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read().decode())
-        return found["code"], texts[0], texts[1]
+        return client.Command(str(self._socket), arguments, streams, environment, str(folder), limited=True).outcome()
 
     def command(self) -> Path:
         """Returns a folder with an executable `sansgpu` for scripts."""

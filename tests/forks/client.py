@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import sys
 from typing import Any
 
 
-def ask(
-    address: str, arguments: list[str], streams: list[int], environment: dict[str, str], folder: str, limited: bool
-) -> dict[str, Any]:
-    """Sends a command line to the server at `address` and waits for its outcome."""
-    asked = {"arguments": arguments, "environment": environment, "folder": folder, "limited": limited}
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
-        socket.send_fds(connection, [b"."], streams)
-        connection.sendall(json.dumps(asked).encode())
-        connection.shutdown(socket.SHUT_WR)
-        with connection.makefile("rb") as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-    return found
+class Command:
+    """A command that the server at `address` runs; `streams` are the descriptors of stdin, stdout and stderr."""
+
+    def __init__(
+        self, address: str, arguments: list[str], streams: list[int], environment: dict[str, str], folder: str,
+        limited: bool = False,
+    ) -> None:  # fmt: skip
+        asked = {"arguments": arguments, "environment": environment, "folder": folder, "limited": limited}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(address)
+            socket.send_fds(connection, [b"."], streams)
+            connection.sendall(json.dumps(asked).encode())
+            connection.shutdown(socket.SHUT_WR)
+            self._answers = connection.makefile("rb", buffering=0)
+        self.pid = int(self._answers.readline())
+
+    def ended(self, seconds: float = 0) -> bool:
+        """Waits at most `seconds` and returns whether the command has ended."""
+        return bool(select.select([self._answers], [], [], seconds)[0])
+
+    def outcome(self) -> dict[str, Any]:
+        """Waits for the end and returns the outcome."""
+        with self._answers:
+            found: dict[str, Any] = json.loads(self._answers.read())
+        return found
 
 
 if __name__ == "__main__":
-    code = ask(sys.argv[1], sys.argv[2:], [0, 1, 2], dict(os.environ), os.getcwd(), False)["code"]
+    code = Command(sys.argv[1], sys.argv[2:], [0, 1, 2], dict(os.environ), os.getcwd()).outcome()["code"]
     sys.exit(code if code >= 0 else 128 - code)

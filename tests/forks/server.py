@@ -90,7 +90,7 @@ def outcome(pid: int, wall_seconds: float) -> dict[str, Any]:
 
 
 def answer(connection: socket.socket) -> None:
-    """Forks the command of a connection and answers with its outcome. Returns in the command's process only."""
+    """Forks the command of a connection; answers with its id and its outcome. Returns in the command's process only."""
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rb") as sent:
         asked = json.loads(sent.read())
@@ -100,6 +100,7 @@ def answer(connection: socket.socket) -> None:
         return
     for stream in streams:
         os.close(stream)
+    connection.sendall(f"{pid}\n".encode())
     connection.sendall(json.dumps(outcome(pid, WALL_SECONDS[asked["limited"]])).encode())
     os._exit(0)
 

@@ -92,7 +92,7 @@ class Runner:
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err, open(os.devnull, "rb") as nothing:
             streams = [nothing.fileno(), out.fileno(), err.fileno()]
             environment = self._environment | case.environment
-            return self._server.run(case.arguments, streams, environment, folder / "here", limited=True)
+            return self._server.run_limited(case.arguments, streams, environment, folder / "here")
 
     def _apart(self, case: Case, folder: Path) -> dict[str, Any]:
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sansgpu.cli import run as cli
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.train.loading import open_model
-from tests.processes import digests, finish, kill_when, record, start
+from tests.processes import digests, finish, finish_apart, kill_when, record, start
 from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
 from tests.tasks.folders import chat_rows, model_folder, squad
 
@@ -68,10 +68,9 @@ def in_a_process(home: Path, run: str, *more: str, **changes: object) -> list[st
 )
 def test_two_runs_and_one_that_was_killed_are_byte_identical(home: Path, changes: dict[str, object]) -> None:
     names = [f"{name}-{len(changes)}" for name in ("first", "second", "killed")]
-    together = [start(in_a_process(home, name, **changes), home / "cache") for name in names[:2]]
-    for process in together:
-        error = process.communicate(timeout=240)[1]
-        assert process.returncode == 0, error
+    for name, run_it in zip(names, (finish_apart, finish), strict=False):
+        code, _, error = run_it(in_a_process(home, name, **changes), home / "cache")
+        assert code == 0, error
     first, second, killed = (home / name for name in names)
     assert digests(first) == digests(second)
     assert record(first) == record(second)

@@ -10,7 +10,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
-from tests.processes import digests, environment, json_lines, record, settings, start, use_cache
+from tests.processes import digests, environment, json_lines, record, settings, start_apart, use_cache
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -83,7 +83,7 @@ def test_what_is_announced_is_there_when_it_is_announced(home: Path, run: Path) 
     """The newest snapshot is kept, whatever other folders exist."""
     shutil.copytree(run / "snapshots/step-000012", run / "snapshots/step-000999")
     command = arguments(home, run, "--resume", "4", "--headless", training__keep_last=1)
-    process = start(command, home / "cache")
+    process = start_apart(command, home / "cache")
     assert process.stdout is not None
     for line in process.stdout:
         event = json.loads(line)

@@ -8,7 +8,7 @@ import pytest
 from sansgpu.kernels import native
 from sansgpu.machine.instruction_sets import chosen
 from tests.kernels.conftest import library_of
-from tests.processes import finish, messages, settings
+from tests.processes import finish_apart, messages, settings
 
 
 @pytest.mark.parametrize(("command", "name"), [("train", "avx3"), ("doctor", "AVX2")])
@@ -17,7 +17,7 @@ def test_an_unknown_set_is_refused_in_one_sentence(
 ) -> None:
     monkeypatch.setenv("SANSGPU_ISA", name)
     arguments = [*settings(data__dataset_name=home / "corpus.jsonl"), "--dry-run"] if command == "train" else []
-    code, out, error = finish([command, *arguments], home / "cache", apart=True)
+    code, out, error = finish_apart([command, *arguments], home / "cache")
     (sentence,) = messages(error)
     assert sentence.startswith(
         f"sansgpu: SANSGPU_ISA is {name}, which this processor does not support; unset it or set"
@@ -36,7 +36,7 @@ def portable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_doctor_names_the_forced_set(portable: Path) -> None:
-    code, out, error = finish(["doctor", "--json"], portable, apart=True)
+    code, out, error = finish_apart(["doctor", "--json"], portable)
     assert code == 0, error
     facts = json.loads(out)
     assert (facts["kernels"], facts["bf16_native"]) == ("native portable", False)
@@ -49,15 +49,15 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     changes = {"training__precision": "auto", "training__max_steps": 4}
     train = ["train", *settings(data__dataset_name=home / "corpus.jsonl", **changes)]
     train += ["--output-dir", str(tmp_path / "run")]
-    code, out, error = finish([*train, "--max-steps", "2"], portable, apart=True)
+    code, out, error = finish_apart([*train, "--max-steps", "2"], portable)
     assert code == 0, error
     assert "parameters, fp32, 1 thread, not compiled, native portable kernels" in out  # portable has no bf16 products
     monkeypatch.delenv("SANSGPU_ISA")
     assert chosen().name != "portable"
     difference = f"was made with kernels native portable, now {native.name()}"
-    code, _, error = finish([*train, "--resume", "latest", "--strict"], portable, apart=True)
+    code, _, error = finish_apart([*train, "--resume", "latest", "--strict"], portable)
     assert (code, difference in messages(error)[0]) == (2, True)
-    code, out, error = finish([*train, "--resume", "latest"], portable, apart=True)
+    code, out, error = finish_apart([*train, "--resume", "latest"], portable)
     assert code == 0, error
     assert difference in out
     assert f"parameters, fp32, 1 thread, not compiled, {native.name()} kernels, resumed from step-000002" in out

@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import digests, finish, json_lines, kill_when, record, settings, start, write_corpus
+from tests.processes import (
+    digests,
+    finish,
+    finish_apart,
+    json_lines,
+    kill_when,
+    record,
+    settings,
+    start,
+    start_apart,
+    write_corpus,
+)
 
 CORPUS_DOCUMENTS = 400
 
@@ -23,7 +34,8 @@ def arguments(home: Path, run: str, **changes: object) -> list[str]:
 
 
 def completed(home: Path, run: str, *more: str, cache: str = "cache", apart: bool = False, **changes: object) -> Path:
-    code, _, error = finish([*arguments(home, run, **changes), *more], home / cache, apart)
+    run_it = finish_apart if apart else finish
+    code, _, error = run_it([*arguments(home, run, **changes), *more], home / cache)
     assert code == 0, error
     return home / run
 
@@ -54,7 +66,7 @@ def after_first_snapshot(run: Path, delay: float) -> Callable[[], bool]:
 def test_sigkill_at_a_random_moment(home: Path, straight: Path, trial: int) -> None:
     run = home / f"killed-{trial}"
     delay = random.Random(trial).uniform(0, 0.5)
-    assert kill_when(start(arguments(home, run.name), home / "cache"), after_first_snapshot(run, delay)) == -9
+    assert kill_when(start_apart(arguments(home, run.name), home / "cache"), after_first_snapshot(run, delay)) == -9
     completed(home, run.name, "--resume", apart=True)
     assert outcome(run) == outcome(straight)
 
@@ -96,7 +108,7 @@ def test_a_signal_saves_and_ends(home: Path, straight: Path, number: int, code: 
 
 def test_a_second_signal_ends_the_process_at_once(home: Path) -> None:
     run = home / "twice"
-    process = start(arguments(home, run.name, training__max_steps=100_000), home / "cache")
+    process = start_apart(arguments(home, run.name, training__max_steps=100_000), home / "cache")
     ready = after_first_snapshot(run, 0.0)
     while not ready():
         time.sleep(0.002)
@@ -171,7 +183,7 @@ def test_sigkill_many_times_over(home: Path, straight: Path, trial: int) -> None
     run, draw = home / f"often-{trial}", random.Random(1000 + trial)
     more: list[str] = []
     for _ in range(4):  # a moment from the start of the process on: imports, tokenising and all
-        process = start([*arguments(home, run.name), *more], home / f"cache-{trial}")
+        process = start_apart([*arguments(home, run.name), *more], home / f"cache-{trial}")
         deadline = time.monotonic() + draw.uniform(2.0, 7.0)
         kill_when(process, lambda until=deadline: time.monotonic() > until)
         more = ["--resume"]
@@ -196,11 +208,11 @@ def test_a_run_by_the_clock_that_is_killed_still_ends_in_its_time(tmp_path: Path
     arguments = ["train", *settings(data__dataset_name=data, training__save_steps=50, **hours)]
     run, cache = tmp_path / "r", tmp_path / "cache"
     began = time.monotonic()
-    process = start([*arguments, "--output-dir", str(run)], cache)
+    process = start_apart([*arguments, "--output-dir", str(run)], cache)
     kill_when(process, lambda: time.monotonic() - began > 15)
     first = time.monotonic() - began
     began = time.monotonic()
-    code, _, error = finish([*arguments, "--resume", "--output-dir", str(run)], cache)
+    code, _, error = finish_apart([*arguments, "--resume", "--output-dir", str(run)], cache)
     assert code == 0, error
     in_all = first + time.monotonic() - began
     events = json_lines(run / "metrics.jsonl")

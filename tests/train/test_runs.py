@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from sansgpu.machine.instruction_sets import chosen
 from sansgpu.reporting.events import Event, EventBuffer, Sinks
 from sansgpu.train.snapshots import snapshots
 from tests import processes
-from tests.processes import digests, environment, finish, json_lines, record, settings, start
+from tests.processes import digests, finish, json_lines, record, settings, start_apart
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -117,7 +115,7 @@ def test_headless_prints_the_same_lines_and_nothing_else(home: Path, tmp_path: P
 @pytest.mark.parametrize("flags", [(), ("--headless",)])
 def test_a_reader_that_leaves_does_not_end_the_run(home: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=12, training__logging_steps=1)
-    process = start(["train", *chosen, *flags, "--output-dir", str(tmp_path / "r")], home / "cache")
+    process = start_apart(["train", *chosen, *flags, "--output-dir", str(tmp_path / "r")], home / "cache")
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()
@@ -262,24 +260,21 @@ def test_a_failing_sink_is_dropped_and_the_others_are_told() -> None:
 
 def test_without_a_compiler_training_works_and_says_so_in_one_line(home: Path, tmp_path: Path) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2, training__compile="auto")
-    command = [sys.executable, "-m", "sansgpu", "train", *chosen, "--headless", "--output-dir", str(tmp_path / "r")]
-    nowhere = {**environment(home / "cache"), "PATH": str(tmp_path)}
-    done = subprocess.run(command, env=nowhere, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if "C++ compiler" in line]
+    command = ["train", *chosen, "--headless", "--output-dir", str(tmp_path / "r")]
+    code, out, error = finish(command, home / "cache", PATH=str(tmp_path))
+    assert code == 0, error
+    said = [line for line in out.splitlines() if "C++ compiler" in line]
     assert len(said) == 1
-    assert json.loads(done.stdout.splitlines()[0])["event"] == "start", "first of all, whatever was said before it"
+    assert json.loads(out.splitlines()[0])["event"] == "start", "first of all, whatever was said before it"
     metrics = tmp_path / "r/metrics.jsonl"
-    assert metrics.read_text() == done.stdout, "what was said before is recorded, too"
-    more = subprocess.run([*command, "--max-steps=3", "--resume"], env=nowhere, capture_output=True, text=True)
-    assert said[0] in more.stdout
+    assert metrics.read_text() == out, "what was said before is recorded, too"
+    _, out, _ = finish([*command, "--max-steps=3", "--resume"], home / "cache", PATH=str(tmp_path))
+    assert said[0] in out
     assert metrics.read_text().splitlines().count(said[0]) == 1, "and once"
-    refused = subprocess.run(
-        [*command[:-1], str(tmp_path / "s"), "--set", "training.compile=on"],
-        env=nowhere, capture_output=True, text=True,
-    )  # fmt: skip
-    assert refused.returncode == 2
-    assert "C++ compiler" in refused.stderr
+    refused = [*command[:-1], str(tmp_path / "s"), "--set", "training.compile=on"]
+    code, _, error = finish(refused, home / "cache", PATH=str(tmp_path))
+    assert code == 2
+    assert "C++ compiler" in error
 
 
 def test_the_default_folder_is_named_after_the_configuration_and_never_reused(
