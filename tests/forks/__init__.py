@@ -20,11 +20,11 @@ from tests.forks import client
 class Fork:
     """A command in a fork, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, address: Path, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, address: Path, module: str, arguments: list[str], environment: dict[str, str]) -> None:
         self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115  # `communicate` closes them
         with open(os.devnull, "rb") as nothing:
             streams = [nothing.fileno(), self._out.fileno(), self._err.fileno()]
-            self._command = client.Command(str(address), arguments, streams, environment, str(Path.cwd()))
+            self._command = client.Command(str(address), arguments, streams, environment, str(Path.cwd()), module)
         self.pid = self._command.pid
         self.returncode: int | None = None
 
@@ -72,9 +72,9 @@ class ForkServer:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
-    def start(self, arguments: list[str], environment: dict[str, str]) -> Fork:
-        """Starts `sansgpu ARGUMENTS` in the current folder."""
-        return Fork(self._socket, arguments, environment)
+    def start(self, arguments: list[str], environment: dict[str, str], module: str = "sansgpu") -> Fork:
+        """Starts `python -m MODULE ARGUMENTS` in the current folder."""
+        return Fork(self._socket, module, arguments, environment)
 
     def run_limited(
         self, arguments: list[str], streams: list[int], environment: dict[str, str], folder: Path

@@ -11,13 +11,17 @@ from typing import Any
 
 
 class Command:
-    """A command that the server at `address` runs; `streams` are the descriptors of stdin, stdout and stderr."""
+    """`python -m MODULE ARGUMENTS` in a fork of the server at `address`.
+
+    `streams` are the descriptors of stdin, stdout and stderr.
+    """
 
     def __init__(
         self, address: str, arguments: list[str], streams: list[int], environment: dict[str, str], folder: str,
-        limited: bool = False,
+        module: str = "sansgpu", limited: bool = False,
     ) -> None:  # fmt: skip
-        asked = {"arguments": arguments, "environment": environment, "folder": folder, "limited": limited}
+        asked = {"module": module, "arguments": arguments, "environment": environment, "folder": folder}
+        asked["limited"] = limited
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(address)
             socket.send_fds(connection, [b"."], streams)

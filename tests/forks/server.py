@@ -1,4 +1,4 @@
-"""`python -m tests.forks.server SOCKET` runs command lines in forks of itself until its stdin ends.
+"""`python -m tests.forks.server SOCKET` runs modules with arguments in forks of itself until its stdin ends.
 
 It computes with one thread only: OpenMP's threads do not survive a fork.
 """
@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import resource
+import runpy
 import select
 import signal
 import socket
@@ -17,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sansgpu.cli import main as sansgpu
 from sansgpu.machine.launch import set_openmp
 
 CPU_SECONDS = 15  # after which a limited command is killed; a test calls it a hang long before
@@ -56,7 +56,9 @@ def limit() -> None:
 
 
 def become(asked: dict[str, Any], streams: list[int]) -> None:
-    """Turns this fork into the process that was asked for."""
+    """Turns this fork into the process that was asked for, and ends it as that ends."""
+    import torch
+
     os.setsid()
     os.chdir(asked["folder"])
     for place, stream in enumerate(streams):
@@ -65,9 +67,12 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update({**asked["environment"], "PYTHONHASHSEED": "0"})
     sys.path[:0] = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    sys.argv = ["sansgpu", *asked["arguments"]]
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp has read it before
+        torch.set_num_threads(int(threads))
     if asked["limited"]:
         limit()
+    sys.argv = [asked["module"], *asked["arguments"]]
+    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
 
 
 def outcome(pid: int, wall_seconds: float) -> dict[str, Any]:
@@ -122,14 +127,12 @@ def serve(listener: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serves, and ends every fork as `sansgpu` ends."""
     prepare()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
     listener.listen()
     print("ready", flush=True)
     serve(listener)
-    sansgpu()
 
 
 if __name__ == "__main__":

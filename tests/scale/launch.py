@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.processes import environment
+from tests.processes import ended, environment, fork_server
 
 SECONDS = 200
 
@@ -55,6 +56,25 @@ def finish(
         os.killpg(process.pid, 9)
         raise
     return process.returncode, out
+
+
+def finish_forks(ranks: int, arguments: list[str], cache: Path, module: str = "sansgpu") -> tuple[int, str]:
+    """Runs `ranks` forks with the variables of torchrun; returns the largest exit code and all output.
+
+    They start within a fraction of the time of a launcher and its processes.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    variables = {**environment(cache), **address, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = [
+        fork_server().start(
+            arguments, {**variables, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)}, module
+        )
+        for rank in range(ranks)
+    ]
+    found = [ended(process) for process in processes]
+    return max(abs(code) for code, _, _ in found), "".join(out + err for _, out, err in found)
 
 
 def spoken(out: str) -> list[str]:

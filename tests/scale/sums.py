@@ -1,4 +1,4 @@
-"""Run under torchrun: compares gradients reduced over ranks with a plain float64 sum. Arguments: JSON of cases."""
+"""Run by several processes: compares gradients reduced over ranks with a float64 sum. Arguments: JSON of cases."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import digests, record, settings
 from tests.processes import finish as alone
-from tests.scale.launch import NEEDS_MPI, finish, mpirun, spoken, start, torchrun
+from tests.scale.launch import NEEDS_MPI, finish, finish_forks, mpirun, spoken, start, torchrun
 
 CORPUS_DOCUMENTS = 90
 
@@ -39,6 +39,12 @@ def completed(home: Path, run: str, launcher: Sequence[str], *more: str, **chang
     if not (home / run / "final").exists():
         code, out = finish(launcher, arguments(home, run, *more, **changes), home / "cache")
         assert code == 0, out
+    return home / run
+
+
+def forked(home: Path, run: str, ranks: int, *more: str, **changes: object) -> Path:
+    code, out = finish_forks(ranks, arguments(home, run, *more, **changes), home / "cache")
+    assert code == 0, out
     return home / run
 
 
@@ -73,7 +79,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(home: Path, one: Path, 
 @pytest.mark.parametrize("sharding", ["optimizer", pytest.param("full", marks=pytest.mark.long)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_sharding_changes_nothing_that_is_learned(home: Path, one: Path, ranks: int, sharding: str) -> None:
-    run = completed(home, f"{sharding}-{ranks}", torchrun(ranks), "--set", f"training.sharding={sharding}")
+    run = forked(home, f"{sharding}-{ranks}", ranks, "--set", f"training.sharding={sharding}")
     same_losses(run, one)
 
 
@@ -82,7 +88,7 @@ def test_muon_updates_matrices_whose_rows_do_not_divide_evenly(home: Path) -> No
     uneven = {"model__d_ff": 33, "training__optimizer": "muon", "training__max_steps": 6, "training__eval_steps": 3}
     code, _, error = alone(arguments(home, "uneven-1", **uneven), home / "cache")
     assert code == 0, error
-    run = completed(home, "uneven-2", torchrun(2), *CUT, **uneven)
+    run = forked(home, "uneven-2", 2, *CUT, **uneven)
     assert losses(run) == pytest.approx(losses(home / "uneven-1"), abs=1e-4)
 
 
@@ -189,7 +195,7 @@ def test_hosts_with_another_configuration_are_refused(home: Path) -> None:
 
 def test_wishes_on_rank_0_are_heeded_by_all(home: Path) -> None:
     overrides = [part for part in arguments(home, "-")[1:-2] if part != "--set"]
-    code, out = finish(torchrun(2), [str(home / "steered"), *overrides], home / "cache", "tests.scale.steered")
+    code, out = finish_forks(2, [str(home / "steered"), *overrides], home / "cache", "tests.scale.steered")
     assert code == 0, out
     events = record(home / "steered")
     assert [event["step"] for event in events if event["event"] == "eval"] == [2]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.scale.launch import finish, torchrun
+from tests.scale.launch import finish_forks
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -35,5 +35,5 @@ def drawn(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_gradients_and_sums_of_ranks(ranks: int, tmp_path: Path) -> None:
     cases = [drawn(seed) for seed in range(12)]
-    code, out = finish(torchrun(ranks), [json.dumps(cases)], tmp_path, module="tests.scale.sums")
+    code, out = finish_forks(ranks, [json.dumps(cases)], tmp_path, module="tests.scale.sums")
     assert code == 0, out
