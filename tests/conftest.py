@@ -25,6 +25,8 @@ LONGEST = (
     "planning/test_cluster.py", "jobs/test_tune.py", "train/test_runs.py", "scale/test_faults.py",
     "tasks/test_fine_tuning_runs.py", "train/test_resume.py", "test_cli.py", "tasks/test_graph_runs.py",
     "jobs/k8s/test_manifests.py", "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
+    "jobs/test_hostile_runs.py", "fuzz/test_fuzz.py", "tasks/test_entities.py", "jobs/test_unreachable_data.py",
+    "models/test_hostile_models.py", "tasks/test_outside_task.py", "kernels/test_memory.py", "kernels/test_native.py",
 )  # fmt: skip
 
 
