@@ -32,6 +32,9 @@ PACKS = {
 # All kinds of layers with an adapter: separate and fused, with and without bias, Conv1D, new heads.
 ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "roberta", "distilbert", "modernbert")
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
+# Dropout in the model, in adapters or nowhere; separate and fused layers; packed and padded rows. Others are long tests.
+RESUMED = {(name, "none") for name in ("gpt2", "gemma3_text", "modernbert")}
+RESUMED |= {(name, "lora") for name in ("gpt2", "phi3", "roberta")}
 # Runs in bf16: their frozen weights are rounded during training.
 NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
 ROWS = 8
@@ -93,7 +96,10 @@ def test_every_architecture_is_tested() -> None:
     assert PACKS.keys() == {**CAUSAL, **ENCODERS}.keys()
 
 
-@pytest.mark.parametrize(("architecture", "adapter"), RUNS)
+@pytest.mark.parametrize(
+    ("architecture", "adapter"),
+    [pytest.param(*run, marks=[] if run in RESUMED else pytest.mark.long) for run in RUNS],
+)
 def test_a_run_resumed_in_its_middle_is_the_run_that_was_not(home: Path, architecture: str, adapter: str) -> None:
     """gpt2, the encoders and the adapters use dropout."""
     straight, _ = trained(home, architecture, adapter, "fp32")
