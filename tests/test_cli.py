@@ -12,7 +12,7 @@ import typer
 from sansgpu.cli import run as cli
 from sansgpu.cli.running import app
 from sansgpu.config import ConfigError, TrainingConfig
-from tests.processes import environment, finish, messages, record, settings, use_cache, write_corpus
+from tests.processes import environment, finish_apart, messages, record, settings, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -197,11 +197,11 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
-    code, out, error = finish(["train", "missing.yaml"], tmp_path / "cache")
+    code, out, error = finish_apart(["train", "missing.yaml"], tmp_path / "cache")
     assert (code, out) == (2, "")
     (message,) = messages(error)
     assert message.startswith("sansgpu: missing.yaml does not exist; give a file, or one of small, ")
-    assert finish(["--version"], tmp_path / "cache")[0] == 0
+    assert finish_apart(["--version"], tmp_path / "cache")[0] == 0
 
 
 @pytest.mark.parametrize("debug", [[], ["--debug"]])

@@ -32,7 +32,7 @@ PACKS = {
 # All kinds of layers with an adapter: separate and fused, with and without bias, Conv1D, new heads.
 ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "roberta", "distilbert", "modernbert")
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
-# Dropout in the model, in adapters or nowhere; separate and fused layers; packed and padded rows. Others are long tests.
+# Dropout in the model, in adapters or nowhere; separate and fused layers; packed and padded rows.
 RESUMED = {(name, "none") for name in ("gpt2", "gemma3_text", "modernbert")}
 RESUMED |= {(name, "lora") for name in ("gpt2", "phi3", "roberta")}
 # Runs in bf16: their frozen weights are rounded during training.
