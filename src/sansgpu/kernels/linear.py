@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,8 +13,6 @@ from sansgpu.kernels.gradient_sum import GradientSum, gradient_sum, weight_gradi
 from sansgpu.kernels.matmul import is_native, matmul, sum_of_matmuls
 
 MIN_ROWS = 256  # for fewer, packing the weight costs more than our kernel gains; generation has one row at a time
-
-Gradients = list[torch.Tensor | None]
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -58,19 +57,35 @@ def gradient_sums(layers: Sequence[Linear]) -> list[GradientSum | None]:
     return [gradient_sum(layer.weight) for layer in layers]
 
 
-def parameter_gradients(
-    grad: torch.Tensor, x: torch.Tensor | None, target: GradientSum | None, bias_dtype: torch.dtype | None
-) -> Gradients:
-    """Returns the gradients of the weight and the bias of a linear layer, from that of its result (N, outputs).
+@dataclass(frozen=True)
+class TrainedParts:
+    """Which parameters of some linear layers are trained, for their backward function."""
 
-    The input x (N, inputs) is None if the weight is frozen, and `bias_dtype` is None if the bias is.
-    """
-    weight_grad = bias_grad = None
-    if x is not None:
-        weight_grad, bias_grad = weight_gradient(grad.T, x, target, bias_dtype is not None)
-    elif bias_dtype is not None:
-        bias_grad = grad.sum(0, dtype=torch.float32)
-    return [weight_grad, bias_grad if bias_grad is None or bias_dtype is None else bias_grad.to(bias_dtype)]
+    weights: Sequence[bool]
+    biases: Sequence[torch.dtype | None]  # dtypes of those trained
+    targets: Sequence[GradientSum | None]  # of the weights
+
+    @staticmethod
+    def of(
+        parameters: Sequence[torch.Tensor | None], needed: Sequence[bool], targets: Sequence[GradientSum | None]
+    ) -> TrainedParts:
+        """Takes `parameters_of` the layers and which of them need gradients."""
+        dtypes = [bias.dtype if bias is not None else None for bias in parameters[1::2]]
+        biases = [dtype if of_bias else None for dtype, of_bias in zip(dtypes, needed[1::2], strict=True)]
+        return TrainedParts(needed[::2], biases, targets)
+
+    def gradients(self, grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Returns the gradients of all parameters from those of the layers' results (N, outputs) and their inputs."""
+        found: list[torch.Tensor | None] = []
+        for layer in zip(grads, inputs, self.weights, self.biases, self.targets, strict=True):
+            grad, x, of_weight, bias_dtype, target = layer
+            weight_grad = bias_grad = None
+            if of_weight:
+                weight_grad, bias_grad = weight_gradient(grad.T, x, target, row_sums=bias_dtype is not None)
+            elif bias_dtype is not None:
+                bias_grad = grad.sum(0, dtype=torch.float32)
+            found += [weight_grad, None if bias_grad is None or bias_dtype is None else bias_grad.to(bias_dtype)]
+        return found
 
 
 def _apply(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
@@ -84,11 +99,9 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, targets: list[GradientSum | None], *parameters: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = cast(tuple[torch.Tensor, ...], parameters[::2]), parameters[1::2]
-        of_x, _, *trained = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(rows if any(trained[::2]) else None, *(weights if of_x else ()))
-        ctx.shape, ctx.targets, ctx.trained = x.shape, targets, trained[::2]
-        ctx.bias_dtypes = [b.dtype if b is not None and t else None for b, t in zip(biases, trained[1::2], strict=True)]
+        ctx.trained, ctx.shape = TrainedParts.of(parameters, ctx.needs_input_grad[2:], targets), x.shape
+        ctx.save_for_backward(rows if any(ctx.trained.weights) else None, *(weights if ctx.needs_input_grad[0] else ()))
         outputs = [matmul(rows, weight.T, bias) for weight, bias in zip(weights, biases, strict=True)]
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
@@ -96,8 +109,6 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grad_outputs]
-        gradients: Gradients = []
-        for grad, trained, target, dtype in zip(grads, ctx.trained, ctx.targets, ctx.bias_dtypes, strict=True):
-            gradients += parameter_gradients(grad, x if trained else None, target, dtype)
+        gradients = ctx.trained.gradients(grads, [x] * len(grads))
         x_grad = sum_of_matmuls(list(zip(grads, weights, strict=True))).view(ctx.shape) if weights else None
         return x_grad, None, *gradients

@@ -95,24 +95,17 @@ def _multiply(
     rounded: torch.Tensor | None = None,
 ) -> None:
     """Calls the kernel, whose arguments native/matmul.cpp explains."""
-    operands, bias = operands_of(a, b, to, bias, row_sums is not None)
-    direct = to.dtype == torch.float32 and bias is None  # sums need no other place in memory
-    out, total = (rounded, to) if direct else (to, None)
-    native.call("matmul", *operands, bias, out, total, add, row_sums)
-
-
-def operands_of(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, row_sums: bool = False
-) -> tuple[tuple[torch.Tensor | int, ...], torch.Tensor | None]:
-    """Returns the arguments of a kernel that describe a (M, K) and b (K, N), and the bias as it needs it."""
-    sizes = (rows, columns, terms) = (*out.shape, a.shape[1])
-    if a.shape[0] != rows or b.shape != (terms, columns) or (bias is not None and bias.shape != (columns,)):
+    sizes = (rows, columns, terms) = (a.shape[0], b.shape[1], a.shape[1])
+    if (*b.shape, *to.shape) != (terms, columns, rows, columns) or (bias is not None and bias.shape != (columns,)):
         raise RuntimeError(f"matrices of the shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied.")
     bias = None if bias is None else bias.float().contiguous()
-    left, right = _stored(a), _stored(b)
-    if row_sums and not left[2]:  # the kernel sums columns in memory
-        left = (a.T.contiguous(), rows, True)
-    return (a.dtype == torch.bfloat16, *sizes, *left, *right), bias
+    direct = to.dtype == torch.float32 and bias is None  # sums need no other place in memory
+    a, *left = _stored(a)
+    b, *right = _stored(b)
+    if row_sums is not None and not left[1]:  # the kernel sums columns in memory
+        a, left = a.T.contiguous(), [rows, True]
+    out, total = (rounded, to) if direct else (to, None)
+    native.call("matmul", a.dtype == torch.bfloat16, *sizes, a, *left, b, *right, bias, out, total, add, row_sums)
 
 
 def _stored(matrix: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
