@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sansgpu.kernels import native
-from sansgpu.kernels.activation import gelu, gelu_tanh, relu_squared, swiglu
+from sansgpu.kernels.activation import gelu, gelu_tanh, relu, relu_squared, swiglu
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.rotary import rotate, rotate_heads
@@ -130,6 +130,7 @@ def test_a_branch_drops_what_dropout_drops(kernels: str, rows: int, width: int) 
         (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
         (gelu, F.gelu),
         (relu_squared, lambda x: F.relu(x).square()),
+        (relu, F.relu),
     ],
 )
 def test_activation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, cast
 
@@ -11,19 +12,25 @@ import torch.nn.functional as F
 from sansgpu.kernels import native
 
 
-class _Kind(IntEnum):
+class Kind(IntEnum):
     """The functions of activation.cpp."""
 
     SWIGLU = 0
     GELU_TANH = 1
     GELU = 2
     RELU_SQUARED = 3
+    RELU = 4
+
+
+def activate(kind: Kind, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes an activation; with SwiGLU, x is the gate and y what it multiplies."""
+    return _ACTIVATIONS[kind](x) if y is None else swiglu(x, y)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Computes silu(gate) * up (arXiv 2002.05202); both have one shape."""
     if native.usable(gate, up) and gate.dtype == up.dtype and gate.shape == up.shape:
-        return cast(torch.Tensor, _Activation.apply(_Kind.SWIGLU, gate, up))
+        return cast(torch.Tensor, _Activation.apply(Kind.SWIGLU, gate, up))
     return F.silu(gate) * up
 
 
@@ -33,7 +40,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     (1 + tanh(u)) / 2 equals sigmoid(2u), which takes a third of the time when compiled.
     """
     if native.usable(x):
-        return cast(torch.Tensor, _Activation.apply(_Kind.GELU_TANH, x, None))
+        return cast(torch.Tensor, _Activation.apply(Kind.GELU_TANH, x, None))
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -43,32 +50,56 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """Computes exact GELU, as in BERT."""
     if native.usable(x):
-        return cast(torch.Tensor, _Activation.apply(_Kind.GELU, x, None))
+        return cast(torch.Tensor, _Activation.apply(Kind.GELU, x, None))
     return F.gelu(x)
+
+
+def relu(x: torch.Tensor) -> torch.Tensor:
+    if native.usable(x):
+        return cast(torch.Tensor, _Activation.apply(Kind.RELU, x, None))
+    return F.relu(x)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """Computes relu(x) ** 2 (arXiv 2109.08668)."""
     if native.usable(x):
-        return cast(torch.Tensor, _Activation.apply(_Kind.RELU_SQUARED, x, None))
+        return cast(torch.Tensor, _Activation.apply(Kind.RELU_SQUARED, x, None))
     return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
+    Kind.GELU_TANH: gelu_tanh,
+    Kind.GELU: gelu,
+    Kind.RELU_SQUARED: relu_squared,
+    Kind.RELU: relu,
+}
+
+
+def activate_rows(kind: Kind, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    """Calls the kernel for contiguous tensors; with SwiGLU, x is the gate and y what it multiplies."""
+    out = torch.empty_like(x)
+    native.call("activation", int(kind), x.dtype == torch.bfloat16, x, y, out, x.numel())
+    return out
+
+
+def differentiate_rows(
+    kind: Kind, grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the gradients of the contiguous inputs x and y; `out` becomes the activation itself."""
+    x_grad, y_grad = torch.empty_like(x), None if y is None else torch.empty_like(y)
+    inputs = (int(kind), x.dtype == torch.bfloat16, grad, x, y)
+    native.call("activation_gradient", *inputs, x_grad, y_grad, out, x.numel())
+    return x_grad, y_grad
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: _Kind, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, kind: Kind, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         x, y = x.contiguous(), None if y is None else y.contiguous()
         ctx.kind = kind
         ctx.save_for_backward(x, y)
-        out = torch.empty_like(x)
-        native.call("activation", int(kind), x.dtype == torch.bfloat16, x, y, out, x.numel())
-        return out
+        return activate_rows(kind, x, y)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, y = ctx.saved_tensors
-        grad = grad_outputs[0].contiguous()
-        x_grad, y_grad = torch.empty_like(x), None if y is None else torch.empty_like(y)
-        narrow = x.dtype == torch.bfloat16
-        native.call("activation_gradient", int(ctx.kind), narrow, grad, x, y, x_grad, y_grad, x.numel())
-        return None, x_grad, y_grad
+        return None, *differentiate_rows(ctx.kind, grad_outputs[0].contiguous(), *ctx.saved_tensors)

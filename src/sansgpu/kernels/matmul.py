@@ -5,6 +5,8 @@ M rows, N columns, K terms of each sum. As in torch, a matrix may be a transpose
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ def is_native(*matrices: torch.Tensor) -> bool:
 def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns a (M, K) times b (K, N), plus bias (N,)."""
     if is_native(a, b):
-        product: torch.Tensor = torch.ops.sansgpu.matmul(a, b, bias)
+        # Only the compiler needs an operation of torch, whose dispatch takes as long as the rest of the call.
+        product: torch.Tensor = (torch.ops.sansgpu.matmul if torch.compiler.is_compiling() else _matmul)(a, b, bias)
         return product
     return a @ b if bias is None else torch.addmm(bias.to(a.dtype), a, b)
 
@@ -35,9 +38,40 @@ def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -
 def matmul_with_row_sums(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a (M, K) times b (K, N), and the sums of the rows of a, in fp32 or wider."""
     if is_native(a, b):
-        product, sums = torch.ops.sansgpu.matmul_with_row_sums(a, b)
+        compiling = torch.compiler.is_compiling()
+        product, sums = (torch.ops.sansgpu.matmul_with_row_sums if compiling else _matmul_with_row_sums)(a, b)
         return product, sums
     return a @ b, a.sum(1, dtype=torch.promote_types(a.dtype, torch.float32))
+
+
+def add_matmul(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, row_sums: bool, overwrite: bool = False
+) -> torch.Tensor | None:
+    """Adds a (M, K) times b (K, N) to an fp32 total or overwrites it. Returns the sums of the rows of a if asked to."""
+    if is_native(a, b) and total.is_contiguous() and total.dtype == torch.float32:
+        sums = a.new_empty(a.shape[0], dtype=torch.float32) if row_sums else None
+        _multiply(a, b, total, add=not overwrite, row_sums=sums)
+        return sums
+    product = a @ b
+    total.copy_(product) if overwrite else total.add_(product)
+    return a.sum(1, dtype=torch.float32) if row_sums else None
+
+
+def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Returns the sum of products a (M, K) times b (K, N), rounded once."""
+    *others, last = pairs
+    if not others or torch.compiler.is_compiling() or not is_native(*last):
+        products = [matmul(a, b) for a, b in pairs]
+        return functools.reduce(torch.add, products)
+    total = last[0].new_empty(last[0].shape[0], last[1].shape[1], dtype=torch.float32)
+    for place, (a, b) in enumerate(others):
+        _multiply(a, b, total, add=place > 0)
+    if total.dtype == last[0].dtype:
+        _multiply(*last, total, add=True)
+        return total
+    out = torch.empty_like(total, dtype=last[0].dtype)
+    _multiply(*last, total, add=True, rounded=out)
+    return out
 
 
 def matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
@@ -58,9 +92,10 @@ def _multiply(
     bias: torch.Tensor | None = None,
     add: bool = False,
     row_sums: torch.Tensor | None = None,
+    rounded: torch.Tensor | None = None,
 ) -> None:
     """Calls the kernel, whose arguments native/matmul.cpp explains."""
-    sizes = (rows, columns, terms) = (len(a), b.shape[1], a.shape[1])
+    sizes = (rows, columns, terms) = (a.shape[0], b.shape[1], a.shape[1])
     if (*b.shape, *to.shape) != (terms, columns, rows, columns) or (bias is not None and bias.shape != (columns,)):
         raise RuntimeError(f"matrices of the shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied.")
     bias = None if bias is None else bias.float().contiguous()
@@ -69,7 +104,7 @@ def _multiply(
     b, *right = _stored(b)
     if row_sums is not None and not left[1]:  # the kernel sums columns in memory
         a, left = a.T.contiguous(), [rows, True]
-    out, total = (None, to) if direct else (to, None)
+    out, total = (rounded, to) if direct else (to, None)
     native.call("matmul", a.dtype == torch.bfloat16, *sizes, a, *left, b, *right, bias, out, total, add, row_sums)
 
 

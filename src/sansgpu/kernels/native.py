@@ -38,6 +38,7 @@ FLAGS = ["-O3", "-ffast-math", "-fno-finite-math-only", "-fno-schedule-insns", "
 FLAGS += ["-fPIC", "-fvisibility=hidden"]
 
 Argument = torch.Tensor | tuple[int, ...] | float | None
+_C_VALUES = frozenset((int, bool, float, type(None)))  # arguments that ctypes converts; asking for tensors takes longer
 
 FAILURES = (OSError, RuntimeError, ImportError, SubprocessError)  # what compiling or loading a library may raise
 
@@ -84,11 +85,11 @@ def call_function(function: Any, *arguments: Argument) -> int:
     """Calls a function of a loaded library; `call` describes the arguments."""
     if function.argtypes is None:
         function.argtypes, function.restype = [*map(_c_type, arguments)], ctypes.c_int64
-    values = (
-        a.data_ptr() if isinstance(a, torch.Tensor) else (ctypes.c_int64 * len(a))(*a) if isinstance(a, tuple) else a
-        for a in arguments
-    )
-    return int(function(*values))
+    return int(function(*[a if type(a) in _C_VALUES else _pointer(a) for a in arguments]))
+
+
+def _pointer(argument: Any) -> int | ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(argument))(*argument) if isinstance(argument, tuple) else argument.data_ptr()
 
 
 def _c_type(argument: Argument) -> type[ctypes.c_void_p] | type[ctypes.c_double] | type[ctypes.c_int64]:

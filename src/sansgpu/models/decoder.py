@@ -14,16 +14,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.activation import gelu_tanh, relu_squared, swiglu
+from sansgpu.kernels.activation import Kind
 from sansgpu.kernels.attention import attention, causal_ranges
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
-from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.feed_forward import feed_forward
+from sansgpu.kernels.linear import Linear, linear_each
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
 
+# By model.activation; GELU is the tanh approximation, as in GPT-2.
+ACTIVATIONS = {"swiglu": Kind.SWIGLU, "gelu": Kind.GELU_TANH, "relu2": Kind.RELU_SQUARED, "relu": Kind.RELU}
 IGNORED_LABEL = -100  # label without a loss, as in torch and transformers
 
 
@@ -81,9 +84,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
         batch, time, _ = x.shape
-        q = self.q(x).view(batch, time, self.heads, self.head_dim)
-        k = self.k(x).view(batch, time, self.kv_heads, self.head_dim)
-        v = self.v(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = (y.view(batch, time, -1, self.head_dim) for y in linear_each(x, self.q, self.k, self.v))
+        v = v.transpose(1, 2)
         if rotary is None:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         else:
@@ -101,23 +103,14 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         bias = config.biased == "all"
-        self.activation = config.activation
-        self.gate = Linear(config.d_model, config.d_ff, bias=bias) if config.activation == "swiglu" else None
+        self.kind = ACTIVATIONS[config.activation]
+        self.gate = Linear(config.d_model, config.d_ff, bias=bias) if self.kind is Kind.SWIGLU else None
         self.up = Linear(config.d_model, config.d_ff, bias=bias)
         self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
-        if self.gate is not None:
-            inner = swiglu(self.gate(x), self.up(x))
-        elif self.activation == "relu":
-            inner = F.relu(self.up(x))
-        elif self.activation == "relu2":
-            inner = relu_squared(self.up(x))
-        else:
-            inner = gelu_tanh(self.up(x))
-        out: torch.Tensor = self.down(inner)
-        return out
+        return feed_forward(x, self.kind, self.up, self.down, self.gate)
 
 
 class DecoderBlock(nn.Module):

@@ -25,7 +25,7 @@ from sansgpu.models.costing import (
 
 # Bytes per node that a block saves for its backward pass, including its output, per unit of D and F, by (compile,
 # precision). Counted from the code; a test compares them with real blocks.
-_SAVED_BYTES = {("off", "bf16"): (24, 4), ("on", "bf16"): (22, 4), ("off", "fp32"): (32, 8), ("on", "fp32"): (32, 8)}
+_SAVED_BYTES = {("off", "bf16"): (24, 2), ("on", "bf16"): (22, 4), ("off", "fp32"): (32, 4), ("on", "fp32"): (32, 8)}
 _SAVED_BYTES_PER_HEAD = 10  # statistics of softmax
 
 
@@ -95,6 +95,7 @@ class GraphEncoderCosts(Costs):
             copies = 3 if model.attention_dropout else 2
             longest = model.max_seq_len * (1 + model.leaf_slots)
             per_node += model.n_heads * (longest + ROWS) * FULL * copies
+            per_node += COMPUTE[execution.precision] * model.d_ff  # the result of the activation
         return execution.tokens(self.window) * per_node
 
     def head_bytes(self, execution: Execution) -> int:

@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.activation import gelu
+from sansgpu.kernels.activation import Kind, activate, gelu
 from sansgpu.kernels.attention import Decay, attention, bidirectional_ranges
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
-from sansgpu.kernels.linear import Linear, autocasted
+from sansgpu.kernels.feed_forward import feed_forward
+from sansgpu.kernels.linear import Linear, linear_each
 from sansgpu.kernels.norm import LayerNorm
 from sansgpu.models.entities import NORM_EPS, EntityTable
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
@@ -28,9 +29,9 @@ from sansgpu.models.relations import RelationFusion
 MAX_PERIOD = 10_000.0  # base of sinusoidal positions (arXiv 1706.03762)
 
 
-def activation_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+def kind_of(config: ModelConfig) -> Kind:
     """Returns ReLU or exact GELU (not the tanh approximation)."""
-    return F.relu if config.activation == "relu" else gelu
+    return Kind.RELU if config.activation == "relu" else Kind.GELU
 
 
 class SelfAttention(nn.Module):
@@ -51,10 +52,9 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """(1, N, D) -> (1, N, D)."""
         batch, time, width = x.shape
-        x = autocasted(x)
         q, k, v = (
-            layer(x).view(batch, time, self.heads, width // self.heads).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
+            y.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
+            for y in linear_each(x, self.q, self.k, self.v)
         )
         decay = None if table is None else Decay(nodes, table, added)
         y = attention(q, k, v, ranges, self.dropout if self.training else 0.0, decay)
@@ -71,8 +71,7 @@ class EncoderBlock(nn.Module):
         self.attention_norm = LayerNorm(config.d_model, eps=NORM_EPS)
         self.up, self.down = Linear(config.d_model, config.d_ff), Linear(config.d_ff, config.d_model)
         self.feed_forward_norm = LayerNorm(config.d_model, eps=NORM_EPS)
-        self.activation = activation_of(config)
-        self.dropout = config.dropout
+        self.kind, self.dropout = kind_of(config), config.dropout
 
     def forward(
         self, x: torch.Tensor, ranges: torch.Tensor, nodes: torch.Tensor, table: torch.Tensor | None, added: bool
@@ -80,7 +79,7 @@ class EncoderBlock(nn.Module):
         """(1, N, D) -> (1, N, D)."""
         y = self.attention(x, ranges, nodes, table, added)
         x = self.attention_norm.after(x, y, self.dropout)
-        y = self.down(self.activation(self.up(x)))
+        y = feed_forward(x, self.kind, self.up, self.down)
         return self.feed_forward_norm.after(x, y, self.dropout)
 
 
@@ -112,7 +111,7 @@ class GraphEncoder(nn.Module):
         super().__init__()
         if config.vocab_size is None or (config.n_relations is None and config.leaf_slots):
             raise ValueError("model.vocab_size and model.n_relations must be set to the sizes of the dataset")
-        self.config, self.activation = config, activation_of(config)
+        self.config, self.kind = config, kind_of(config)
         self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
         width = config.d_model
         fused = config.leaf_slots > 0 and config.fusion == "hgat"
@@ -192,7 +191,7 @@ class GraphEncoder(nn.Module):
 
     def predicted(self, states: torch.Tensor) -> torch.Tensor:
         """Applies the output transform: (M, D) -> (M, D). The product with the embedding gives the logits."""
-        out: torch.Tensor = self.transform_norm(self.activation(self.transform(states)))
+        out: torch.Tensor = self.transform_norm(activate(self.kind, self.transform(states)))
         return out
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

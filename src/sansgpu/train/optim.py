@@ -106,6 +106,7 @@ class Optimizer:
             narrow = self._training.master_weights == "bf16"
             weight.master = parameter.detach() if narrow else weight.placement.shard(weight.master)
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
+        parameter.gradient_sum = weight  # type: ignore[attr-defined]  # see kernels.gradient_sum
 
     def mark_last_backward(self) -> None:
         """Announces this rank's last backward pass of the step, so that the all-reduce may overlap with it."""
@@ -132,9 +133,10 @@ class Optimizer:
             weight.used = False
 
     def set_accumulation(self, summed: bool) -> None:
-        """Announces whether the step accumulates several micro-batches.
+        """Announces whether the next backward passes are of a step that accumulates several micro-batches.
 
-        Sums are then fp32 from the first one on, because changing the dtype later would fragment the heap.
+        Sums are then fp32 from the first one on, because changing the dtype later would fragment the heap, and matmuls
+        add to them in place.
         """
         for weight in self.weights:
             weight.summed = summed
@@ -207,6 +209,7 @@ class Optimizer:
         for weight in self.weights:
             if weight.hook is not None:
                 weight.hook.remove()
+                del weight.parameter.gradient_sum  # type: ignore[attr-defined]
             full = self.gather_tensor(weight.name)
             if self._sharding == "none" or (self._group.is_main and not isinstance(weight.placement, RowSharded)):
                 weight.parameter.data = full

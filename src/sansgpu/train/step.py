@@ -100,13 +100,13 @@ def train_step(
             except MemoryShortError:
                 pending.appendleft(piece)
                 continue
-            if not index:
-                state.optimizer.set_accumulation(bool(pending))
+            state.optimizer.set_accumulation(index > 0 or bool(pending))
             if not pending:
                 state.optimizer.mark_last_backward()
             phases.lap("forward")
             (loss / targets).backward()
             phases.lap("backward")
+            state.optimizer.set_accumulation(False)  # other gradients, as of a custom loss, are no part of the sums
         loss_sum += loss.detach()
         index += 1
     state.optimizer.reduce()

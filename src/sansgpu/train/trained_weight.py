@@ -61,18 +61,26 @@ class TrainedWeight:
         self.used = True
 
     def gather(self, parameter: torch.Tensor) -> None:
-        """Accumulates the gradient of a backward pass; registered as a post-accumulate-grad hook."""
+        """Accumulates the gradient of a backward pass; registered as a post-accumulate-grad hook.
+
+        Autograd has no gradient if kernels added all of it to `gradient`; see `kernels.gradient_sum`.
+        """
         new, parameter.grad = parameter.grad, None
-        assert new is not None
+        if new is not None:
+            self._add(new)
+        elif self.gradient is None:
+            return  # the functions that use this weight have no gradient of it
         self.mark_used()
+        if self.on_gradient is not None:
+            self.on_gradient(self)
+
+    def _add(self, new: torch.Tensor) -> None:
         if new.is_sparse and self.gradient is None:
             new = new.to_dense()
         if self.gradient is None:
             self.gradient = new.to(torch.promote_types(new.dtype, torch.float32)) if self.summed else new
         else:
             self.gradient = add_product(self.gradient, new)
-        if self.on_gradient is not None:
-            self.on_gradient(self)
 
     def allocate_moments(self) -> None:
         """Sets the moments to zero unless they exist."""

@@ -24,7 +24,7 @@ struct StayInTotal {
 
 template <typename T>
 void run(const Product<T>& product, T* out, const float* bias) {
-  if (product.total != nullptr)
+  if (out == nullptr)
     Multiplication(product, StayInTotal()).run();
   else
     Multiplication(product, StoreWithBias<T>{out, product.N, bias}).run();
@@ -38,7 +38,8 @@ Operand<T> operand(const void* at, int64_t ld, int64_t transposed) {
 }  // namespace
 
 // Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, C is stored
-// there, in fp32 and without a bias. `bias` and `row_sums` may be null; see Product.
+// there in fp32, or added with `add`, without a bias, and then `out`, which may be null, gets its rounded values. `bias`
+// and `row_sums` may be null; see Product.
 SANSGPU_KERNEL void matmul(int64_t narrow, int64_t M, int64_t N, int64_t K, const void* a, int64_t lda,
                            int64_t a_transposed, const void* b, int64_t ldb, int64_t b_transposed, const float* bias,
                            void* out, float* total, int64_t add, float* row_sums) {
