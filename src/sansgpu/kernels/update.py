@@ -1,9 +1,9 @@
-"""Gradient accumulation, gradient norm and AdamW, each in one pass over memory."""
+"""Gradient accumulation, gradient norm and weight updates, each in one pass over memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,25 +80,42 @@ class AdamWStep:
 
     def run(self, kernel: str, updates: list[WeightUpdate], *maps: torch.Tensor) -> None:
         """Calls the kernel `adamw` or `adamw8` once for all weights, so that small ones share the threads."""
-        structs = tuple(word for update in updates for word in update.as_struct())
-        decays = torch.tensor([update.weight_decay for update in updates], dtype=torch.float64)
         settings = (*map(float, (self.lr, *self.betas, self.eps)), self.number, float(self.scale))
-        native.call(kernel, len(updates), structs, decays, *maps, *settings)
+        call_update(kernel, updates, decays_of(updates), *maps, *settings)
+
+
+def call_update(kernel: str, updates: Sequence[WeightUpdate], *arguments: native.Argument) -> None:
+    """Calls a kernel of native/update.cpp for weights."""
+    if updates:
+        structs = tuple(word for update in updates for word in update.as_struct())
+        native.call(kernel, len(updates), structs, *arguments)
+
+
+def decays_of(updates: Sequence[WeightUpdate]) -> torch.Tensor:
+    return torch.tensor([update.weight_decay for update in updates], dtype=torch.float64)
+
+
+def split(
+    updates: Sequence[WeightUpdate], wide: Callable[[WeightUpdate], Sequence[torch.Tensor]]
+) -> tuple[list[WeightUpdate], list[WeightUpdate]]:
+    """Returns the updates for a kernel, which takes the tensors `wide(update)` only in fp32, and those for torch."""
+    native_ones, others = [], []
+    for update in updates:
+        tensors = (update.weight, *update.moments, update.gradient, update.working)
+        if use_native(*tensors) and all(tensor.dtype == torch.float32 for tensor in wide(update)):
+            require_size(update.weight.numel(), *tensors)
+            native_ones.append(update)
+        else:
+            others.append(update)
+    return native_ones, others
 
 
 def adamw(updates: Sequence[WeightUpdate], step: AdamWStep) -> None:
     """Applies a step of AdamW (arXiv 1711.05101) in place. The moments of a weight are two tensors, fp32 or wider."""
-    together = []
-    for update in updates:
-        first, second = update.moments
-        tensors = (update.weight, first, second, update.gradient, update.working)
-        if first.dtype == second.dtype == torch.float32 and use_native(*tensors):
-            require_size(update.weight.numel(), *tensors)
-            together.append(update)
-        else:
-            adamw_in_torch(update, step)
-    if together:
-        step.run("adamw", together)
+    together, others = split(updates, lambda update: update.moments)
+    step.run("adamw", together)
+    for update in others:
+        adamw_in_torch(update, step)
 
 
 def adamw_in_torch(update: WeightUpdate, step: AdamWStep) -> None:
@@ -129,3 +146,28 @@ def _stochastic_round(wide: torch.Tensor, seed: int) -> torch.Tensor:
     noise = torch.randint(1 << 16, wide.shape, generator=generator, dtype=torch.int32, device=wide.device)
     rounded = (wide.view(torch.int32) + noise) & -(1 << 16)
     return torch.where(wide.isfinite(), rounded.view(torch.float32), wide).bfloat16()
+
+
+def nesterov(updates: Sequence[WeightUpdate], beta: float, scale: float) -> None:
+    """Updates the momentum of weights with their gradients times `scale`.
+
+    The moments of a weight, fp32 or wider, are its momentum and a tensor that becomes the direction of its update:
+    Nesterov's momentum, one step ahead.
+    """
+    together, others = split(updates, lambda update: update.moments)
+    call_update("nesterov", together, float(beta), float(scale))
+    for update in others:
+        momentum, direction = update.moments
+        gradient = update.gradient.to(momentum.dtype) * scale
+        momentum.lerp_(gradient, 1 - beta)
+        direction.copy_(gradient.lerp_(momentum, beta))
+
+
+def descend(updates: Sequence[WeightUpdate], lr: float, scale: float) -> None:
+    """Moves weights, fp32 or wider, against their gradients times `scale`, with decoupled weight decay."""
+    together, others = split(updates, lambda update: [update.weight])
+    call_update("descend", together, decays_of(together), float(lr), float(scale))
+    for update in others:
+        update.weight.mul_(1 - lr * update.weight_decay).add_(update.gradient, alpha=-lr * scale)
+        if update.working is not None:
+            update.working.copy_(update.weight)

@@ -11,7 +11,7 @@ from torch import nn
 from sansgpu.config import TrainingConfig, derive_seed
 from sansgpu.kernels.newton_schulz import newton_schulz
 from sansgpu.kernels.quantized import adamw8, quantized_zeros
-from sansgpu.kernels.update import AdamWStep, WeightUpdate, adamw
+from sansgpu.kernels.update import AdamWStep, WeightUpdate, adamw, descend, nesterov
 from sansgpu.train.trained_weight import TrainedWeight, UpdateRule, UpdateStep
 
 ADAM_EPS = 1e-8
@@ -88,21 +88,26 @@ def _muon(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
 
 
 def _muon_chunk(weights: list[TrainedWeight], step: UpdateStep) -> None:
-    updates = []
-    for weight in weights:
+    shape = weights[0].parameter.shape
+    full = weights[0].master.new_empty(len(weights), *shape)
+    averaged, gathered = [], []
+    for weight, whole in zip(weights, full, strict=True):
         assert weight.gradient is not None
-        gradient, momentum = weight.gradient.to(weight.master.dtype).mul_(step.scale), weight.moments["momentum"]
-        momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
-        updates.append(gradient.lerp_(momentum, MUON_MOMENTUM))  # Nesterov
-    size = MUON_UPDATE_RMS * max(weights[0].parameter.shape[-2:]) ** 0.5
-    full = torch.stack([w.placement.all_gather(u, w.parameter.shape) for w, u in zip(weights, updates, strict=True)])
-    matrices = full.view(-1, *full.shape[-2:])
-    for some in matrices.split(max(1, MUON_CHUNK_ELEMENTS // matrices[0].numel())):
-        some.copy_(newton_schulz(some, step.compute_dtype))
-    for weight, update in zip(weights, full, strict=True):
-        weight.master.mul_(1 - step.lr * weight.decay).add_(weight.placement.shard(update), alpha=-step.lr * size)
-        if weight.working is not None:
-            weight.working.copy_(weight.master)
+        local = weight.placement.shard(whole)
+        averaged.append(WeightUpdate(weight.master, (weight.moments["momentum"], local), weight.gradient))
+        gathered.append((whole, local))
+    nesterov(averaged, MUON_MOMENTUM, step.scale)
+    for weight, (whole, local) in zip(weights, gathered, strict=True):
+        whole.copy_(weight.placement.all_gather(local, shape))  # copies nothing if this rank has the whole weight
+    matrices = full.view(-1, *shape[-2:])
+    pieces = matrices.split(max(1, MUON_CHUNK_ELEMENTS // matrices[0].numel()))
+    directions = [newton_schulz(piece, step.compute_dtype) for piece in pieces]
+    together = (directions[0] if len(directions) == 1 else torch.cat(directions)).view_as(full)
+    moves = [
+        WeightUpdate(weight.master, (), weight.placement.shard(direction), weight.working, weight.decay)
+        for weight, direction in zip(weights, together, strict=True)
+    ]
+    descend(moves, step.lr, MUON_UPDATE_RMS * max(shape[-2:]) ** 0.5)
 
 
 ADAMW = UpdateRule(("exp_avg", "exp_avg_sq"), _zeros(2), _adamw_with(adamw))

@@ -102,6 +102,7 @@ struct Product {
   float* total;     // (M, N): where C is stored in fp32; if null, C is in memory as a whole only if K is large
   bool add;         // adds C to `total`
   float* row_sums;  // (M,), if not null: becomes the sums of the rows of A, which must be transposed
+  bool symmetric = false;  // C is symmetric: computes the tiles of one triangle and mirrors them
 
   // Transposing A while packing it may take longer than to pack B^T, which has fewer rows, and to transpose C.
   bool better_turned() const { return a.transposed && !b.transposed && (M - N) * K > M * N; }
@@ -117,7 +118,7 @@ class Multiplication {
         c_(turned_ ? product.turned() : product),
         finish_(finish),
         pack_a_(c_.a.transposed || c_.K % (4 / sizeof(T)) != 0),
-        rows_(tile_rows(c_.M, c_.N, c_.K)),
+        rows_(c_.symmetric ? COLUMNS : tile_rows(c_.M, c_.N, c_.K)),
         ld_(padded<T>(std::min(c_.K, TERMS)) + GAP),
         strip_(pack_a_ ? at_once(PACKED_A, rows_, c_.M) : c_.M),
         group_(at_once(PACKED_B, COLUMNS, c_.N)),
@@ -127,41 +128,62 @@ class Multiplication {
     if (c_.total == nullptr && c_.K > TERMS) c_.total = own_;
   }
 
-  void run() {
-    for (int64_t k = 0; k < c_.K; k += TERMS)
-      for (int64_t n = 0; n < c_.N; n += group_)
-        for (int64_t m = 0; m < c_.M; m += strip_) run_part(m, n, k);
+  void run() { run_together(this, 1); }
+
+  // Computes `count` products with the same shapes and options at the same time.
+  static void run_together(Multiplication* all, int64_t count) {
+    const Product<T>& c = all->c_;
+    for (int64_t k = 0; k < c.K; k += TERMS)
+      for (int64_t n = 0; n < c.N; n += all->group_)
+        for (int64_t m = 0; m < c.M; m += all->strip_) {
+          const Part part(*all, m, n, k);
+          Turns packed(count * part.packs);
+          parallel_units(count * part.units, [&](Units& units) {
+            Buffer<float> sums(2 * all->rows_ * COLUMNS);
+            for (int64_t unit; units.draw(unit);) {
+              const int64_t which = unit / part.units;
+              all[which].run_unit(part, unit % part.units, packed, which * part.packs, sums);
+            }
+            end_products();
+          });
+        }
   }
 
  private:
+  // A strip of rows and a group of columns, computed from the terms that begin with k. B stays packed between strips.
+  struct Part {
+    int64_t m, n, k, down, across;  // where it begins; its tiles in each direction
+    int64_t packs_a, packs, units;  // units that pack A, that pack, and all units
+
+    Part(const Multiplication& of, int64_t m, int64_t n, int64_t k)
+        : m(m),
+          n(n),
+          k(k),
+          down(divide_up(std::min(of.strip_, of.c_.M - m), of.rows_)),
+          across(divide_up(std::min(of.group_, of.c_.N - n), COLUMNS)),
+          packs_a(of.pack_a_ ? down : 0),
+          packs(packs_a + (m == 0 ? across : 0)),
+          units(packs + down * across) {}
+  };
+
   // Returns the rows or columns, in whole tiles, that are packed at once.
   int64_t at_once(int64_t bytes, int64_t tile, int64_t all) const {
     return std::min(round_up(all, tile), std::max(tile, bytes / static_cast<int64_t>(sizeof(T)) / ld_ / tile * tile));
   }
 
-  // Computes a strip of rows and a group of columns from the terms that begin with k. B stays packed between strips.
-  void run_part(int64_t m, int64_t n, int64_t k) {
-    const int64_t down = divide_up(std::min(strip_, c_.M - m), rows_);
-    const int64_t across = divide_up(std::min(group_, c_.N - n), COLUMNS);
-    const int64_t packs_a = pack_a_ ? down : 0, packs = packs_a + (m == 0 ? across : 0);
-    Turns packed(packs);
-    parallel_units(packs + down * across, [&](Units& units) {
-      Buffer<float> sums(2 * rows_ * COLUMNS);
-      for (int64_t unit; units.draw(unit);) {
-        if (unit < packs) {
-          unit < packs_a ? pack_strip(m, unit, n, k) : pack_panel(n, unit - packs_a, k);
-          packed.pass(unit);
-          continue;
-        }
-        // The smaller operand, which caches may hold, is read again for each part of the larger one.
-        const int64_t tile = unit - packs, y = down < across ? tile % down : tile / across;
-        const int64_t x = down < across ? tile / down : tile % across;
-        if (pack_a_) packed.wait(y, 1);
-        if (m == 0) packed.wait(packs_a + x, 1);
-        multiply_tile(m, y, n, x, k, sums);
-      }
-      end_products();
-    });
+  // Packs or multiplies. `packed` has the turns of this product from `turn` on.
+  void run_unit(const Part& part, int64_t unit, Turns& packed, int64_t turn, float* sums) {
+    if (unit < part.packs) {
+      unit < part.packs_a ? pack_strip(part.m, unit, part.n, part.k) : pack_panel(part.n, unit - part.packs_a, part.k);
+      return packed.pass(turn + unit);
+    }
+    // The smaller operand, which caches may hold, is read again for each part of the larger one.
+    const int64_t tile = unit - part.packs, down = part.down, across = part.across;
+    const int64_t y = down < across ? tile % down : tile / across, x = down < across ? tile / down : tile % across;
+    if (c_.symmetric && part.n + x * COLUMNS > part.m + y * COLUMNS) return;  // mirrored
+    if (pack_a_) packed.wait(turn + y, 1);
+    if (part.m == 0) packed.wait(turn + part.packs_a + x, 1);
+    multiply_tile(part.m, y, part.n, x, part.k, sums);
   }
 
   int64_t terms(int64_t k) const { return std::min(TERMS, c_.K - k); }
@@ -196,7 +218,15 @@ class Multiplication {
     if (turned_)
       finish_turned(row, count, column, columns, sums, c_.add || k > 0, last);
     else if (last)
-      for (int64_t i = 0; i < count; ++i) finish_(row + i, column, columns, to + i * ld);
+      finish_tile(row, count, column, columns, to, ld, sums + rows_ * COLUMNS);
+  }
+
+  void finish_tile(int64_t row, int64_t count, int64_t column, int64_t columns, float* sums, int64_t ld, float* mirror) {
+    const bool mirrored = c_.symmetric && row != column;
+    if (mirrored) transpose(sums, ld, count, columns, mirror, COLUMNS);
+    for (int64_t i = 0; i < count; ++i) finish_(row + i, column, columns, sums + i * ld);
+    if (mirrored)
+      for (int64_t j = 0; j < columns; ++j) finish_(column + j, row, count, mirror + j * COLUMNS);
   }
 
   // Finishes a tile whose columns are parts of rows of C.

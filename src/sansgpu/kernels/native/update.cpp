@@ -1,54 +1,9 @@
-// Memory-bound kernels, each in one pass: dropout, gradient accumulation, gradient norm and AdamW.
+// Memory-bound kernels, each in one pass: dropout, gradient accumulation, gradient norm and weight updates.
 
-#include "parallel.h"
-#include "tiles.h"
+#include "blocks.h"
 
 namespace sansgpu {
 namespace {
-
-constexpr int64_t GRAIN = Dropout::BLOCK;  // values per block
-
-// A block of one of several arrays.
-struct Block {
-  int64_t unit, array, index, start, count;  // among the blocks of all arrays, its array, there; its values
-};
-
-// The blocks of arrays of the given sizes. They have a fixed size, because scalar remainders of vectorized loops round
-// differently and results must not depend on the threads. All arrays are divided together, so that many small ones
-// occupy all threads.
-class Blocks {
- public:
-  template <typename Size>
-  Blocks(int64_t arrays, const Size& size) : ends_(arrays), sizes_(arrays), arrays_(arrays) {
-    for (int64_t array = 0, end = 0; array < arrays; ++array) {
-      sizes_[array] = size(array);
-      ends_[array] = end += divide_up(sizes_[array], GRAIN);
-    }
-  }
-
-  int64_t end(int64_t array) const { return array < 0 ? 0 : ends_[array]; }
-
-  // Calls work(block) for each block, on all threads.
-  template <typename F>
-  void each(const F& work) const {
-    parallel_each(end(arrays_ - 1), [&](int64_t unit) {
-      const int64_t* ends = ends_;
-      const int64_t array = std::upper_bound(ends, ends + arrays_, unit) - ends;
-      const int64_t index = unit - end(array - 1), start = index * GRAIN;
-      work(Block{unit, array, index, start, std::min(GRAIN, sizes_[array] - start)});
-    });
-  }
-
- private:
-  Buffer<int64_t> ends_, sizes_;
-  int64_t arrays_;
-};
-
-// Calls work(block) for each block of one array.
-template <typename F>
-void for_each_block(int64_t size, const F& work) {
-  Blocks(1, [=](int64_t) { return size; }).each(work);
-}
 
 template <typename T>
 void drop(const T* from, T* to, int64_t size, const Dropout& dropout) {
@@ -59,11 +14,6 @@ void drop(const T* from, T* to, int64_t size, const Dropout& dropout) {
     T* y = to + block.start;
     for (int64_t i = 0; i < block.count; ++i) store(y + i, load(x + i) * own.factor(row, i));
   });
-}
-
-template <typename T>
-double squares(const T* x, int64_t count) {
-  return sum_of(count, [&](int64_t i) { return load(x + i) * load(x + i); });
 }
 
 // Gives 32 random bits for each element of a tensor, which depend only on the seed and the index of the element.
@@ -128,23 +78,54 @@ struct Weight {
   int64_t size, narrow_weight, narrow_grad, seed;
 };
 
+// Calls run(grad) with a pointer of the gradient's dtype.
+template <typename F>
+void with_grad(const Weight& w, const F& run) {
+  w.narrow_grad ? run(static_cast<const bf16*>(w.grad)) : run(static_cast<const float*>(w.grad));
+}
+
 // Calls run(weight, grad) with pointers of the tensors' dtypes.
 template <typename F>
 void with_types(const Weight& w, const F& run) {
-  const auto typed = [&](auto* weight) {
-    w.narrow_grad ? run(weight, static_cast<const bf16*>(w.grad)) : run(weight, static_cast<const float*>(w.grad));
-  };
+  const auto typed = [&](auto* weight) { with_grad(w, [&](const auto* grad) { run(weight, grad); }); };
   w.narrow_weight ? typed(static_cast<bf16*>(w.weight)) : typed(static_cast<float*>(w.weight));
+}
+
+// Calls run(block, weight) for each block of the weights.
+template <typename F>
+void for_each_weight(int64_t count, const Weight* weights, const F& run) {
+  Blocks(count, [=](int64_t i) { return weights[i].size; }).each([&](const Block& block) {
+    run(block, weights[block.array]);
+  });
 }
 
 // Calls run(block, weight, settings) for each block of the weights.
 template <typename F>
 void for_each_weight(int64_t count, const Weight* weights, const double* decays, const AdamW& settings, const F& run) {
-  Blocks(count, [=](int64_t i) { return weights[i].size; }).each([&](const Block& block) {
+  for_each_weight(count, weights, [&](const Block& block, const Weight& weight) {
     AdamW own = settings;
     own.decay = static_cast<float>(decays[block.array]);
-    run(block, weights[block.array], own);
+    run(block, weight, own);
   });
+}
+
+// Moves `momentum` toward the clipped gradients and writes Nesterov's look-ahead, which `direction` becomes.
+template <typename G>
+void look_ahead(float beta, float scale, const G* grad, float* momentum, float* direction, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float g = load(grad + i) * scale, m = momentum[i] + (1.0f - beta) * (g - momentum[i]);
+    momentum[i] = m;
+    direction[i] = g + beta * (m - g);
+  }
+}
+
+template <typename G>
+void move(float keep, float rate, const G* grad, float* weight, bf16* working, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float next = keep * weight[i] - rate * load(grad + i);
+    weight[i] = next;
+    if (working) store(working + i, next);
+  }
 }
 
 // --- 8-bit moments; kernels/quantized.py defines the codes
@@ -273,6 +254,30 @@ SANSGPU_KERNEL void adamw(int64_t count, const Weight* weights, const double* de
     with_types(w, [&](auto* weight, const auto* grad) {
       update(own, weight + at, first + at, second + at, grad + at, w.working ? w.working + at : nullptr, block.count,
              Random(w.seed).row(block.index), 0);
+    });
+  });
+}
+
+// Updates the first moments, the momentum of fp32 weights, with gradients times `scale`. The second ones become the
+// directions of the update.
+SANSGPU_KERNEL void nesterov(int64_t count, const Weight* weights, double beta, double scale) {
+  for_each_weight(count, weights, [=](const Block& block, const Weight& w) {
+    const int64_t at = block.start;
+    float *momentum = static_cast<float*>(w.moments[0]) + at, *direction = static_cast<float*>(w.moments[1]) + at;
+    with_grad(w, [&](const auto* grad) {
+      look_ahead(static_cast<float>(beta), static_cast<float>(scale), grad + at, momentum, direction, block.count);
+    });
+  });
+}
+
+// Moves fp32 weights, and their working copies, against `grad` times `scale`, with decoupled weight decay.
+SANSGPU_KERNEL void descend(int64_t count, const Weight* weights, const double* decays, double lr, double scale) {
+  for_each_weight(count, weights, [=](const Block& block, const Weight& w) {
+    const float keep = static_cast<float>(1.0 - lr * decays[block.array]), rate = static_cast<float>(lr * scale);
+    const int64_t at = block.start;
+    with_grad(w, [&](const auto* grad) {
+      move(keep, rate, grad + at, static_cast<float*>(w.weight) + at, w.working ? w.working + at : nullptr,
+           block.count);
     });
   });
 }
