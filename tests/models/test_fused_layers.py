@@ -15,7 +15,7 @@ from sansgpu.models.patches import patch_model
 
 SIZES = {
     "vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "use_cache": False,
 }  # fmt: skip
 
 
@@ -40,14 +40,14 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "changes", "fused"),
     [
-        ("Qwen2", {}, {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2DecoderLayer"}),
-        ("Llama", {}, {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer"}),
-        ("Mistral", {}, {"MistralRMSNorm", "MistralMLP", "MistralDecoderLayer"}),
-        ("Qwen3", {}, {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3DecoderLayer"}),
-        ("Llama", {"hidden_act": "relu"}, {"LlamaRMSNorm", "LlamaDecoderLayer"}),
-        ("Granite", {"residual_multiplier": 0.5}, {"GraniteRMSNorm", "GraniteMLP"}),
+        ("Qwen2", {}, {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2DecoderLayer", "Qwen2Attention"}),
+        ("Llama", {}, {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer", "LlamaAttention"}),
+        ("Mistral", {}, {"MistralRMSNorm", "MistralMLP", "MistralDecoderLayer", "MistralAttention"}),
+        ("Qwen3", {}, {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3DecoderLayer", "Qwen3Attention"}),
+        ("Llama", {"hidden_act": "relu"}, {"LlamaRMSNorm", "LlamaDecoderLayer", "LlamaAttention"}),
+        ("Granite", {"residual_multiplier": 0.5}, {"GraniteRMSNorm", "GraniteMLP", "GraniteAttention"}),
         ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms follow the branches
-        ("Gemma", {}, {"GELUTanh"}),  # its norms multiply by 1 + weight
+        ("Gemma", {}, {"GELUTanh", "GemmaAttention"}),  # its norms multiply by 1 + weight
         ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
         ("Bert", {}, {"LayerNorm", "GELUActivation"}),
     ],

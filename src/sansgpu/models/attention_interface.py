@@ -26,7 +26,7 @@ def use_our_attention(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     if model.config._attn_implementation != "sdpa" or getattr(config, "attn_logit_softcapping", None):
         return False
-    AttentionInterface.register(NAME, _attention_forward)
+    AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
     return bool(model.config._attn_implementation == NAME)
@@ -63,7 +63,7 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     return mask
 
 
-def _attention_forward(
+def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -81,16 +81,16 @@ def fuse_layers(model: nn.Module) -> None:
         elif (kind := _gelu_of(module)) is not None:
             module.__class__ = kind
         elif _is_swiglu(module):
-            module.__class__ = _with_forward(_SwiGLU, type(module))
+            module.__class__ = with_forward(_SwiGLU, type(module))
     for module in model.modules():
         if _is_pre_norm_layer(module):
-            module.__class__ = _with_forward(PreNormLayer, type(module))
+            module.__class__ = with_forward(PreNormLayer, type(module))
 
 
 _subclasses: dict[tuple[type, type], type] = {}
 
 
-def _with_forward(mixin: type, original: type) -> type:
+def with_forward(mixin: type, original: type) -> type:
     """Returns a subclass with another forward pass, because transformers looks for layers of the original class.
 
     All blocks of a model have the same subclass, so that torch.compile compiles one graph.
@@ -105,26 +105,26 @@ def _is_rms_norm(module: nn.Module) -> bool:
     named = type(module).__name__.endswith("RMSNorm") and not module._modules
     if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None:
         return False
-    x, random, trial = _random(3, len(weight)), _random(len(weight)), copy.deepcopy(module)
+    x, random, trial = random_tensor(3, len(weight)), random_tensor(len(weight)), copy.deepcopy(module)
     cast(Any, trial).weight = nn.Parameter(random)  # the model may be on the meta device
-    return _agree(lambda: trial(x), lambda: F.rms_norm(x, weight.shape, random, float(eps)))
+    return agree(lambda: trial(x), lambda: F.rms_norm(x, weight.shape, random, float(eps)))
 
 
 def _gelu_of(module: nn.Module) -> type[nn.Module] | None:
     if "GELU" not in type(module).__name__.upper() or module._modules or module._parameters:
         return None
     x = torch.linspace(-8, 8, 97)
-    if _agree(lambda: module(x), lambda: F.gelu(x)):
+    if agree(lambda: module(x), lambda: F.gelu(x)):
         return FusedGELU
-    return FusedTanhGELU if _agree(lambda: module(x), lambda: F.gelu(x, approximate="tanh")) else None
+    return FusedTanhGELU if agree(lambda: module(x), lambda: F.gelu(x, approximate="tanh")) else None
 
 
 def _is_swiglu(module: nn.Module) -> bool:
     if set(module._modules) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
-    gate, up, down, x = _Part(1.5), _Part(2.5), _Part(0.5), _random(3, 8)
+    gate, up, down, x = _Part(1.5), _Part(2.5), _Part(0.5), random_tensor(3, 8)
     with _replaced(module, {"gate_proj": gate, "up_proj": up, "down_proj": down}):
-        return _agree(lambda: module.forward(x), lambda: down(F.silu(gate(x)) * up(x)))
+        return agree(lambda: module.forward(x), lambda: down(F.silu(gate(x)) * up(x)))
 
 
 def _is_pre_norm_layer(module: nn.Module) -> bool:
@@ -132,7 +132,7 @@ def _is_pre_norm_layer(module: nn.Module) -> bool:
     norms = [module._modules.get(name) for name in ("input_layernorm", "post_attention_layernorm")]
     if set(module._modules) != parts or not all(isinstance(norm, FusedNorm) for norm in norms):
         return False
-    first, attention, second, mlp, x = _Part(1.5), _AttentionPart(2.5), _Part(0.5), _Part(0.7), _random(1, 3, 8)
+    first, attention, second, mlp, x = _Part(1.5), _AttentionPart(2.5), _Part(0.5), _Part(0.7), random_tensor(1, 3, 8)
 
     def expected() -> torch.Tensor:
         total: torch.Tensor = x + attention(first(x))[0]
@@ -140,7 +140,7 @@ def _is_pre_norm_layer(module: nn.Module) -> bool:
 
     stubs = {"input_layernorm": first, "self_attn": attention, "post_attention_layernorm": second, "mlp": mlp}
     with _replaced(module, stubs):
-        return _agree(lambda: module.forward(x), expected)
+        return agree(lambda: module.forward(x), expected)
 
 
 class _Part(nn.Module):
@@ -169,12 +169,13 @@ def _replaced(module: nn.Module, parts: Mapping[str, nn.Module]) -> Iterator[Non
         module._modules.update(before)
 
 
-def _random(*shape: int) -> torch.Tensor:
+def random_tensor(*shape: int) -> torch.Tensor:
+    """Returns the same random values in every call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def _agree(found: Callable[[], object], expected: Callable[[], torch.Tensor]) -> bool:
+def agree(found: Callable[[], object], expected: Callable[[], torch.Tensor]) -> bool:
     """Returns True if a trial gives what is expected; False if it fails, as that of any other code may."""
     try:
         value = found()

@@ -12,6 +12,7 @@ from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.norm import LayerNorm
 from sansgpu.models.attention_interface import use_our_attention
 from sansgpu.models.fused_layers import fuse_layers
+from sansgpu.models.rotary_attention import fuse_rotary_attention
 
 
 class Embedding(nn.Embedding):
@@ -46,5 +47,6 @@ def patch_model(model: PreTrainedModel) -> list[str]:
     unpatched = [] if use_our_attention(model) else ["attention"]
     patch_layers(model)
     fuse_layers(model)
+    fuse_rotary_attention(model)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return unpatched + [f"layers of type {name}" for name in others]

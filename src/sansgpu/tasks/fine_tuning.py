@@ -57,6 +57,10 @@ class FineTuning(ObjectiveBase, ABC):
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
         self._adapted = add_adapter(self.model, settings, seed) if settings.adapter != "none" else None
         patch_layers(self.model)  # again, for the layers of the adapter
+        if self._adapted is not None:
+            from sansgpu.models.lora import patch_adapter  # imports peft, which takes a second
+
+            patch_adapter(self.model)
         self.notes: Sequence[str] = list(self._notes(unpatched))
         self._blocks = blocks_of(self.model)
         self._callback: Callable[[], None] = lambda: None

@@ -1,0 +1,46 @@
+"""Runs the LoRA adapters of peft with our kernel."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from torch import nn
+
+from sansgpu.kernels.linear import MIN_ROWS, Linear, autocasted
+from sansgpu.kernels.lora import MAX_RANK, lora_linear
+from sansgpu.kernels.matmul import is_native
+
+
+class LoraLinear(PeftLinear):
+    """peft's linear layer with an adapter, fused with the frozen layer where our kernel runs."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        base: Any = self.base_layer
+        source = autocasted(x)
+        if args or kwargs or self._is_unusual() or source.numel() < MIN_ROWS * base.in_features:
+            return super().forward(x, *args, **kwargs)
+        (name,) = self.active_adapters
+        first, second = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight
+        if len(first) > MAX_RANK or not is_native(source, base.weight, first, second):
+            return super().forward(x)
+        source = source.reshape(-1, base.in_features)
+        dropped = self.lora_dropout[name](source)
+        y = lora_linear(source, dropped, base.weight, base.bias, first, second, self.scaling[name])
+        return y.view(*x.shape[:-1], base.out_features)
+
+    def _is_unusual(self) -> bool:
+        """Returns True unless exactly one adapter, a plain one, is active and trained beside a frozen layer."""
+        base, names = self.base_layer, self.active_adapters
+        if self.disable_adapters or self.merged or self.lora_variant or len(names) != 1 or type(base) is not Linear:
+            return True
+        trained = any(parameter.requires_grad for parameter in (base.weight, base.bias) if parameter is not None)
+        return trained or self.lora_bias[names[0]]
+
+
+def patch_adapter(model: nn.Module) -> None:
+    """Makes the LoRA layers of a model use our kernel, in place."""
+    for module in model.modules():
+        if type(module) is PeftLinear:
+            module.__class__ = LoraLinear

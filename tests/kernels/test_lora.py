@@ -1,0 +1,86 @@
+"""Linear layers with a LoRA adapter, compared with float64, on every instruction set and in plain torch."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sansgpu.kernels.lora import lora_linear
+
+RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+SCALE = 1.7
+
+
+def leaves(rows: int, inputs: int, outputs: int, rank: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Returns x, x after dropout, W, A and B, of which W needs no gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(rows, inputs), (rows, inputs), (outputs, inputs), (rank, inputs), (outputs, rank)]
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [value.requires_grad_(place != 2) for place, value in enumerate(values)]
+
+
+def exact(x: torch.Tensor, dropped: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+    weight, bias, first, second = rest
+    assert weight is not None
+    assert first is not None
+    assert second is not None
+    y = x @ weight.T + SCALE * (dropped @ first.T) @ second.T
+    return y if bias is None else y + bias
+
+
+@RANDOM
+@given(
+    st.integers(1, 200), st.integers(1, 150), st.integers(1, 150), st.integers(1, 20), st.booleans(), st.booleans(),
+    DTYPES, st.integers(0, 99),
+)  # fmt: skip
+@example(130, 66, 200, 16, True, False, torch.bfloat16, 0)
+@example(20, 8200, 70, 5, True, False, torch.float32, 0)  # more terms than one pass sums
+def test_lora_linear(
+    kernels: str, rows: int, inputs: int, outputs: int, rank: int, biased: bool, separate: bool, dtype: torch.dtype,
+    seed: int,
+) -> None:  # fmt: skip
+    ours = leaves(rows, inputs, outputs, rank, dtype, seed)
+    theirs = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in ours]
+    bias = torch.arange(outputs) / 10.0 if biased else None
+    found = []
+    for (x, dropped, weight, first, second), compute in ((ours, lora_linear), (theirs, exact)):
+        arguments = (x, dropped if separate else x, weight, bias, first, second)
+        y = compute(*arguments, SCALE) if compute is lora_linear else exact(*arguments)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+        found.append([y.detach(), *(t.grad for t in (x, *([dropped] if separate else []), first, second))])
+        assert weight.grad is None
+    for value, expected in zip(*found, strict=True):
+        assert value is not None
+        assert expected is not None
+        assert value.dtype == dtype
+        assert (value.double() - expected).norm() <= ERROR[dtype] * (expected.norm() + 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 70), (600, 130, 300)])
+def test_results_do_not_depend_on_the_threads(
+    native_kernels: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    x, _, weight, first, second = leaves(rows, inputs, outputs, 16, dtype, 0)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 5, 5):
+        torch.set_num_threads(threads)
+        y = lora_linear(x, x, weight, None, first, second, SCALE)
+        results.append([y, *torch.autograd.grad(y.sum(), (x, first, second))])
+    torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+
+
+def test_an_adapter_that_does_not_fit_is_refused(native_kernels: str) -> None:
+    x, _, weight, first, second = leaves(3, 4, 5, 2, torch.float32, 0)
+    for refused in (
+        (x, x, weight, None, first, second[:4]),
+        (x, x, weight, torch.ones(4), first, second),
+        (x, x, weight[:, :3], None, first, second),
+        (x, x[:2], weight, None, first, second),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            lora_linear(*refused, SCALE)
