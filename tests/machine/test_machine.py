@@ -39,6 +39,22 @@ def test_compiling_is_for_long_runs() -> None:
     assert resolve_compile(TrainingConfig(compile="off"), True, "cpu") == "off"
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2")
+def test_torch_does_not_compile_programs_to_choose_vector_instructions(tmp_path: Path) -> None:
+    """They take seconds each, and follow each other before the first graph is compiled."""
+    source = """
+from sansgpu.machine.compilation import set_up_compiler
+set_up_compiler()
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+print(pick_vec_isa())
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("ATEN_CPU_CAPABILITY", "TORCHINDUCTOR_VEC_ISA_OK")}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("avx")
+    assert not [path for path in tmp_path.rglob("*.cpp") if "at::vec" in path.read_text()]
+
+
 def test_a_measurement_is_made_once_a_question(tmp_path: Path) -> None:
     answers = iter([{"size": 1}, {"size": 2}, {"size": 3}])
     ask = partial(cached_measurement, tmp_path, measure=lambda: next(answers))

@@ -1,4 +1,4 @@
-"""Decides when torch.compile pays off, and sets the cache folder of compiled graphs."""
+"""Decides when torch.compile pays off, and sets it up."""
 
 from __future__ import annotations
 
@@ -78,8 +78,16 @@ def keep_compiled(cache: Path, warn: Callable[[str], None]) -> None:
     os.environ[INDUCTOR_DIR] = str(compiled_in(cache) / "inductor")
 
 
-def expect_shapes() -> None:
-    """Raises torch's limit on recompilations, because micro-batch shapes vary within a process."""
+def set_up_compiler() -> None:
+    """Raises torch's limit on recompilations, because micro-batch shapes vary within a process.
+
+    Also tells torch which vector instructions it supports. Otherwise it would compile and load a program for each set
+    of them before the first graph, which takes a third of all compilation.
+    """
     import torch._dynamo.config  # takes two seconds to import
+    import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    best = "AVX512" if torch.cpu.get_capabilities().get("avx512_f") else "AVX2"
+    if torch._inductor.config.cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() == best:
+        torch._inductor.config.cpp.vec_isa_ok = True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sansgpu.machine.compilation import expect_shapes
+from sansgpu.machine.compilation import set_up_compiler
 
 INIT_STD = 0.02  # standard deviation of initial weights, the value of GPT-2, BERT and Qwen
 
@@ -31,7 +31,7 @@ def materialize_empty(model: nn.Module) -> None:
 def compile_blocks(blocks: Iterable[nn.Module], on: bool, dynamic: bool = True) -> None:
     """Compiles each block, or stops using compiled blocks. With `dynamic`, their one graph accepts any input length."""
     if on:
-        expect_shapes()
+        set_up_compiler()
     for block in blocks:
         if on:
             block.compile(dynamic=dynamic)

@@ -14,7 +14,7 @@ import torch
 from sansgpu.config import Config, ConfigError, derive_seed
 from sansgpu.data.order import batch_indices
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.machine.compilation import expect_shapes
+from sansgpu.machine.compilation import set_up_compiler
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
     Head,
@@ -89,7 +89,7 @@ class FineTuning(ObjectiveBase, ABC):
     def compile(self, on: bool) -> None:
         """Compiles each block separately, with dynamic sequence lengths."""
         if on:
-            expect_shapes()
+            set_up_compiler()
         for block in self._blocks:  # compiles `forward` only, because hooks run in `__call__`
             if on:
                 block.forward = torch.compile(block.forward, dynamic=True)

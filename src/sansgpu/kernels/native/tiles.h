@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <utility>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -168,39 +169,55 @@ inline const uint16_t* bits(const bf16* x) { return reinterpret_cast<const uint1
 inline float* bits(float* x) { return x; }
 inline const float* bits(const float* x) { return x; }
 
-// Side of the squares by which `transpose` writes the transpose of from (rows, columns); they stay in registers.
+// Side of the squares that `transpose` transposes in registers. Without AVX-512, shuffles work on 16 bytes.
+template <typename Word>
+#ifdef __AVX512F__
 constexpr int64_t SIDE = 16;
+#else
+constexpr int64_t SIDE = 16 / sizeof(Word);
+#endif
+
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+// Takes turns between the words of two rows, from START on.
+template <int64_t START, typename Row, int64_t... I>
+inline Row interleaved(const Row& a, const Row& b, std::integer_sequence<int64_t, I...>) {
+  return __builtin_shufflevector(a, b, (START + I / 2 + I % 2 * sizeof...(I))...);
+}
+#endif
 
 template <typename Word>
 inline void transpose_square(const Word* from, int64_t ld_from, Word* to, int64_t ld_to) {
+  constexpr int64_t N = SIDE<Word>;
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-  // Four perfect shuffles of all 256 words: each rotates the bits of their index (row, column) left by one.
-  typedef Word Row __attribute__((vector_size(SIDE * sizeof(Word))));
-  Row a[SIDE], b[SIDE];
-  for (int64_t r = 0; r < SIDE; ++r) std::memcpy(a + r, from + r * ld_from, sizeof(Row));
-  for (int64_t turn = 0; turn < 4; ++turn) {
-    for (int64_t r = 0; r < SIDE / 2; ++r) {
-      b[2 * r] = __builtin_shufflevector(a[r], a[r + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-      b[2 * r + 1] = __builtin_shufflevector(a[r], a[r + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  // Perfect shuffles of all words: each rotates the bits of their index (row, column) left by one.
+  typedef Word Row __attribute__((vector_size(N * sizeof(Word))));
+  constexpr std::make_integer_sequence<int64_t, N> PLACES;
+  Row a[N], b[N];
+  for (int64_t r = 0; r < N; ++r) std::memcpy(a + r, from + r * ld_from, sizeof(Row));
+  for (int64_t turn = 1; turn < N; turn *= 2) {
+    for (int64_t r = 0; r < N / 2; ++r) {
+      b[2 * r] = interleaved<0>(a[r], a[r + N / 2], PLACES);
+      b[2 * r + 1] = interleaved<N / 2>(a[r], a[r + N / 2], PLACES);
     }
     std::swap(a, b);
   }
-  for (int64_t c = 0; c < SIDE; ++c) std::memcpy(to + c * ld_to, a + c, sizeof(Row));
+  for (int64_t c = 0; c < N; ++c) std::memcpy(to + c * ld_to, a + c, sizeof(Row));
 #else
-  for (int64_t c = 0; c < SIDE; ++c)
-    for (int64_t r = 0; r < SIDE; ++r) to[c * ld_to + r] = from[r * ld_from + c];
+  for (int64_t c = 0; c < N; ++c)
+    for (int64_t r = 0; r < N; ++r) to[c * ld_to + r] = from[r * ld_from + c];
 #endif
 }
 
 template <typename Word>
 inline void transpose(const Word* from, int64_t ld_from, int64_t rows, int64_t columns, Word* to, int64_t ld_to) {
-  for (int64_t row = 0; row < rows; row += SIDE)
-    for (int64_t column = 0; column < columns; column += SIDE) {
-      if (row + SIDE <= rows && column + SIDE <= columns) {
+  constexpr int64_t N = SIDE<Word>;
+  for (int64_t row = 0; row < rows; row += N)
+    for (int64_t column = 0; column < columns; column += N) {
+      if (row + N <= rows && column + N <= columns) {
         transpose_square(from + row * ld_from + column, ld_from, to + column * ld_to + row, ld_to);
       } else {
-        for (int64_t r = row; r < std::min(row + SIDE, rows); ++r)
-          for (int64_t c = column; c < std::min(column + SIDE, columns); ++c)
+        for (int64_t r = row; r < std::min(row + N, rows); ++r)
+          for (int64_t c = column; c < std::min(column + N, columns); ++c)
             std::memcpy(to + c * ld_to + r, from + r * ld_from + c, sizeof(Word));  // bf16 pairs may be misaligned
       }
     }
