@@ -19,10 +19,10 @@ def feed_forward(x: torch.Tensor, kind: Kind, up: Linear, down: Linear, gate: Li
         out: torch.Tensor = down(activate(kind, *[layer(x) for layer in inner]))
         return out
     layers = [*inner, down]
-    return cast(torch.Tensor, _FeedForward.apply(x, kind, gradient_sums(layers), *parameters_of(layers)))
+    return cast(torch.Tensor, _FeedForwardFunction.apply(x, kind, gradient_sums(layers), *parameters_of(layers)))
 
 
-class _FeedForward(torch.autograd.Function):
+class _FeedForwardFunction(torch.autograd.Function):
     """Saves the inputs of the activation; backward computes its result (N, F) again, together with its gradients."""
 
     @staticmethod

@@ -209,7 +209,7 @@ class Optimizer:
         for weight in self.weights:
             if weight.hook is not None:
                 weight.hook.remove()
-                del weight.parameter.gradient_sum  # type: ignore[attr-defined]
+                weight.parameter.gradient_sum = None  # type: ignore[attr-defined]
             full = self.gather_tensor(weight.name)
             if self._sharding == "none" or (self._group.is_main and not isinstance(weight.placement, RowSharded)):
                 weight.parameter.data = full
