@@ -152,7 +152,10 @@ SHAPES = st.builds(
 
 
 @RANDOM
-@given(st.integers(0, 40), st.integers(1, 12), st.integers(2, 90), st.floats(0, 1), SHAPES, DTYPES, st.integers(0, 99))
+@given(
+    st.integers(0, 40), st.integers(1, 12), st.integers(2, 90) | st.sampled_from([128, 192]), st.floats(0, 1), SHAPES,
+    DTYPES, st.integers(0, 99),
+)  # fmt: skip
 def test_linear_cross_entropy(
     kernels: str, tokens: int, width: int, vocabulary: int, ignored: float, shape: LossOptions, dtype: torch.dtype,
     seed: int,
@@ -246,20 +249,25 @@ def test_products_are_added_up_in_fp32(kernels: str, size: int, dtype: torch.dty
 
 
 @RANDOM
-@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 90), st.booleans(), st.booleans(), st.integers(0, 99))
+@given(
+    st.integers(1, 3), st.integers(1, 40), st.integers(1, 90), st.sampled_from([4, 130]), st.booleans(), st.booleans(),
+    st.integers(0, 99),
+)  # fmt: skip
 def test_embedding_adds_up_gradients_in_fp32(
-    batch: int, time: int, rows: int, narrow: bool, sparse: bool, seed: int
+    kernels: str, batch: int, time: int, rows: int, width: int, narrow: bool, sparse: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    table = torch.randn(rows, 4, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
+    table = torch.randn(rows, width, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
     indices = torch.randint(0, rows, (batch, time), generator=generator)
-    weight = torch.randn(batch, time, 4, generator=generator)
+    weight = torch.randn(batch, time, width, generator=generator)
     leaf = table.clone().requires_grad_()
     leaf.grad_dtype = None
     out = embed(indices, leaf, sparse)
     (out * weight).sum().backward()
     assert torch.equal(out, table.float()[indices])
-    expected = torch.zeros(rows, 4, dtype=torch.float64).index_add_(0, indices.flatten(), weight.double().flatten(0, 1))
+    expected = torch.zeros(rows, width, dtype=torch.float64).index_add_(
+        0, indices.flatten(), weight.double().flatten(0, 1)
+    )
     assert leaf.grad is not None
     assert leaf.grad.dtype == torch.float32
     assert leaf.grad.is_sparse == (sparse and rows > 8 * indices.numel())

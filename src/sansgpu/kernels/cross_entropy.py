@@ -9,33 +9,69 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from sansgpu.kernels import native
+from sansgpu.kernels.embedding import add_rows
 from sansgpu.kernels.linear import autocasted
-from sansgpu.kernels.matmul import matmul_into
+from sansgpu.kernels.matmul import is_native, matmul_into
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define(
-    "cross_entropy_(Tensor(a!) logits, Tensor targets, float smoothing, float z_loss, float softcap, bool gradient) "
-    "-> Tensor"
+    "cross_entropy_losses(Tensor(a!)? exponentials, Tensor hidden, Tensor head, Tensor targets, float smoothing, "
+    "float z_loss, float softcap, bool count) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "cross_entropy_hidden(Tensor(a!) out, Tensor exponentials, Tensor head, Tensor targets, Tensor shares, "
+    "Tensor at_target) -> ()"
 )
 
 
-def _cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, smoothing: float, z_loss: float, softcap: float, gradient: bool
-) -> torch.Tensor:
-    rows, vocabulary = logits.shape
-    if rows and not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
-        raise IndexError(f"a target is out of bounds: targets must lie in 0 to {vocabulary - 1}.")
-    losses = logits.new_empty(rows, dtype=torch.float32)
-    sizes, options = (rows, vocabulary), (float(smoothing), float(z_loss), float(softcap))
-    native.call("cross_entropy", logits.dtype == torch.bfloat16, logits, targets, losses, *sizes, *options, gradient)
-    return losses
+def _cross_entropy_losses(
+    exponentials: torch.Tensor | None, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor,
+    smoothing: float, z_loss: float, softcap: float, count: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Returns what native/cross_entropy.cpp calls losses, shares, at_target and above."""
+    (rows, width), vocabulary = hidden.shape, len(head)
+    if head.shape[1] != width or len(targets) != rows:
+        raise RuntimeError("the hidden states, the head and the targets do not match in shape.")
+    above = torch.zeros(rows if count else 0, dtype=torch.int64)
+    results = [hidden.new_empty(rows, dtype=torch.float32) for _ in range(3)]
+    native.call(
+        "cross_entropy_losses", hidden.dtype == torch.bfloat16, rows, width, vocabulary, hidden, head, targets,
+        float(smoothing), float(z_loss), float(softcap), exponentials, above if count else None, *results,
+    )  # fmt: skip
+    return *results, above
 
 
-_library.impl("cross_entropy_", _cross_entropy, "CPU")
+def _cross_entropy_hidden(
+    out: torch.Tensor, exponentials: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, shares: torch.Tensor,
+    at_target: torch.Tensor,
+) -> None:  # fmt: skip
+    sizes = (rows, width, vocabulary) = (*out.shape, len(head))
+    if exponentials.shape != (rows, vocabulary) or head.shape != (vocabulary, width):
+        raise RuntimeError("the exponentials, the head and the gradient do not match in shape.")
+    native.call(
+        "cross_entropy_hidden", out.dtype == torch.bfloat16, *sizes, exponentials, head, targets, shares, at_target, out
+    )
+
+
+_library.impl("cross_entropy_losses", _cross_entropy_losses, "CPU")
+_library.impl("cross_entropy_hidden", _cross_entropy_hidden, "CPU")
+
+
+@register_flop_formula(torch.ops.sansgpu.cross_entropy_losses)
+def _flops_of_losses(
+    exponentials: object, hidden: tuple[int, int], head: tuple[int, int], *args: Any, **kw: Any
+) -> int:
+    return 2 * hidden[0] * hidden[1] * head[0]
+
+
+@register_flop_formula(torch.ops.sansgpu.cross_entropy_hidden)
+def _flops_of_hidden(out: tuple[int, int], exponentials: tuple[int, int], *args: Any, **kwargs: Any) -> int:
+    return 2 * out[0] * out[1] * exponentials[1]
 
 
 @dataclass(frozen=True)
@@ -113,38 +149,109 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions, count: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        accurate = torch.promote_types(hidden.dtype, torch.float32)
-        head = weight.to(hidden.dtype)
-        with_gradients, of_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
-        hidden_grad = torch.empty_like(hidden) if with_gradients else None
-        weight_grad = torch.empty_like(weight, dtype=accurate) if of_weight and len(hidden) else None
-        total = torch.zeros((), dtype=accurate, device=hidden.device)
-        hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        # Chunks share one buffer: allocating and freeing large blocks would fragment the heap.
-        buffer = hidden.new_empty(min(CHUNK_ROWS, len(hidden)), len(head))
-        for start in range(0, len(hidden), CHUNK_ROWS):
-            chunk = hidden[start : start + CHUNK_ROWS]
-            logits = buffer[: len(chunk)]
-            matmul_into(logits, chunk, head.T)
-            if count:  # before the logits become their gradients
-                hits += (logits.argmax(dim=1) == targets[start : start + CHUNK_ROWS]).sum()
-            losses, logits_grad = _losses(logits, targets[start : start + CHUNK_ROWS], options, with_gradients)
-            total += losses.sum()
-            if hidden_grad is not None:
-                matmul_into(hidden_grad[start : start + CHUNK_ROWS], logits_grad, head)
-            if weight_grad is not None:
-                matmul_into(weight_grad, logits_grad.T, chunk, add=start > 0)
-        if of_weight and weight_grad is None:
-            weight_grad = torch.zeros_like(weight)
-        ctx.save_for_backward(hidden_grad, weight_grad)
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
+            raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
+        head = _Head(
+            hidden.contiguous(),
+            weight.to(hidden.dtype).contiguous(),
+            targets.to(torch.int64).contiguous(),
+            hidden.new_empty(hidden.shape) if of_hidden else None,
+            hidden.new_empty(weight.shape, dtype=_wide(hidden)) if of_weight else None,
+        )
+        if head.weight_grad is not None and not len(hidden):
+            head.weight_grad.zero_()
+        # With both options, the gradient of smoothing differs from logit to logit.
+        fused = is_native(head.hidden, head.weight) and not (options.softcap and options.label_smoothing)
+        total, hits = (_native_sums if fused else _torch_sums)(head, options, count)
+        ctx.save_for_backward(head.hidden_grad, head.weight_grad)
         ctx.mark_non_differentiable(hits)
         return total, hits
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad_outputs[0]
-        return hidden_grad.mul_(scale), None if weight_grad is None else weight_grad.mul_(scale), None, None, None
+        return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The operands of the head, and its gradients, which are None for what is frozen."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor  # in the dtype of `hidden`
+    targets: torch.Tensor
+    hidden_grad: torch.Tensor | None
+    weight_grad: torch.Tensor | None  # in fp32 or wider
+
+    def buffer(self) -> torch.Tensor | None:
+        """Returns memory for a chunk's logits, or None without gradients.
+
+        Chunks share it: allocating and freeing large blocks would fragment the heap.
+        """
+        if self.hidden_grad is None and self.weight_grad is None:
+            return None
+        return self.hidden.new_empty(min(CHUNK_ROWS, len(self.hidden)), len(self.weight))
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _native_sums(head: _Head, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sums of losses and hits and computes the gradients, with the kernels.
+
+    Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses.
+    """
+    hidden, weight, uniform = head.hidden, head.weight, options.label_smoothing / len(head.weight)
+    total, hits = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+    settings = (options.label_smoothing, options.z_loss, options.softcap, count)
+    buffer, scaled = head.buffer(), torch.empty_like(hidden[:CHUNK_ROWS])
+    for start in range(0, len(hidden), CHUNK_ROWS):
+        part = slice(start, start + CHUNK_ROWS)
+        chunk, targets = hidden[part], head.targets[part]
+        exponentials = None if buffer is None else buffer[: len(chunk)]
+        losses, shares, at_target, above = torch.ops.sansgpu.cross_entropy_losses(
+            exponentials, chunk, weight, targets, *settings
+        )
+        total += losses.sum()
+        hits += (above == 0).sum()  # `above` is empty without `count`
+        if head.hidden_grad is not None:
+            out = head.hidden_grad[part]
+            torch.ops.sansgpu.cross_entropy_hidden(out, exponentials, weight, targets, shares, at_target)
+        if head.weight_grad is not None and exponentials is not None:
+            rows = torch.mul(chunk, shares[:, None], out=scaled[: len(chunk)])
+            matmul_into(head.weight_grad, exponentials.T, rows, add=start > 0)
+            add_rows(head.weight_grad, targets, chunk, at_target)
+    if uniform:  # the same for all tokens: the gradient of every logit is smaller by `uniform`
+        hidden_sum, weight_sum = hidden.sum(0, dtype=torch.float32), weight.sum(0, dtype=torch.float32)
+        total -= uniform * (hidden_sum * weight_sum).sum()
+        for grad, summed in ((head.hidden_grad, weight_sum), (head.weight_grad, hidden_sum)):
+            if grad is not None:
+                grad.sub_(uniform * summed)
+    return total, hits
+
+
+def _torch_sums(head: _Head, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what `_native_sums` does, with plain torch."""
+    total = torch.zeros((), dtype=_wide(head.hidden), device=head.hidden.device)
+    hits = torch.zeros((), dtype=torch.int64, device=head.hidden.device)
+    buffer = head.buffer()
+    for start in range(0, len(head.hidden), CHUNK_ROWS):
+        part = slice(start, start + CHUNK_ROWS)
+        chunk, targets = head.hidden[part], head.targets[part]
+        logits = chunk @ head.weight.T if buffer is None else buffer[: len(chunk)]
+        if buffer is not None:
+            matmul_into(logits, chunk, head.weight.T)
+        if count:  # before the logits become their gradients
+            hits += (logits.argmax(dim=1) == targets).sum()
+        losses, logits_grad = _losses(logits, targets, options, buffer is not None)
+        total += losses.sum()
+        if head.hidden_grad is not None:
+            matmul_into(head.hidden_grad[part], logits_grad, head.weight)
+        if head.weight_grad is not None:
+            matmul_into(head.weight_grad, logits_grad.T, chunk, add=start > 0)
+    return total, hits
 
 
 def _losses(
@@ -152,8 +259,6 @@ def _losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the loss of each row and the gradient of the logits, which are overwritten."""
     smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
-    if native.takes(logits):
-        return torch.ops.sansgpu.cross_entropy_(logits, targets, smoothing, z_loss, softcap, with_gradients), logits
     dtype, targets = logits.dtype, targets[:, None]
     # Operates in place: another copy of the logits costs more than the arithmetic.
     logits = logits.to(torch.promote_types(dtype, torch.float32))

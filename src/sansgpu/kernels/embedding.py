@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import torch
 
+from sansgpu.kernels import native
+
 SPARSE_RATIO = 8  # rows of the table per token above which the gradient is sparse: a dense one would be mostly zeros
 
 
@@ -16,6 +18,19 @@ def embed(indices: torch.Tensor, table: torch.Tensor, sparse: bool = False) -> t
     gradient is a sparse tensor if most of its rows would be zero.
     """
     return cast(torch.Tensor, _Embed.apply(indices, table, sparse))
+
+
+def add_rows(
+    total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor | None = None
+) -> None:
+    """Adds rows (N, D), each times its factor (N,), to the rows of `total` (V, D) at indices (N,), in their order."""
+    if native.takes(total, rows) and total.dtype == torch.float32 and total.is_contiguous():
+        sizes = (*rows.shape, len(total))
+        narrow = rows.dtype == torch.bfloat16
+        native.call("add_rows", narrow, *sizes, indices.to(torch.int64).contiguous(), rows.contiguous(), factors, total)
+    else:
+        wide = rows.to(total.dtype)
+        total.index_add_(0, indices, wide if factors is None else wide * factors[:, None])
 
 
 class _Embed(torch.autograd.Function):
@@ -33,5 +48,6 @@ class _Embed(torch.autograd.Function):
             rows, values = indices.expand(grad.shape[:-1]).reshape(1, -1), grad.flatten(0, -2)
             size = (ctx.rows, grad.shape[-1])
             return None, torch.sparse_coo_tensor(rows, values, size, check_invariants=False), None
-        dense = torch.ops.aten.embedding_dense_backward(grad, indices.expand(grad.shape[:-1]), ctx.rows, -1, False)
+        dense = grad.new_zeros(ctx.rows, grad.shape[-1])
+        add_rows(dense, indices.expand(grad.shape[:-1]).flatten(), grad.flatten(0, -2))
         return None, dense, None

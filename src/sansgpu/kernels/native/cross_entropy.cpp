@@ -1,67 +1,247 @@
-// Computes losses and overwrites logits with their gradients; kernels/cross_entropy.py has the reference.
+// The output head with the loss; kernels/cross_entropy.py has the reference.
 //
-// N tokens, V vocabulary. A row of logits and its exponentials stay in L2 cache between maximum, sum and gradient.
+// N tokens, D width, V vocabulary. Only exp(logit - shift) is stored, with a shift for each token that is known before
+// the matmul, so that neither its maximum nor its sum takes another pass over memory. The target's place is 0, because
+// a small loss and its gradient would be lost in the rounding of an exponential near the sum of all.
 
-#include "parallel.h"
-#include "tiles.h"
+#include <atomic>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
+#include "matmul.h"
 
 namespace sansgpu {
 namespace {
 
-constexpr int64_t GRAIN = 1 << 14;  // logits per unit of work, or one row
+constexpr int64_t TOKENS = 64;  // tokens per unit of work, besides matmuls
+constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-struct Loss {
+// Added to the target's logit, this is the shift. Exponentials overflow only if another logit is larger by far more, and
+// then all are computed again; those of logits that are smaller by far more become 0.
+constexpr float MARGIN = 32.0f;
+
+struct Options {
   float smoothing, z_loss, softcap;  // softcap 0 disables it
+
+  // softcap * tanh(x / softcap), with tanh written in terms of exp so that the loop vectorizes.
+  float capped(float x) const {
+    if (softcap == 0.0f) return x;
+    const float e = exp2_nonpositive(-2.0f * LOG2E / softcap * std::fabs(x));
+    return std::copysign(softcap * (1.0f - e) / (1.0f + e), x);
+  }
+
+  // The derivative of `capped` where its value is y.
+  float slope(float y) const { return softcap == 0.0f ? 1.0f : 1.0f - (y / softcap) * (y / softcap); }
 };
 
-// softcap * tanh(x / softcap), with tanh written in terms of exp so that the loop vectorizes.
-inline float capped(float x, float softcap) {
-  const float e = exp2_nonpositive(-2.0f * LOG2E / softcap * std::fabs(x));
-  return std::copysign(softcap * (1.0f - e) / (1.0f + e), x);
-}
-
-// Returns the loss of one row. `powers` (V,) is scratch space for the exponentials.
-template <bool CAPPED, typename T>
-float row_loss(T* logits, float* powers, int64_t V, int64_t target, const Loss& loss, bool gradient) {
-  const auto logit = [&](int64_t j) { return CAPPED ? capped(load(logits + j), loss.softcap) : load(logits + j); };
-  const float most = max_of(V, logit);
-  const float sum = sum_of(V, [&](int64_t j) { return powers[j] = exp2_nonpositive((logit(j) - most) * LOG2E); });
-  const float total = loss.smoothing != 0 ? sum_of(V, logit) : 0.0f;
-  const float lse = most + std::log(sum), uniform = loss.smoothing / V, of_target = logit(target);
-  if (gradient) {
-    const float share = (1.0f + 2.0f * loss.z_loss * lse) / sum, target_share = 1.0f - loss.smoothing;
-    const float slope = CAPPED ? 1.0f - (of_target / loss.softcap) * (of_target / loss.softcap) : 1.0f;
-    const float at_target = (share * powers[target] - uniform - target_share) * slope;
-    for (int64_t j = 0; j < V; ++j) {
-      const float z = CAPPED ? logit(j) / loss.softcap : 0.0f;
-      powers[j] = (share * powers[j] - uniform) * (1.0f - z * z);
-    }
-    store_row(logits, powers, V);
-    store(logits + target, at_target);
-  }
-  return lse - (1.0f - loss.smoothing) * of_target - uniform * total + loss.z_loss * lse * lse;
-}
-
-// Runs row_loss on the rows of logits (N, V); `losses` is (N,), `targets` lie in [0, V).
+// The operands of the head's matmuls.
 template <typename T>
-void rows_loss(T* logits, const int64_t* targets, float* losses, int64_t N, int64_t V, const Loss& loss, bool gradient) {
-  const int64_t rows = std::max<int64_t>(1, GRAIN / V), units = divide_up(N, rows);
-  parallel_units(units, [&](Units& own) {
-    Buffer<float> powers(V);
-    for (int64_t unit; own.draw(unit);)
-      for (int64_t i = unit * rows; i < std::min(N, (unit + 1) * rows); ++i)
-        losses[i] = loss.softcap > 0 ? row_loss<true>(logits + i * V, powers, V, targets[i], loss, gradient)
-                                     : row_loss<false>(logits + i * V, powers, V, targets[i], loss, gradient);
+struct Head {
+  int64_t N, D, V;
+  const T *hidden, *weight;  // (N, D), (V, D)
+  const int64_t* targets;    // (N,), in [0, V)
+};
+
+// What is known of each token; all are (N,).
+struct Tokens {
+  float *logits, *shifts;  // of the target
+  float* larger;           // the largest logit above the shift, or NONE
+  int64_t* above;          // logits above the target's, or equal and before it; may be null
+};
+
+// Calls work(first, end) for parts of N tokens, on all threads.
+template <typename F>
+void each_tokens(int64_t N, const F& work) {
+  parallel_each(divide_up(N, TOKENS), [&](int64_t unit) { work(unit * TOKENS, std::min(N, (unit + 1) * TOKENS)); });
+}
+
+// Stores COLUMNS values at an aligned address, past the caches that they would only displace. The barrier at the end of
+// a parallel region shows them to other threads.
+template <typename T>
+inline void stream(T* to, const float* from) {
+  alignas(64) T row[COLUMNS];
+  store_row(row, from, COLUMNS);
+#if defined(__AVX512F__)
+  for (int64_t i = 0; i < COLUMNS; i += 64 / sizeof(T))
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_load_si512(row + i));
+#elif defined(__AVX__)
+  for (int64_t i = 0; i < COLUMNS; i += 32 / sizeof(T))
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), _mm256_load_si256(reinterpret_cast<__m256i*>(row + i)));
+#else
+  std::memcpy(to, row, sizeof(row));
+#endif
+}
+
+// Finishes rows of logits: stores their exponentials, times the slope of the cap, and the sums of each tile's rows.
+template <typename T>
+struct Exponentials {
+  Head<T> head;
+  Tokens tokens;
+  Options options;
+  T* to;        // (N, V); may be null
+  float* sums;  // (tiles, N), without the target
+
+  void operator()(int64_t token, int64_t column, int64_t count, const float* logits) const {
+    alignas(64) float copy[COLUMNS], e[COLUMNS];
+    if (options.softcap != 0.0f || count < COLUMNS) {
+      for (int64_t j = 0; j < count; ++j) copy[j] = options.capped(logits[j]);
+      std::fill(copy + count, copy + COLUMNS, NONE);
+      logits = copy;
+    }
+    const float shift = tokens.shifts[token];
+    const int64_t target = head.targets[token] - column;
+    int32_t larger = 0;
+    for (int64_t j = 0; j < COLUMNS; ++j) larger |= logits[j] > shift;
+    if (larger) raise(tokens.larger[token], max_of(COLUMNS, [&](int64_t j) { return logits[j]; }));
+    if (tokens.above != nullptr) count_above(token, target, logits);
+    for (int64_t j = 0; j < COLUMNS; ++j) e[j] = exp2_nonpositive((logits[j] - shift) * LOG2E);
+    if (0 <= target && target < COLUMNS) e[target] = 0.0f;
+    sums[column / COLUMNS * head.N + token] = sum_of(COLUMNS, [&](int64_t j) { return e[j]; });
+    if (to != nullptr) store_exponentials(token, column, count, logits, e);
+  }
+
+  void store_exponentials(int64_t token, int64_t column, int64_t count, const float* logits, float* e) const {
+    if (options.softcap != 0.0f)
+      for (int64_t j = 0; j < count; ++j) e[j] *= options.slope(logits[j]);
+    T* at = to + token * head.V + column;
+    count == COLUMNS && reinterpret_cast<uintptr_t>(at) % 64 == 0 ? stream(at, e) : store_row(at, e, count);
+  }
+
+  void count_above(int64_t token, int64_t target, const float* logits) const {
+    const float own = tokens.logits[token];
+    int64_t above = 0;
+    for (int64_t j = 0; j < COLUMNS; ++j) above += j < target ? logits[j] >= own : j > target && logits[j] > own;
+    if (above > 0) std::atomic_ref<int64_t>(tokens.above[token]).fetch_add(above);
+  }
+
+  static void raise(float& largest, float x) {
+    std::atomic_ref<float> shared(largest);
+    float seen = shared.load();
+    while (seen < x && !shared.compare_exchange_weak(seen, x)) {
+    }
+  }
+};
+
+// Finishes rows of the gradient of `hidden`.
+template <typename T>
+struct HiddenGradient {
+  Head<T> head;
+  const float *shares, *at_target;
+  T* to;  // (N, D)
+
+  void operator()(int64_t token, int64_t column, int64_t count, float* sums) const {
+    const T* row = head.weight + head.targets[token] * head.D + column;
+    const float share = shares[token], own = at_target[token];
+    for (int64_t j = 0; j < count; ++j) sums[j] = share * sums[j] + own * load(row + j);
+    store_row(to + token * head.D + column, sums, count);
+  }
+};
+
+struct Results {
+  float* losses;     // (N,), without the term of label smoothing that all tokens share
+  float* shares;     // (N,): the gradients of the logits are the exponentials times this, and
+  float* at_target;  // (N,): this is the target's
+};
+
+// Computes the logits of the targets and, from them, the shifts.
+template <typename T>
+void compute_shifts(const Head<T>& head, const Options& options, const Tokens& tokens) {
+  each_tokens(head.N, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const T *h = head.hidden + i * head.D, *w = head.weight + head.targets[i] * head.D;
+      tokens.logits[i] = options.capped(sum_of(head.D, [&](int64_t d) { return load(h + d) * load(w + d); }));
+      tokens.shifts[i] = tokens.logits[i] + MARGIN;
+      tokens.larger[i] = NONE;
+    }
   });
+}
+
+// Raises shifts that were too small; returns false if none was.
+bool raise_shifts(int64_t N, const Tokens& tokens) {
+  bool raised = false;
+  for (int64_t i = 0; i < N; ++i) {
+    if (tokens.larger[i] == NONE) continue;
+    raised = true;
+    tokens.shifts[i] = tokens.larger[i];
+  }
+  if (raised && tokens.above != nullptr) std::fill_n(tokens.above, N, 0);
+  return raised;
+}
+
+void compute_results(int64_t N, int64_t tiles, const float* sums, const Tokens& tokens, const Options& options,
+                     const Results& results) {
+  each_tokens(N, [&](int64_t first, int64_t end) {
+    float others[TOKENS] = {};
+    for (int64_t tile = 0; tile < tiles; ++tile)
+      for (int64_t i = first; i < end; ++i) others[i - first] += sums[tile * N + i];
+    for (int64_t i = first; i < end; ++i) {
+      const float rest = others[i - first], logit = tokens.logits[i], own = std::exp(logit - tokens.shifts[i]);
+      const float total = own + rest;
+      const float loss = rest < own ? std::log1p(rest / own) : std::log(total) + tokens.shifts[i] - logit;
+      const float lse = logit + loss, z = 2.0f * options.z_loss * lse;
+      results.losses[i] = loss + options.smoothing * logit + options.z_loss * lse * lse;
+      results.shares[i] = (1.0f + z) / total;
+      results.at_target[i] = (options.smoothing + z * own / total - rest / total) * options.slope(logit);
+    }
+  });
+}
+
+template <typename T>
+void compute_losses(const Head<T>& head, const Options& options, T* exponentials, int64_t* above,
+                    const Results& results) {
+  const int64_t tiles = divide_up(head.V, COLUMNS);
+  Buffer<float> sums(tiles * head.N), logits(head.N), shifts(head.N), larger(head.N);
+  const Tokens tokens{logits, shifts, larger, above};
+  const Exponentials<T> finish{head, tokens, options, exponentials, sums};
+  const Operand<T> hidden{head.hidden, head.D, false}, weight{head.weight, head.D, true};
+  Multiplication logits_product(Product<T>{head.N, head.V, head.D, hidden, weight, nullptr, false, nullptr}, finish);
+  compute_shifts(head, options, tokens);
+  logits_product.run();
+  if (raise_shifts(head.N, tokens)) logits_product.run();
+  compute_results(head.N, tiles, sums, tokens, options, results);
+}
+
+template <typename T>
+void compute_hidden_gradient(const Head<T>& head, const T* exponentials, const float* shares, const float* at_target,
+                             T* to) {
+  const Operand<T> left{exponentials, head.V, false}, right{head.weight, head.D, false};
+  const HiddenGradient<T> finish{head, shares, at_target, to};
+  Multiplication(Product<T>{head.N, head.D, head.V, left, right, nullptr, false, nullptr}, finish).run();
+}
+
+// Calls compute(T, T*): the dtype of the tensors and `to` as a pointer to it.
+template <typename F>
+void with_dtype(int64_t narrow, void* to, const F& compute) {
+  narrow ? compute(static_cast<bf16*>(to)) : compute(static_cast<float*>(to));
+}
+
+template <typename T>
+Head<T> head_of(int64_t N, int64_t D, int64_t V, const void* hidden, const void* weight, const int64_t* targets) {
+  return {N, D, V, static_cast<const T*>(hidden), static_cast<const T*>(weight), targets};
 }
 
 }  // namespace
 
-SANSGPU_KERNEL void cross_entropy(int64_t narrow, void* logits, const int64_t* targets, float* losses, int64_t N,
-                                  int64_t V, double smoothing, double z_loss, double softcap, int64_t gradient) {
-  const Loss loss{static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(softcap)};
-  narrow ? rows_loss(static_cast<bf16*>(logits), targets, losses, N, V, loss, gradient)
-         : rows_loss(static_cast<float*>(logits), targets, losses, N, V, loss, gradient);
+// `exponentials` (N, V) and `above` (N,), which must be 0 before, may be null; see Tokens and Results.
+SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t N, int64_t D, int64_t V, const void* hidden,
+                                         const void* weight, const int64_t* targets, double smoothing, double z_loss,
+                                         double softcap, void* exponentials, int64_t* above, float* losses,
+                                         float* shares, float* at_target) {
+  const Options options{static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(softcap)};
+  with_dtype(narrow, exponentials, [&]<typename T>(T* to) {
+    compute_losses(head_of<T>(N, D, V, hidden, weight, targets), options, to, above, {losses, shares, at_target});
+  });
+}
+
+// Stores the gradient of `hidden` in `to` (N, D).
+SANSGPU_KERNEL void cross_entropy_hidden(int64_t narrow, int64_t N, int64_t D, int64_t V, const void* exponentials,
+                                         const void* weight, const int64_t* targets, const float* shares,
+                                         const float* at_target, void* to) {
+  with_dtype(narrow, to, [&]<typename T>(T* out) {
+    const Head<T> head = head_of<T>(N, D, V, nullptr, weight, targets);
+    compute_hidden_gradient(head, static_cast<const T*>(exponentials), shares, at_target, out);
+  });
 }
 
 }  // namespace sansgpu

@@ -1,0 +1,95 @@
+"""What the kernels of the output head and the embedding promise besides the values that test_kernels.py checks."""
+
+import pytest
+import torch
+
+from sansgpu.kernels.cross_entropy import (
+    LossOptions,
+    linear_cross_entropy,
+    linear_cross_entropy_and_hits,
+    reference_cross_entropy,
+)
+from sansgpu.kernels.embedding import embed
+
+
+def leaves(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns hidden states and a head, whose logits are as large as a trained model's."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = 3 * torch.randn(tokens, width, generator=generator)
+    head = torch.randn(vocabulary, width, generator=generator) / width**0.5
+    return hidden.to(dtype).requires_grad_(), head.to(dtype).requires_grad_()
+
+
+def random_targets(tokens: int, vocabulary: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [LossOptions(), LossOptions(0.1, 0.01), LossOptions(z_loss=0.01, softcap=5.0)])
+def test_gradients_do_not_depend_on_the_threads(native_kernels: str, options: LossOptions, dtype: torch.dtype) -> None:
+    indices, targets = random_targets(300, 150), random_targets(300, 200)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 5, 5):
+        torch.set_num_threads(threads)
+        hidden, head = leaves(300, 70, 200, dtype)
+        table = torch.ones(150, 70, requires_grad=True)
+        linear_cross_entropy(hidden + embed(indices, table).to(dtype), head, targets, options).backward()
+        results.append([hidden.grad, head.grad, table.grad])
+    torch.set_num_threads(before)
+    for others in results[1:]:
+        for one, other in zip(results[0], others, strict=True):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one, other)
+
+
+def test_losses_of_bf16_are_not_rounded_to_bf16(native_kernels: str) -> None:
+    hidden, head = leaves(200, 64, 500, torch.bfloat16)
+    exact_hidden, exact_head = (t.detach().double().requires_grad_() for t in (hidden, head))
+    targets = random_targets(200, 500)
+    loss, exact = (
+        linear_cross_entropy(hidden, head, targets),
+        reference_cross_entropy(exact_hidden, exact_head, targets),
+    )
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_a_confident_target_keeps_its_small_gradient(native_kernels: str) -> None:
+    hidden = torch.tensor([[8.0]], dtype=torch.bfloat16, requires_grad=True)
+    head = torch.tensor([[1.0], [0.0], [0.0]], dtype=torch.bfloat16)
+    loss = linear_cross_entropy(hidden, head, torch.tensor([0]))
+    loss.backward()
+    others = 2 * torch.exp(torch.tensor(-8.0, dtype=torch.float64))
+    assert loss.item() == pytest.approx(torch.log1p(others).item(), rel=1e-5)
+    assert hidden.grad is not None
+    assert hidden.grad.item() == pytest.approx(-(others / (1 + others)).item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 200.0])  # so far apart that the shift of the exponentials must rise
+def test_hits_are_the_targets_with_the_first_largest_logit(kernels: str, scale: float) -> None:
+    hidden, head = (t.detach() for t in leaves(100, 16, 130, torch.float32))
+    targets = (hidden @ head.T).argmax(1)
+    targets[::3] = 129
+    expected = int(((scale * hidden @ head.T).argmax(1) == targets).sum())
+    assert linear_cross_entropy_and_hits(scale * hidden, head, targets)[1] == expected
+    equal = torch.zeros_like(hidden)
+    assert linear_cross_entropy_and_hits(equal, head, torch.tensor([0, 1] * 50))[1] == 50
+
+
+@pytest.mark.parametrize(("width", "count"), [(5, 3), (4, 2)])
+def test_operands_that_do_not_match_are_refused(native_kernels: str, width: int, count: int) -> None:
+    with pytest.raises(RuntimeError, match="do not match"):
+        linear_cross_entropy(torch.ones(3, 4), torch.ones(6, width), torch.zeros(count, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_operand_gets_no_gradient(kernels: str, frozen: int) -> None:
+    both, one = leaves(40, 8, 100, torch.float32), leaves(40, 8, 100, torch.float32)
+    one[frozen].requires_grad_(False)
+    for hidden, head in (both, one):
+        linear_cross_entropy(hidden, head, random_targets(40, 100)).backward()
+    assert one[frozen].grad is None
+    grad, expected = one[1 - frozen].grad, both[1 - frozen].grad
+    assert grad is not None
+    assert expected is not None
+    assert torch.equal(grad, expected)
