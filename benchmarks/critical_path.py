@@ -158,7 +158,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=[*SIZES, "nano", *ADAPTERS], default="cpu_small")
     parser.add_argument("--threads", default="16", help="comma-separated numbers of threads (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps per number of threads (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, help="measured steps per number of threads (5; qwen_lora and qwen_whole: 2)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run; repeatable")
     parser.add_argument("--check", action="store_true", help=f"also measure the speed-up of {CHECKED_THREADS} threads")
     parser.add_argument("--json", type=Path, metavar="OUT")
@@ -169,6 +171,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--threads {args.threads}: give numbers such as 2,16,64")
     if args.check and CHECKED_THREADS not in args.threads:
         args.threads.insert(0, CHECKED_THREADS)
+    if args.steps is None:
+        args.steps = 2 if args.size in ADAPTERS else 5  # theirs take 20 seconds each
     if args.steps < 1 or min(args.threads) < 1:
         parser.error("--steps and --threads must be at least 1")
     if sys.platform != "linux":

@@ -7,6 +7,8 @@ import torch
 from benchmarks.fine_tuning_peer import batches, train
 
 from sansgpu.config import load_config
+from sansgpu.kernels import native
+from sansgpu.models import lora
 from sansgpu.models.pretrained import load_pretrained
 from sansgpu.tasks import TASKS
 from sansgpu.train.state import TrainState
@@ -81,3 +83,15 @@ def test_an_adapter_on_the_head_takes_part(tmp_path: Path) -> None:
     grad = trained["lm_head.lora_B.default.weight"].grad
     assert grad is not None
     assert grad.abs().sum() > 0
+
+
+@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
+def test_our_adapters_train_as_those_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = settings("sft", model_folder("qwen2"), chat_rows(tmp_path / "rows.jsonl"), pack=True)
+    losses = []
+    for least_rows in (1, 1 << 30):  # with our kernel, and with peft's code
+        monkeypatch.setattr(lora, "MIN_ROWS", least_rows)
+        losses.append(our_losses([*asked, "model.adapter=lora", "training.learning_rate=0.01"], micro_batch=ROWS))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0] != losses[1]  # they sum in another order
+    assert losses[0][-1] < losses[0][0] - 0.5

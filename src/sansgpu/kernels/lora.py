@@ -9,15 +9,23 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from sansgpu.kernels import native
-from sansgpu.kernels.matmul import is_native, matmul
+from sansgpu.kernels.matmul import is_native
 
 MAX_RANK = 64  # above, adding products in fp32 takes longer than separate matmuls
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define("lora_matmul(Tensor a, Tensor b, bool transposed, Tensor? bias, Tensor h, Tensor d) -> Tensor")
+_library.define(
+    "lora_forward(Tensor x, Tensor source, Tensor weight, Tensor? bias, Tensor first, Tensor second, float scale) "
+    "-> (Tensor, Tensor)"
+)
+_library.define(
+    "lora_backward(Tensor grad, Tensor source, Tensor weight, Tensor first, Tensor second, Tensor h, float scale, "
+    "bool of_x, bool of_source) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def lora_linear(
@@ -33,8 +41,11 @@ def lora_linear(
 
     x and dropped (N, I), weight W (O, I), bias (O,), first A (R, I), second B (O, R); returns (N, O).
     """
-    separate = None if dropped is x else dropped
-    return cast(torch.Tensor, _LoraFunction.apply(x, separate, weight, bias, first, second, scale))
+    if is_native(x, dropped, weight, first, second):
+        separate = None if dropped is x else dropped
+        return cast(torch.Tensor, _LoraFunction.apply(x, separate, weight, bias, first, second, scale))
+    frozen = F.linear(x, weight.detach(), None if bias is None else bias.detach().to(x.dtype))
+    return frozen + F.linear(F.linear(dropped, first), second) * scale
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -50,61 +61,110 @@ class _LoraFunction(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         source = x if dropped is None else dropped
-        h = matmul(source, first.T) * scale
+        y, h = torch.ops.sansgpu.lora_forward(x, source, weight, bias, first, second, scale)
         ctx.scale, ctx.separate = scale, dropped is not None
         ctx.save_for_backward(source, weight, first, second, h)
-        return _lora_matmul(x, weight, True, bias, h, second)
+        return cast(torch.Tensor, y)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        source, weight, first, second, h = ctx.saved_tensors
-        grad = grad_outputs[0].contiguous()
-        h_grad = matmul(grad, second) * ctx.scale
-        x_grad = dropped_grad = None
-        if ctx.separate:
-            x_grad = matmul(grad, weight) if ctx.needs_input_grad[0] else None
-            dropped_grad = matmul(h_grad, first) if ctx.needs_input_grad[1] else None
-        elif ctx.needs_input_grad[0]:
-            x_grad = _lora_matmul(grad, weight, False, None, h_grad, first)
-        return x_grad, dropped_grad, None, None, matmul(h_grad.T, source), matmul(grad.T, h), None
+        of_x, of_source = ctx.needs_input_grad[0], ctx.separate
+        x_grad, source_grad, first_grad, second_grad = torch.ops.sansgpu.lora_backward(
+            grad_outputs[0], *ctx.saved_tensors, ctx.scale, of_x, of_source
+        )
+        found = x_grad if of_x else None, source_grad if of_source else None
+        return *found, None, None, first_grad, second_grad, None
 
 
-def _lora_matmul(
-    a: torch.Tensor, b: torch.Tensor, transposed: bool, bias: torch.Tensor | None, h: torch.Tensor, d: torch.Tensor
-) -> torch.Tensor:
-    """Returns a b + bias + h d, with the transposes of b and d if `transposed`."""
-    if is_native(a, b, h, d):
-        product: torch.Tensor = torch.ops.sansgpu.lora_matmul(a, b, transposed, bias, h, d)
-        return product
-    b, d = (b.T, d.T) if transposed else (b, d)
-    return matmul(a, b, bias) + h @ d
-
-
-def _multiply(
-    a: torch.Tensor, b: torch.Tensor, transposed: bool, bias: torch.Tensor | None, h: torch.Tensor, d: torch.Tensor
-) -> torch.Tensor:
-    out = _new(a, b, transposed)
-    (rows, columns), terms, rank = out.shape, a.shape[1], h.shape[1]
-    shapes = [(columns, terms), (columns, rank)] if transposed else [(terms, columns), (rank, columns)]
-    if [b.shape, d.shape] != shapes or len(h) != rows or (bias is not None and bias.shape != (columns,)):
-        raise RuntimeError(f"a layer of {tuple(b.shape)} and an adapter of {tuple(d.shape)} cannot be multiplied.")
-    a, b, h, d = (matrix.contiguous() for matrix in (a, b, h, d))
+def _forward(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns y (N, O) and scale dropped A^T (N, R)."""
+    sizes = _sizes(x, weight, first, second)
+    if source.shape != x.shape or (bias is not None and bias.shape != (len(weight),)):
+        raise RuntimeError(f"a layer of {tuple(weight.shape)} and its inputs cannot be multiplied.")
+    y, h = _forward_shapes(x, source, weight, bias, first)
     bias = None if bias is None else bias.float().contiguous()
-    narrow = a.dtype == torch.bfloat16
-    native.call("lora_matmul", narrow, rows, columns, terms, rank, a, b, transposed, bias, h, d, out)
-    return out
+    layer = (tensor.contiguous() for tensor in (weight, first, second))
+    inputs = (tensor.contiguous() for tensor in (x, source))
+    native.call("lora_forward", x.dtype == torch.bfloat16, sizes, *layer, float(scale), *inputs, bias, h, y)
+    return y, h
 
 
-def _new(a: torch.Tensor, b: torch.Tensor, transposed: bool, *rest: Any) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[0 if transposed else 1])
+def _forward_shapes(
+    x: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, first: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(first))
 
 
-_library.impl("lora_matmul", _multiply, "CPU")
-torch.library.register_fake("sansgpu::lora_matmul", _new)
+def _backward(
+    grad: torch.Tensor,
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    h: torch.Tensor,
+    scale: float,
+    of_x: bool,
+    of_source: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the gradients of x and dropped, empty unless they are asked for, and those of A and B."""
+    sizes = _sizes(source, weight, first, second)
+    grads = _backward_shapes(grad, source, weight, first, second, h, scale, of_x, of_source)
+    layer = (tensor.contiguous() for tensor in (weight, first, second))
+    inputs = (tensor.contiguous() for tensor in (grad, source, h))
+    outputs = (grads[0] if of_x else None, grads[1] if of_source else None, *grads[2:])
+    native.call("lora_backward", grad.dtype == torch.bfloat16, sizes, *layer, float(scale), *inputs, *outputs)
+    return grads
 
 
-@register_flop_formula(torch.ops.sansgpu.lora_matmul)
-def _flops(
-    a: tuple[int, int], b: tuple[int, int], transposed: bool, bias: Any, h: Any, d: tuple[int, int], **kwargs: Any
+def _backward_shapes(
+    grad: torch.Tensor,
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    h: torch.Tensor,
+    scale: float,
+    of_x: bool,
+    of_source: bool,
+) -> tuple[torch.Tensor, ...]:
+    rows = source.shape[0]
+    inputs = (source.new_empty(rows if wanted else 0, source.shape[1]) for wanted in (of_x, of_source))
+    return *inputs, first.new_empty(first.shape), second.new_empty(second.shape)
+
+
+def _sizes(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tuple[int, ...]:
+    """Returns N, I, O, R. Raises RuntimeError if the adapter does not fit the layer, or the layer its input."""
+    (rows, inputs), (outputs, rank) = x.shape, second.shape
+    if weight.shape != (outputs, inputs) or first.shape != (rank, inputs):
+        raise RuntimeError(f"a layer of {tuple(weight.shape)} and its adapter or input cannot be multiplied.")
+    return rows, inputs, outputs, rank
+
+
+_library.impl("lora_forward", _forward, "CPU")
+_library.impl("lora_backward", _backward, "CPU")
+torch.library.register_fake("sansgpu::lora_forward", _forward_shapes)
+torch.library.register_fake("sansgpu::lora_backward", _backward_shapes)
+
+
+@register_flop_formula(torch.ops.sansgpu.lora_forward)
+def _forward_flops(
+    x: tuple[int, int], source: Any, weight: tuple[int, int], bias: Any, first: tuple[int, int], *_: Any, **__: Any
 ) -> int:
-    return 2 * a[0] * (b[0] * b[1] + d[0] * d[1])
+    rows, (outputs, inputs), rank = x[0], weight, first[0]
+    return 2 * rows * (outputs * inputs + rank * (inputs + outputs))
+
+
+@register_flop_formula(torch.ops.sansgpu.lora_backward)
+def _backward_flops(
+    grad: tuple[int, int], source: Any, weight: tuple[int, int], first: tuple[int, int], *_: Any, **__: Any
+) -> int:
+    rows, (outputs, inputs), rank = grad[0], weight, first[0]
+    return 2 * rows * (outputs * inputs + 2 * rank * (inputs + outputs))

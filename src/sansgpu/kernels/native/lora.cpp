@@ -44,7 +44,26 @@ struct StoreWithAdapter {
   }
 };
 
-// Widens a table (R, N), or the transpose of a matrix (N, R), to fp32 and packs it in panels of COLUMNS columns.
+// Stores rows of C times a factor.
+template <typename T>
+struct StoreScaled {
+  T* to;
+  int64_t ld;
+  float factor;
+
+  void operator()(int64_t row, int64_t column, int64_t count, float* sums) const {
+    for (int64_t j = 0; j < count; ++j) sums[j] *= factor;
+    store_row(to + row * ld + column, sums, count);
+  }
+};
+
+// Stores A (M, K) B (K, N) times a factor in C.
+template <typename T>
+void multiply(int64_t M, int64_t N, int64_t K, Operand<T> a, Operand<T> b, T* c, float factor = 1.0f) {
+  Multiplication<T, StoreScaled<T>>({M, N, K, a, b}, {c, N, factor}).run();
+}
+
+// Widens a table (R, N) to fp32 and packs it in panels of COLUMNS columns.
 template <typename T>
 void pack_table(const Operand<T>& table, int64_t R, int64_t N, float* to) {
   constexpr int64_t PANELS = 8;  // per unit of work
@@ -55,23 +74,76 @@ void pack_table(const Operand<T>& table, int64_t R, int64_t N, float* to) {
   });
 }
 
+// Stores A (M, K) B (K, N) + H (M, R) D (R, N) + bias (N,) in C; A, H and C are rows in memory.
+template <typename T>
+void multiply_with_adapter(int64_t M, int64_t N, int64_t K, int64_t R, const T* a, Operand<T> b, const T* h,
+                           Operand<T> d, const float* bias, T* c) {
+  Buffer<float> table(R * round_up(N, COLUMNS));
+  pack_table(d, R, N, table);
+  Multiplication<T, StoreWithAdapter<T>>({M, N, K, {a, K, false}, b}, {c, N, bias, h, R, table}).run();
+}
+
+// N rows, I inputs, O outputs, R rank; the weight W (O, I), `first` A (R, I), `second` B (O, R).
+template <typename T>
+struct Layer {
+  int64_t N, I, O, R;
+  const T *weight, *first, *second;
+  float scale;
+
+  // h = scale source A^T (N, R), y = x W^T + bias + h B^T (N, O)
+  void forward(const T* x, const T* source, const float* bias, T* h, T* y) const {
+    multiply<T>(N, R, I, {source, I, false}, {first, I, true}, h, scale);
+    multiply_with_adapter<T>(N, O, I, R, x, {weight, I, true}, h, {second, R, true}, bias, y);
+  }
+
+  // Gradients that are null are not computed. If `source_grad` is null, `x_grad` is the gradient of x and the source.
+  void backward(const T* grad, const T* source, const T* h, T* x_grad, T* source_grad, T* first_grad,
+                T* second_grad) const {
+    Buffer<T> h_grad(N * R);
+    multiply<T>(N, R, O, {grad, O, false}, {second, R, false}, h_grad, scale);
+    if (source_grad != nullptr) {
+      multiply<T>(N, I, R, {h_grad, R, false}, {first, I, false}, source_grad);
+      if (x_grad != nullptr) multiply<T>(N, I, O, {grad, O, false}, {weight, I, false}, x_grad);
+    } else if (x_grad != nullptr) {
+      multiply_with_adapter<T>(N, I, O, R, grad, {weight, I, false}, h_grad, {first, I, false}, nullptr, x_grad);
+    }
+    multiply<T>(R, I, N, {h_grad, R, true}, {source, I, false}, first_grad);
+    multiply<T>(O, R, N, {grad, O, true}, {h, R, false}, second_grad);
+  }
+};
+
+// Calls run(layer) for a layer in bf16 if `narrow`, or else in fp32.
+template <typename Run>
+void with_layer(int64_t narrow, const int64_t* sizes, const void* weight, const void* first, const void* second,
+                double scale, const Run& run) {
+  const auto call = [&]<typename T>(const T* typed) {
+    run(Layer<T>{sizes[0], sizes[1], sizes[2], sizes[3], typed, static_cast<const T*>(first),
+                 static_cast<const T*>(second), static_cast<float>(scale)});
+  };
+  narrow ? call(static_cast<const bf16*>(weight)) : call(static_cast<const float*>(weight));
+}
+
 }  // namespace
 
-// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) + H (M, R) D (R, N) in `out`; all but the bias have one dtype. With
-// `transposed`, B and D are the transposes of the matrices in memory. `bias` may be null.
-SANSGPU_KERNEL void lora_matmul(int64_t narrow, int64_t M, int64_t N, int64_t K, int64_t R, const void* a,
-                                const void* b, int64_t transposed, const float* bias, const void* h, const void* d,
-                                void* out) {
-  const auto multiply = [&]<typename T>(T* to) {
-    const auto right = [&](const void* at, int64_t terms) {
-      return Operand<T>{static_cast<const T*>(at), transposed != 0 ? terms : N, transposed != 0};
-    };
-    Buffer<float> table(R * round_up(N, COLUMNS));
-    pack_table<T>(right(d, R), R, N, table);
-    const StoreWithAdapter<T> finish{to, N, bias, static_cast<const T*>(h), R, table};
-    Multiplication<T, StoreWithAdapter<T>>({M, N, K, {static_cast<const T*>(a), K, false}, right(b, K)}, finish).run();
-  };
-  narrow ? multiply(static_cast<bf16*>(out)) : multiply(static_cast<float*>(out));
+// `sizes` are N, I, O, R; all but the bias have one dtype. See Layer.
+SANSGPU_KERNEL void lora_forward(int64_t narrow, const int64_t* sizes, const void* weight, const void* first,
+                                 const void* second, double scale, const void* x, const void* source,
+                                 const float* bias, void* h, void* y) {
+  with_layer(narrow, sizes, weight, first, second, scale, [&]<typename T>(const Layer<T>& layer) {
+    layer.forward(static_cast<const T*>(x), static_cast<const T*>(source), bias, static_cast<T*>(h),
+                  static_cast<T*>(y));
+  });
+}
+
+SANSGPU_KERNEL void lora_backward(int64_t narrow, const int64_t* sizes, const void* weight, const void* first,
+                                  const void* second, double scale, const void* grad, const void* source,
+                                  const void* h, void* x_grad, void* source_grad, void* first_grad,
+                                  void* second_grad) {
+  with_layer(narrow, sizes, weight, first, second, scale, [&]<typename T>(const Layer<T>& layer) {
+    layer.backward(static_cast<const T*>(grad), static_cast<const T*>(source), static_cast<const T*>(h),
+                   static_cast<T*>(x_grad), static_cast<T*>(source_grad), static_cast<T*>(first_grad),
+                   static_cast<T*>(second_grad));
+  });
 }
 
 }  // namespace sansgpu
