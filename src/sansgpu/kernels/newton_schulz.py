@@ -22,72 +22,39 @@ def newton_schulz(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. In fp32 and fp64, long
     matrices are iterated through their smaller Gram matrix; in bf16 that would lose the small singular values.
     """
-    x = _normalized(matrices, dtype)
-    short, long = sorted(x.shape[1:])
-    if dtype != torch.bfloat16 and long >= 2 * short:
-        return _on_shorter_side(_gram_polynomial(_gram(x)), x)
+    short, long = sorted(matrices.shape[1:])
+    by_gram = dtype != torch.bfloat16 and long >= 2 * short
+    out = torch.empty_like(matrices, dtype=dtype)
+    if matrices.dtype == torch.float32 and matrices.is_contiguous() and native.takes(matrices, out) and out.numel():
+        narrow = dtype == torch.bfloat16
+        native.call("newton_schulz", narrow, by_gram, *matrices.shape, matrices, out, *COEFFICIENTS, STEPS)
+        return out
+    x = matrices if matrices.shape[1] == short else matrices.mT
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
+    x = torch.bmm(_gram_polynomial(x), x) if by_gram else _iterate(x)
+    return x if matrices.shape[1] == short else x.mT
+
+
+def _iterate(x: torch.Tensor) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
-        gram = _gram(x)
-        x = _on_shorter_side(_multiply(gram, gram, gram, alpha=c, beta=b, symmetric=True), x, a)
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
-def _gram_polynomial(gram: torch.Tensor) -> torch.Tensor:
-    """Returns the product of all steps. Each is a polynomial in the Gram matrix, so they commute and are symmetric."""
+def _gram_polynomial(x: torch.Tensor) -> torch.Tensor:
+    """Returns the product of all steps. Each step is a polynomial in x x^T, so they commute."""
     a, b, c = COEFFICIENTS
+    gram = torch.bmm(x, x.mT)
     total: torch.Tensor | None = None
-    for step in range(STEPS):
-        factor = _multiply(gram, gram, gram, alpha=c, beta=b, symmetric=True)
+    for _ in range(STEPS):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
-        total = factor if total is None else _multiply(factor, total, symmetric=True)
-        if step < STEPS - 1:
-            gram = _multiply(factor, _multiply(gram, factor, symmetric=True), symmetric=True)
+        total = factor if total is None else torch.bmm(factor, total)
+        gram = torch.bmm(factor, torch.bmm(gram, factor))
     assert total is not None
     return total
-
-
-def _gram(x: torch.Tensor) -> torch.Tensor:
-    """Returns the products of the shorter dimension's vectors with each other."""
-    wide = x.shape[1] <= x.shape[2]
-    return _multiply(x, x.mT, symmetric=True) if wide else _multiply(x.mT, x, symmetric=True)
-
-
-def _on_shorter_side(gram: torch.Tensor, x: torch.Tensor, beta: float = 0.0) -> torch.Tensor:
-    """Returns gram @ x + beta x, or x @ gram + beta x if x is higher than wide."""
-    third = x if beta else None
-    return _multiply(*((gram, x) if x.shape[1] <= x.shape[2] else (x, gram)), third, beta=beta)
-
-
-def _normalized(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the matrices divided by their norms."""
-    out = torch.empty_like(matrices, dtype=dtype)
-    if matrices.dtype == torch.float32 and matrices.is_contiguous() and native.takes(matrices, out) and out.numel():
-        native.call("normalize", dtype == torch.bfloat16, len(out), out[0].numel(), matrices, out)
-        return out
-    return out.copy_(matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7))
-
-
-def _multiply(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    third: torch.Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    symmetric: bool = False,
-) -> torch.Tensor:
-    """Returns alpha a @ b + beta third for a batch. `symmetric` says that the results are symmetric matrices."""
-    if not (native.takes(a) and a.numel()):
-        return torch.bmm(a, b) if third is None else torch.baddbmm(third, a, b, beta=beta, alpha=alpha)
-    (count, rows, terms), columns = a.shape, b.shape[2]
-    out = a.new_empty(count, rows, columns)
-    turned = not a.is_contiguous(), not b.is_contiguous()  # then they are transposed views
-    native.call(
-        "matmul_batch", a.dtype == torch.bfloat16, count, rows, columns, terms, a, turned[0], b, turned[1], third,
-        alpha, beta, symmetric, out,
-    )  # fmt: skip
-    return out
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:

@@ -1,4 +1,4 @@
-// Kernels for kernels/newton_schulz.py. A batch of matrices is one contiguous tensor.
+// The kernel of kernels/newton_schulz.py.
 
 #include <vector>
 
@@ -8,12 +8,13 @@
 namespace sansgpu {
 namespace {
 
-// Stores a product of two matrices, or alpha times the product plus beta times a third matrix.
+// Stores a product of two matrices, or alpha times the product plus beta times a third matrix, plus multiples of the
+// identity.
 template <typename T>
 struct Blend {
   T* to;
   const T* third;  // may be null
-  float alpha, beta;
+  float alpha, beta, diagonal;
   int64_t ld;
 
   void operator()(int64_t row, int64_t column, int64_t count, float* sums) const {
@@ -21,51 +22,116 @@ struct Blend {
     const int64_t at = row * ld + column;
     if (third != nullptr)
       for (int64_t j = 0; j < count; ++j) sums[j] = a * sums[j] + b * load(third + at + j);
+    if (row >= column && row < column + count) sums[row - column] += diagonal;
     store_row(to + at, sums, count);
   }
 };
 
-}  // namespace
+// A batch of matrices that lie one after another in memory, or the transposes of such matrices.
+template <typename T>
+struct Batch {
+  T* at;
+  int64_t rows, columns;
+  bool transposed = false;
 
-// Divides each of `count` fp32 arrays of `size` values by its 2-norm.
-SANSGPU_KERNEL void normalize(int64_t narrow, int64_t count, int64_t size, const float* from, void* to) {
-  const Blocks blocks(count, [=](int64_t) { return size; });
-  Buffer<double> sums(blocks.end(count - 1));
-  blocks.each([&](const Block& b) { sums[b.unit] = squares(from + b.array * size + b.start, b.count); });
-  Buffer<float> factors(count);
-  for (int64_t array = 0; array < count; ++array) {
-    double total = 0;
-    for (int64_t unit = blocks.end(array - 1); unit < blocks.end(array); ++unit) total += sums[unit];
-    factors[array] = static_cast<float>(1.0 / (std::sqrt(total) + 1e-7));
-  }
-  blocks.each([&](const Block& b) {
-    const int64_t at = b.array * size + b.start;
-    const float factor = factors[b.array];
-    const auto scale = [=](auto* to) {
-      for (int64_t i = 0; i < b.count; ++i) store(to + at + i, from[at + i] * factor);
-    };
-    narrow ? scale(static_cast<bf16*>(to)) : scale(static_cast<float*>(to));
-  });
-}
+  Batch turned() const { return {at, columns, rows, !transposed}; }
+  T* matrix(int64_t i) const { return at + i * rows * columns; }
+  Operand<T> operand(int64_t i) const { return {matrix(i), transposed ? rows : columns, transposed}; }
+};
 
-// out (M, N) = alpha A (M, K) B (K, N) + beta third (M, N) for each of `count` matrices; `third` may be null if alpha
-// is 1. With `symmetric`, the result is known to be symmetric, which saves half of the work.
-SANSGPU_KERNEL void matmul_batch(int64_t narrow, int64_t count, int64_t M, int64_t N, int64_t K, const void* a,
-                                 int64_t a_transposed, const void* b, int64_t b_transposed, const void* third,
-                                 double alpha, double beta, int64_t symmetric, void* out) {
-  const auto multiply = [&]<typename T>(T* to) {
+// Matrix operations on batches of `count` matrices, each by all threads for all matrices at the same time.
+template <typename T>
+struct Batches {
+  int64_t count;
+
+  // out = A B + diagonal I, or alpha A B + beta third + diagonal I. A result known to be symmetric takes half the work.
+  void multiply(const Batch<T>& a, const Batch<T>& b, const Batch<T>& out, bool symmetric, const T* third = nullptr,
+                float alpha = 1.0f, float beta = 0.0f, float diagonal = 0.0f) const {
     std::vector<Multiplication<T, Blend<T>>> all;
     all.reserve(count);
     for (int64_t i = 0; i < count; ++i) {
-      const Operand<T> left{static_cast<const T*>(a) + i * M * K, a_transposed ? M : K, a_transposed != 0};
-      const Operand<T> right{static_cast<const T*>(b) + i * K * N, b_transposed ? K : N, b_transposed != 0};
-      const T* added = third == nullptr ? nullptr : static_cast<const T*>(third) + i * M * N;
-      const Blend<T> finish{to + i * M * N, added, static_cast<float>(alpha), static_cast<float>(beta), N};
-      all.emplace_back(Product<T>{M, N, K, left, right, nullptr, false, nullptr, symmetric != 0}, finish);
+      const T* added = third == nullptr ? nullptr : third + i * out.rows * out.columns;
+      all.emplace_back(Product<T>{out.rows, out.columns, a.columns, a.operand(i), b.operand(i), nullptr, false, nullptr,
+                                  symmetric},
+                       Blend<T>{out.matrix(i), added, alpha, beta, diagonal, out.columns});
     }
     all[0].run_together(all.data(), count);
+  }
+
+  // Divides matrices by their norms. Blocks are added in order, so that the result does not depend on the threads.
+  void normalize(const float* from, const Batch<T>& to) const {
+    const int64_t size = to.rows * to.columns;
+    const Blocks blocks(count, [=](int64_t) { return size; });
+    Buffer<double> sums(blocks.end(count - 1));
+    blocks.each([&](const Block& b) { sums[b.unit] = squares(from + b.array * size + b.start, b.count); });
+    Buffer<float> factors(count);
+    for (int64_t array = 0; array < count; ++array) {
+      double total = 0;
+      for (int64_t unit = blocks.end(array - 1); unit < blocks.end(array); ++unit) total += sums[unit];
+      factors[array] = static_cast<float>(1.0 / (std::sqrt(total) + 1e-7));
+    }
+    blocks.each([&](const Block& b) {
+      const int64_t at = b.array * size + b.start;
+      const float factor = factors[b.array];
+      for (int64_t i = at; i < at + b.count; ++i) store(to.at + i, from[i] * factor);
+    });
+  }
+};
+
+// The polynomial a x + b x^3 + c x^5 is applied to all singular values in each of the steps.
+struct Polynomial {
+  float a, b, c;
+  int64_t steps;
+};
+
+template <typename T>
+void orthogonalize(int64_t count, const Polynomial& p, bool by_gram, const float* from, Batch<T> out) {
+  const Batches<T> batches{count};
+  const bool wide = out.rows <= out.columns;
+  const int64_t side = std::min(out.rows, out.columns), size = count * side * side;
+  Buffer<T> other_memory(count * out.rows * out.columns), memory_1(size), memory_2(size);
+  Batch<T> x{other_memory, out.rows, out.columns}, y = out;
+  Batch<T> gram{memory_1, side, side}, factor{memory_2, side, side};
+  const auto times = [&](const Batch<T>& square, const Batch<T>& to, const T* third, float beta) {
+    batches.multiply(wide ? square : x, wide ? x : square, to, false, third, 1.0f, beta);
   };
-  narrow ? multiply(static_cast<bf16*>(out)) : multiply(static_cast<float*>(out));
+  const auto make_gram = [&] { batches.multiply(wide ? x : x.turned(), wide ? x.turned() : x, gram, true); };
+  if (!by_gram) {
+    if (p.steps % 2 == 0) std::swap(x, y);
+    batches.normalize(from, x);
+    for (int64_t step = 0; step < p.steps; ++step, std::swap(x, y)) {
+      make_gram();
+      batches.multiply(gram, gram, factor, true, gram.at, p.c, p.b);
+      times(factor, y, x.at, p.a);
+    }
+    return;
+  }
+  // The steps are polynomials in the Gram matrix, so they commute and their products are symmetric.
+  Buffer<T> memory_3(size), memory_4(size);
+  Batch<T> total{memory_3, side, side}, next{memory_4, side, side};
+  batches.normalize(from, x);
+  make_gram();
+  for (int64_t step = 0; step < p.steps; ++step) {
+    batches.multiply(gram, gram, factor, true, gram.at, p.c, p.b, p.a);
+    if (step + 1 < p.steps) {
+      batches.multiply(gram, factor, next, true);
+      batches.multiply(factor, next, gram, true);
+    }
+    if (step > 0) batches.multiply(factor, total, next, true);
+    std::swap(total, step > 0 ? next : factor);
+  }
+  times(total, out, nullptr, 0.0f);
+}
+
+}  // namespace
+
+// Orthogonalizes `count` fp32 matrices (rows, columns) by Newton-Schulz iteration in the dtype of `out`; with `by_gram`,
+// through their smaller Gram matrix.
+SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count, int64_t rows, int64_t columns,
+                                  const float* matrices, void* out, double a, double b, double c, int64_t steps) {
+  const Polynomial p{static_cast<float>(a), static_cast<float>(b), static_cast<float>(c), steps};
+  narrow ? orthogonalize<bf16>(count, p, by_gram != 0, matrices, {static_cast<bf16*>(out), rows, columns})
+         : orthogonalize<float>(count, p, by_gram != 0, matrices, {static_cast<float*>(out), rows, columns});
 }
 
 }  // namespace sansgpu
