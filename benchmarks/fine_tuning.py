@@ -1,6 +1,6 @@
 """Fine-tunes a model of Qwen2.5-0.5B's exact shape, compared with Hugging Face's Trainer on the same rows in order.
 
-    python -m benchmarks.fine_tuning --data ROWS.jsonl [--model FOLDER] [--steps 5] [--rounds 2] [--json FILE]
+    python -m benchmarks.fine_tuning --data ROWS.jsonl [--model FOLDER] [--adapters lora] [--steps 5] [--json FILE]
 
 Without --model the weights are random, and the tokenizer is trained on Python's own source. Padding does not count as
 tokens. Both use 4 rows per step and bf16.
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 32768, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
 OURS, HF = "sansgpu", "Hugging Face Trainer"
+ADAPTERS = {"none": "whole", "lora": "LoRA"}  # model.adapter, with its name in the table
 ROWS = 4
 COLUMNS = {
     "": ("name", "s"),
@@ -66,12 +68,15 @@ def settings(model: Path, data: Path, adapter: str, **more: object) -> dict[str,
     }
 
 
-def contestants(model: Path, data: Path, steps: int, threads: int, folder: Path) -> list[Contestant]:
-    """Returns sansgpu and the Trainer, each with full fine-tuning and with LoRA."""
+def contestants(
+    model: Path, data: Path, adapters: Sequence[str], steps: int, threads: int, folder: Path
+) -> list[Contestant]:
+    """Returns sansgpu and the Trainer, each with every adapter."""
     found = []
     total = WARM_UP + steps
     frugal: dict[str, object] = {"training.master_weights": "bf16", "training.optimizer_state": "8bit"}
-    for adapter, label in (("none", "whole"), ("lora", "LoRA")):
+    for adapter in adapters:
+        label = ADAPTERS[adapter]
         asked = {k: v for k, v in settings(model, data, adapter).items() if k != "training.window_warmup_ratio"}
         asked |= {"training.max_steps": total, "training.threads": threads}
         variants: dict[str, dict[str, object]] = {"": {}}
@@ -119,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="rows in a format of task sft")
     parser.add_argument("--model", type=Path, help="Hugging Face folder; default: random weights, Qwen2.5-0.5B's shape")
+    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=list(ADAPTERS), help="default: all")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -127,7 +133,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sansgpu-fine-tuning-") as name:
         folder = Path(name)
         model = arguments.model or made_model(folder / "model")
-        field = contestants(model.absolute(), arguments.data.absolute(), arguments.steps, arguments.threads, folder)
+        given = (model.absolute(), arguments.data.absolute(), arguments.adapters, arguments.steps, arguments.threads)
+        field = contestants(*given, folder)
         rows = take_turns(field, arguments.rounds)
         for row in rows:
             if "runs" in row:
@@ -135,8 +142,9 @@ def main() -> None:
                 seconds = [second for one in row["runs"] for second in one["step_seconds"]]
                 row["tokens_per_second"] = sum(measured) * len(row["runs"]) / sum(seconds)
                 row["peak_gb"] = row["peak_rss_bytes"] / 1e9
-    add_ratios(rows, "tokens_per_second", f"{HF}, whole")
-    print_table("4 rows a step, bf16; speed against the Trainer's whole fine-tuning", COLUMNS, rows)
+    peer = f"{HF}, {ADAPTERS[arguments.adapters[0]]}"
+    add_ratios(rows, "tokens_per_second", peer)
+    print_table(f"4 rows a step, bf16; speed against {peer}", COLUMNS, rows)
     asked: dict[str, Any] = {**vars(arguments), "data": str(arguments.data), "model": str(arguments.model)}
     write_json(arguments.json, "fine_tuning", asked, rows)
 
