@@ -87,6 +87,7 @@ def test_a_run_is_measured_beside_busy_processes(tmp_path: Path) -> None:
         assert row["fair_ratio"] == pytest.approx(row["ratio"] * cores / (cores - 0.5))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of threads is only recorded on Linux")
 def test_the_longest_path_with_more_threads_is_shorter(tmp_path: Path) -> None:
     arguments = ["--size", "tiny", "--threads", "2,16", "--steps", "2"]
@@ -140,6 +141,7 @@ def test_link_prediction_on_a_small_graph_is_measured_beside_its_baseline(tmp_pa
     assert row["cpu_minutes"] > 0
 
 
+@pytest.mark.long
 def test_memory_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
     (row,) = benchmark("memory", "--quick", cache=tmp_path, result=tmp_path / "memory.json")["rows"]
     assert row["peak_rss_bytes"] > 100e6

@@ -37,11 +37,11 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-MINUTES = ("bench", "fine-tuning", "graph", "plan", "resume", "use")  # pages whose commands take one or two
+SLOW = ("bench", "fine-tuning", "graph", "plan", "resume", "scaling", "tune", "use")  # pages that take long
 
 
 def timed(page: Path) -> object:
-    return pytest.param(page, id=page.stem, marks=pytest.mark.long if page.stem in MINUTES else ())
+    return pytest.param(page, id=page.stem, marks=pytest.mark.long if page.stem in SLOW else ())
 
 
 @pytest.mark.parametrize("page", [timed(page) for page in PAGES if commands(page)])

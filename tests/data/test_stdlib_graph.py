@@ -59,6 +59,7 @@ def test_a_module_is_never_divided(documents: list[GraphDocument]) -> None:
     assert modules["json/__init__.py"] == {"json"}
 
 
+@pytest.mark.long
 def test_two_readings_are_equal(library: GraphSource, documents: list[GraphDocument]) -> None:
     assert list(islice(library.documents(), 1000)) == documents[:1000]
     again = open_graphs(DataConfig(dataset_name="python-stdlib-graph"), pytest.fail).train

@@ -183,6 +183,7 @@ def test_a_run_from_before_these_keys_goes_on_as_it_was(home: Path) -> None:
     assert final[0] == final[1]
 
 
+@pytest.mark.long
 def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, capsys: Captured) -> None:
     file = Path(__file__).parents[2] / "configs" / "graph_80m.yaml"
     small = {

@@ -152,6 +152,13 @@ def test_workers_and_prefetch_change_nothing(home: Path, straight: Path) -> None
     assert outcome(run) == outcome(straight) == outcome(more)
 
 
+def test_the_number_of_threads_changes_nothing_where_our_kernels_run(home: Path) -> None:
+    """Micro-batches of 256 tokens or more, for which matmuls are ours."""
+    large = {"model__max_seq_len": 128, "training__max_steps": 3, "training__precision": "auto"}
+    runs = [completed(home, f"threads-{n}", apart=True, training__threads=n, **large) for n in (1, 2)]
+    assert digests(runs[0]) == digests(runs[1])
+
+
 def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
     other = completed(home, "other-seed", "--seed", "7")
     assert set(outcome(other)[0].values()).isdisjoint(outcome(straight)[0].values())

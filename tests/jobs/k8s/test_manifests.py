@@ -274,6 +274,7 @@ def test_the_suggested_commands_copy_the_data_and_fetch_the_model(capsys: pytest
     assert "ReadWriteMany" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_command_of_a_pod_trains_and_resumes(tmp_path: Path) -> None:
     claim = tmp_path / "claim"
     claim.mkdir()
