@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from sansgpu.kernels import native
 from sansgpu.models import lora
@@ -110,13 +111,17 @@ def test_other_adapters_run_the_code_of_peft(
 
 def test_compiled_adapters_equal_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "MIN_ROWS", 1)
-    layer = ours(adapted().base_model.model.model.layers[0].mlp.gate_proj)
+    layer: Any = ours(adapted().base_model.model.model.layers[0].mlp.gate_proj)
     assert type(layer) is lora.LoraLinear
-    x = torch.randn(3, 5, 16, requires_grad=True)
 
     def run(layer: nn.Module) -> list[torch.Tensor]:
         y = layer(x)
         return [y, *torch.autograd.grad(y.sum(), [x, *(p for p in layer.parameters() if p.requires_grad)])]
 
-    compiled = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
-    assert all(torch.equal(one, two) for one, two in zip(run(layer), compiled, strict=True))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    lengths = (5, 6, 9, 13)
+    for rows in lengths:
+        x = torch.randn(3, rows, 16, requires_grad=True)
+        assert all(torch.equal(one, two) for one, two in zip(run(layer), run(compiled), strict=True))
+    assert counter.frame_count < len(lengths)  # a graph is not compiled for each length

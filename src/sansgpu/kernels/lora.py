@@ -100,7 +100,8 @@ def _forward(
 def _forward_shapes(
     x: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, first: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(first))
+    rows = x.shape[0]  # `len` would make the compiler expect this number of rows only
+    return x.new_empty(rows, weight.shape[0]), x.new_empty(rows, first.shape[0])
 
 
 def _backward(
