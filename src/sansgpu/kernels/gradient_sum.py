@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from sansgpu.kernels.matmul import add_matmul, matmul, matmul_with_row_sums
+from sansgpu.kernels.matmul import matmul, matmul_into, matmul_with_row_sums
 
 
 class GradientSum(Protocol):
@@ -32,7 +32,9 @@ def weight_gradient(
     """Returns the gradient a (M, K) times b (K, N), or None if it was added to `target`, and the sums of a's rows."""
     if target is None or not target.summed:
         return matmul_with_row_sums(a, b) if row_sums else (matmul(a, b), None)
-    first = target.gradient is None
+    add = target.gradient is not None
     if target.gradient is None:
         target.gradient = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
-    return None, add_matmul(target.gradient, a, b, row_sums, overwrite=first)
+    sums = a.new_empty(a.shape[0], dtype=torch.float32) if row_sums else None
+    matmul_into(target.gradient, a, b, add, sums)
+    return None, sums

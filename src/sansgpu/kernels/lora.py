@@ -117,7 +117,7 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of x and dropped, empty unless they are asked for, and those of A and B."""
     sizes = _sizes(source, weight, first, second)
-    grads = _backward_shapes(grad, source, weight, first, second, h, scale, of_x, of_source)
+    grads = _new_gradients(source, first, second, of_x, of_source)
     layer = (tensor.contiguous() for tensor in (weight, first, second))
     inputs = (tensor.contiguous() for tensor in (grad, source, h))
     outputs = (grads[0] if of_x else None, grads[1] if of_source else None, *grads[2:])
@@ -125,16 +125,8 @@ def _backward(
     return grads
 
 
-def _backward_shapes(
-    grad: torch.Tensor,
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    h: torch.Tensor,
-    scale: float,
-    of_x: bool,
-    of_source: bool,
+def _new_gradients(
+    source: torch.Tensor, first: torch.Tensor, second: torch.Tensor, of_x: bool, of_source: bool
 ) -> tuple[torch.Tensor, ...]:
     rows = source.shape[0]
     inputs = (source.new_empty(rows if wanted else 0, source.shape[1]) for wanted in (of_x, of_source))
@@ -152,7 +144,10 @@ def _sizes(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: t
 _library.impl("lora_forward", _forward, "CPU")
 _library.impl("lora_backward", _backward, "CPU")
 torch.library.register_fake("sansgpu::lora_forward", _forward_shapes)
-torch.library.register_fake("sansgpu::lora_backward", _backward_shapes)
+torch.library.register_fake(
+    "sansgpu::lora_backward",
+    lambda grad, source, weight, first, second, h, scale, *wanted: _new_gradients(source, first, second, *wanted),
+)
 
 
 @register_flop_formula(torch.ops.sansgpu.lora_forward)

@@ -17,7 +17,7 @@ from sansgpu.kernels import native
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define("matmul(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 _library.define("matmul_with_row_sums(Tensor a, Tensor b) -> (Tensor, Tensor)")
-_library.define("matmul_into(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()")
+_library.define("matmul_into(Tensor(a!) out, Tensor a, Tensor b, bool add, Tensor(b!)? row_sums) -> ()")
 
 
 def is_native(*matrices: torch.Tensor) -> bool:
@@ -44,19 +44,6 @@ def matmul_with_row_sums(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor
     return a @ b, a.sum(1, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
-def add_matmul(
-    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, row_sums: bool, overwrite: bool = False
-) -> torch.Tensor | None:
-    """Adds a (M, K) times b (K, N) to an fp32 total or overwrites it. Returns the sums of the rows of a if asked to."""
-    if is_native(a, b) and total.is_contiguous() and total.dtype == torch.float32:
-        sums = a.new_empty(a.shape[0], dtype=torch.float32) if row_sums else None
-        _multiply(a, b, total, add=not overwrite, row_sums=sums)
-        return sums
-    product = a @ b
-    total.copy_(product) if overwrite else total.add_(product)
-    return a.sum(1, dtype=torch.float32) if row_sums else None
-
-
 def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Returns the sum of products a (M, K) times b (K, N), rounded once."""
     *others, last = pairs
@@ -74,15 +61,23 @@ def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.
     return out
 
 
-def matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
-    """Stores a (M, K) times b (K, N) in out (M, N), or adds it, which needs an `out` in fp32 or wider."""
+def matmul_into(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False, row_sums: torch.Tensor | None = None
+) -> None:
+    """Stores a (M, K) times b (K, N) in out (M, N), or adds it, which needs an `out` in fp32 or wider.
+
+    `row_sums` (M,), in fp32 or wider, becomes the sums of the rows of a.
+    """
     if is_native(a, b) and out.is_contiguous() and (out.dtype == torch.float32 or (out.dtype == a.dtype and not add)):
-        torch.ops.sansgpu.matmul_into(out, a, b, add)
-    elif out.dtype == a.dtype:
+        torch.ops.sansgpu.matmul_into(out, a, b, add, row_sums)
+        return
+    if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)
     else:
         product = a @ b
         out.add_(product) if add else out.copy_(product)
+    if row_sums is not None:
+        torch.sum(a, 1, dtype=row_sums.dtype, out=row_sums)
 
 
 def _multiply(
@@ -138,8 +133,8 @@ def _matmul_with_row_sums(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tenso
     return out, sums
 
 
-def _matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
-    _multiply(a, b, out, add=add)
+def _matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool, row_sums: torch.Tensor | None) -> None:
+    _multiply(a, b, out, add=add, row_sums=row_sums)
 
 
 _library.impl("matmul", _matmul, "CPU")
@@ -147,7 +142,7 @@ _library.impl("matmul_with_row_sums", _matmul_with_row_sums, "CPU")
 _library.impl("matmul_into", _matmul_into, "CPU")
 torch.library.register_fake("sansgpu::matmul", _new)
 torch.library.register_fake("sansgpu::matmul_with_row_sums", _new_with_row_sums)
-torch.library.register_fake("sansgpu::matmul_into", lambda out, a, b, add: None)
+torch.library.register_fake("sansgpu::matmul_into", lambda out, a, b, add, row_sums: None)
 
 
 @register_flop_formula([torch.ops.sansgpu.matmul, torch.ops.sansgpu.matmul_with_row_sums])
