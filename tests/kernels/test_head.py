@@ -1,4 +1,4 @@
-"""What the kernels of the output head and the embedding promise besides the values that test_kernels.py checks."""
+"""Tests of the output head and the embedding: threads, options, ties, large logits, and shapes that do not match."""
 
 import pytest
 import torch

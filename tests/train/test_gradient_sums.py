@@ -28,7 +28,7 @@ class Layers(nn.Module):
 
 
 def summed_gradients(model: Layers, inputs: list[torch.Tensor], between: Callable[[], object]) -> list[torch.Tensor]:
-    """Returns the gradients that an optimizer of bf16 weights sums, and counts those that each hook is told of."""
+    """Returns the summed gradients of bf16 weights. Asserts that every pass calls the hook of each weight once."""
     optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), torch.bfloat16)
     told: list[str] = []
     for weight in optimizer.weights:

@@ -63,7 +63,7 @@ class TrainedParts:
 
     weights: Sequence[bool]
     biases: Sequence[torch.dtype | None]  # dtypes of those trained
-    targets: Sequence[GradientSum | None]  # of the weights
+    targets: Sequence[GradientSum | None]  # where the gradient of each weight is added; None: returned to autograd
 
     @staticmethod
     def of(

@@ -40,7 +40,7 @@ FLAGS += ["-fPIC", "-fvisibility=hidden"]
 Argument = torch.Tensor | tuple[int, ...] | float | None
 _C_VALUES = frozenset((int, bool, float, type(None)))  # arguments that ctypes converts; asking for tensors takes longer
 
-FAILURES = (OSError, RuntimeError, ImportError, SubprocessError)  # what compiling or loading a library may raise
+FAILURES = (OSError, RuntimeError, ImportError, SubprocessError)  # exceptions of compiling and of loading a library
 
 _library: ctypes.CDLL | None = None
 _set: InstructionSet | None = None

@@ -14,7 +14,7 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t TOKENS = 64;  // tokens per unit of work, besides matmuls
+constexpr int64_t TOKENS = 64;  // a thread computes the losses of this many tokens at a time
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // Added to the target's logit, this is the shift. Exponentials overflow only if another logit is larger by far more, and
@@ -45,7 +45,8 @@ struct Head {
 
 // What is known of each token; all are (N,).
 struct Tokens {
-  float *logits, *shifts;  // of the target
+  float* logits;           // the logit of the target
+  float* shifts;           // what is subtracted from all logits of the token before their exponentials
   float* larger;           // the largest logit above the shift, or NONE
   int64_t* above;          // logits above the target's, or equal and before it; may be null
 };

@@ -152,7 +152,7 @@ class Multiplication {
  private:
   // A strip of rows and a group of columns, computed from the terms that begin with k. B stays packed between strips.
   struct Part {
-    int64_t m, n, k, down, across;  // where it begins; its tiles in each direction
+    int64_t m, n, k, down, across;  // its first row, column and term, and its numbers of tiles
     int64_t packs_a, packs, units;  // units that pack A, that pack, and all units
 
     Part(const Multiplication& of, int64_t m, int64_t n, int64_t k)
