@@ -14,7 +14,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
 from sansgpu.machine.cached_measurement import cached_measurement
-from sansgpu.machine.compilation import compile_pays_off, missing_compiler, resolve_compile
+from sansgpu.machine.compilation import eager_seconds, missing_compiler, resolve_compile, saves_compile_time
 from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, make_cublas_deterministic, set_openmp
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
 
@@ -31,8 +31,9 @@ def test_an_automatic_micro_batch_divides_the_effective_batch(effective: int) ->
 
 def test_compiling_is_for_long_runs() -> None:
     assert missing_compiler() is None, "the tests want a C++ compiler"
-    assert not compile_pays_off(1e10, "fp32", 2)
-    assert compile_pays_off(1e18, "fp32", 2)
+    assert not saves_compile_time(eager_seconds(1e10, "fp32", 2), "torch")
+    assert saves_compile_time(eager_seconds(1e18, "fp32", 2), "native avx2")
+    assert saves_compile_time(300, "torch") and not saves_compile_time(300, "native avx2"), "our kernels leave less to save"
     assert resolve_compile(TrainingConfig(), False, "cpu") == "off"
     assert resolve_compile(TrainingConfig(), True, "cpu") == "measure"
     assert resolve_compile(TrainingConfig(compile="on"), False, "cpu") == "on"

@@ -14,23 +14,27 @@ from sansgpu.machine.compiled import compiled_in, require_safe_path
 INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
 COMPILE_SECONDS = 30.0  # to compile training and evaluation graphs of a 12-layer model on two cores and time them
 MAX_GRAPHS = 64  # per block and process: micro-batch sizes vary in calibration and under memory pressure; default is 8
-SAVED_RATIO = 0.25  # share of an eager step that compiling saves; measured for 10M-100M parameters
+# Share of an eager step that compiling saves, measured for 10M-100M parameters. Our kernels leave little to fuse.
+NATIVE_SAVED_RATIO, TORCH_SAVED_RATIO = 0.03, 0.25
 # FLOP/s of an eager step per core. Assumed rather than measured, so that the decision is reproducible.
 EAGER_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
 
 
-def compile_pays_off(total_flops: float, precision: str, threads: int) -> bool:
-    """Returns whether a run with these total FLOPs is long enough for compilation to pay off."""
-    return saves_compile_time(total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads))
+def eager_seconds(total_flops: float, precision: str, threads: int) -> float:
+    """Returns the assumed duration of a run with these total FLOPs if nothing is compiled."""
+    return total_flops / (EAGER_FLOPS_PER_SECOND[precision] * threads)
 
 
-def saves_compile_time(seconds: float) -> bool:
-    """Returns whether an eager run of `seconds` is long enough for compilation to pay off."""
-    return seconds * SAVED_RATIO > COMPILE_SECONDS
+def saves_compile_time(seconds: float, kernels: str) -> bool:
+    """Returns whether a run that takes `seconds` if nothing is compiled is long enough for compilation to pay off.
+
+    `kernels` is `native.name()`.
+    """
+    return seconds * (TORCH_SAVED_RATIO if kernels == "torch" else NATIVE_SAVED_RATIO) > COMPILE_SECONDS
 
 
-def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:
-    """Returns `on`, `off`, or `measure` if `training.compile` is auto and the run is long.
+def resolve_compile(training: TrainingConfig, pays_off: bool, device: str) -> str:
+    """Returns `on` or `off`, or `measure` if `training.compile` is auto and the run is long enough to pay for it.
 
     Raises ConfigError if compilation is requested but impossible here.
     """
@@ -39,7 +43,7 @@ def resolve_compile(training: TrainingConfig, long: bool, device: str) -> str:
         raise ConfigError(f"training.compile is on, but {missing} is missing; install it or set compile to auto.")
     if training.compile != "auto":
         return training.compile
-    return "measure" if long and not missing else "off"
+    return "measure" if pays_off and not missing else "off"
 
 
 def cxx() -> str | None:

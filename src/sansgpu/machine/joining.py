@@ -45,8 +45,7 @@ def join(world: World, backend: str, timeout: float, interface: str | None) -> G
     own, first = route_to(world.address)
     name, address = interface_for(own, interface)
     deadline = time.monotonic() + timeout
-    root = _shared_store(world, timeout)
-    number = _launch_number(root, world, deadline, timeout)
+    root, number = _numbered_store(world, deadline, timeout)
     store = PrefixStore(f"sansgpu/{number}", root)
     this = this_process(address, first)
     store.set(f"peer/{world.rank}", json.dumps(asdict(this)))
@@ -84,6 +83,21 @@ def _shared_store(world: World, timeout: float) -> TCPStore:
             f"rank {world.rank} on {socket.gethostname()} cannot connect to rank 0 at {where} within {timeout:.0f} s; "
             "check that rank 0 is running and that MASTER_ADDR is its host."
         ) from None
+
+
+def _numbered_store(world: World, deadline: float, timeout: float) -> tuple[TCPStore, int]:
+    """Returns the run's key-value store and the number of this launch.
+
+    If processes train twice, a rank may still reach the store that rank 0 is closing, so it connects again.
+    """
+    while True:
+        store = _shared_store(world, timeout)
+        try:
+            return store, _launch_number(store, world, deadline, timeout)
+        except dist.DistNetworkError:
+            if world.rank == 0 or time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_SECONDS)
 
 
 def _launch_number(store: Store, world: World, deadline: float, timeout: float) -> int:

@@ -15,7 +15,7 @@ from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.cached_measurement import cached_measurement
-from sansgpu.machine.compilation import compile_pays_off, missing_compiler, resolve_compile, saves_compile_time
+from sansgpu.machine.compilation import eager_seconds, missing_compiler, resolve_compile, saves_compile_time
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.memory import Execution, effective_batch, micro_batches_per_rank, usual_micro_batch
 from sansgpu.machine.probe import (
@@ -36,6 +36,7 @@ from sansgpu.train.step import StepPlan
 # needed: prepare the data or fail. wanted: do without it if it is unavailable and the estimate allows. unread: skip it.
 Data = Literal["needed", "wanted", "unread"]
 Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch and compilation
+WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
 
 
 def ignore_message(*arguments: object) -> None:
@@ -62,8 +63,8 @@ def prepare(
     how, available = set_up(config, before, warn, progress, group)
     config, corpus = _corpus(config, progress, warn, data, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
-    config, steps, long = _with_length(config, how, corpus)
-    long, compiled = _compilation(config, how, before, long, group, warn)
+    config, steps, seconds = _with_length(config, how, corpus)
+    seconds, compiled = _compilation(config, how, before, seconds, group, warn)
     how = replace(
         how,
         compile="off" if compiled == "measure" else compiled,
@@ -73,7 +74,7 @@ def prepare(
     sizes = fitting_micro_batches(config, how, available, shortage, warn)
     if before and config.training.batch_size == "auto":
         sizes = [_resumed_micro_batch(config, how, before.micro_batch, available, sizes, warn)]
-    elif not long or timed == "never":
+    elif seconds < WORTH_TIMING_SECONDS or timed == "never":
         sizes = [usual_micro_batch(tokens, sizes)]  # measuring would take longer than it saves
     pays = timed == "always" or (timed != "never" and (len(sizes) > 1 or compiled == "measure"))
     timing = _timing(config, how, sizes, compiled, tokens, available, group, progress) if pays else None
@@ -85,11 +86,12 @@ def prepare(
 
 
 def _compilation(
-    config: Config, how: Execution, before: Environment | None, long: bool, group: Group, warn: Warn
-) -> tuple[bool, str]:
-    """Returns rank 0's `long`, and whether to compile: on, off or measure."""
+    config: Config, how: Execution, before: Environment | None, seconds: float, group: Group, warn: Warn
+) -> tuple[float, str]:
+    """Returns rank 0's `seconds` of the run, and whether to compile: on, off or measure."""
     training = config.training
-    long, compiled = group.broadcast_object(lambda: (long, resolve_compile(training, long, how.device.type)))
+    pays_off = saves_compile_time(seconds, how.kernels)
+    seconds, compiled = group.broadcast_object(lambda: (seconds, resolve_compile(training, pays_off, how.device.type)))
     if how.device.type == "cpu" and training.compile == "auto" and (missing := missing_compiler()):
         warn(f"steps are slower because nothing is compiled: {missing} is missing; install it.")
     elif before and training.compile == "auto":
@@ -98,11 +100,11 @@ def _compilation(
         if training.compile == "on":
             raise ConfigError("training.compile is on, but fully sharded blocks cannot be compiled; set it to auto.")
         compiled = "off"
-    return long, compiled
+    return seconds, compiled
 
 
-def _with_length(config: Config, how: Execution, corpus: Corpus | None) -> tuple[Config, int, bool]:
-    """Returns the configuration with its optimizer, the total steps, and whether the run is long enough to measure."""
+def _with_length(config: Config, how: Execution, corpus: Corpus | None) -> tuple[Config, int, float]:
+    """Returns the configuration with its optimizer, the total steps, and the assumed seconds of the run."""
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
     work = task_of(config).costs(config).work(tokens_per_step)
@@ -113,8 +115,8 @@ def _with_length(config: Config, how: Execution, corpus: Corpus | None) -> tuple
     else:
         without = training.model_copy(update={"num_epochs": None})
         steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
-    long = compile_pays_off(work.needed * steps, how.precision, how.threads)
-    return config, steps, long and saves_compile_time(seconds_allowed(config))
+    seconds = eager_seconds(work.needed * steps, how.precision, how.threads)
+    return config, steps, min(seconds, seconds_allowed(config))
 
 
 def _with_finish(config: Config) -> Config:

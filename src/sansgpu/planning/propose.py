@@ -14,7 +14,6 @@ import yaml
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.atomic import write_text
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.compilation import missing_compiler, saves_compile_time
 from sansgpu.planning.estimate import plan_prepared, roofline_of, step_limits
 from sansgpu.planning.forecast import forecast_of
 from sansgpu.planning.prepare import ignore_message, prepare
@@ -121,11 +120,8 @@ def _shape(base: Prepared, width: int) -> Config:
 
 
 def _prepared(config: Config, hours: float, timed: bool, progress: ReportProgress) -> Prepared:
-    """Prepares a run of this many hours, without reading the data again."""
-    settings = [f"training.max_hours={hours}"]
-    if saves_compile_time(hours * 3600) and missing_compiler() is None:
-        settings.append("training.compile='on'")
-    changed = change_config(config, settings)
+    """Prepares a run of this many hours, without reading the data again or compiling, which hardly changes the speed."""
+    changed = change_config(config, [f"training.max_hours={hours}", "training.compile='off'"])
     return prepare(
         changed, None, progress, ignore_message, "report", data="unread", timed="always" if timed else "never"
     )
