@@ -120,7 +120,7 @@ def _shape(base: Prepared, width: int) -> Config:
 
 
 def _prepared(config: Config, hours: float, timed: bool, progress: ReportProgress) -> Prepared:
-    """Prepares a run of this many hours, without reading the data again or compiling, which hardly changes the speed."""
+    """Prepares a run of this many hours. Does not read the data again, and does not compile, which hardly matters."""
     changed = change_config(config, [f"training.max_hours={hours}", "training.compile='off'"])
     return prepare(
         changed, None, progress, ignore_message, "report", data="unread", timed="always" if timed else "never"
