@@ -15,7 +15,7 @@ from sansgpu.models import TransformerLM
 from sansgpu.models.gguf_file import GGUFType, ModelDescription, write_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
-from sansgpu.models.pretrained import load_pretrained, load_tokenizer_of, tokenizer_parts
+from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
 from tests.models.small import TOKENIZER
 
 ABOUT = ModelDescription("small", "Made by a test.", "words", "base")
@@ -52,7 +52,7 @@ def base(folder: Path, name: str) -> tuple[PreTrainedModel, Any]:
     """Returns a transformers model with weights large enough to matter, and its tokenizer."""
     architecture, changes = BASES[name]
     given = ModelConfig(name_or_path=str(make_folder(folder, architecture, **changes)))
-    model = load_pretrained(given, "causal", 0).eval()
+    model = load_pretrained(given, Head("causal"), 0).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -19,7 +19,7 @@ from sansgpu.models import TransformerLM
 from sansgpu.models.gguf_file import TYPES, GGUFType, open_gguf, write_gguf
 from sansgpu.models.huggingface import load_gguf_decoder
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
-from sansgpu.models.pretrained import load_pretrained, load_tokenizer_of
+from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of
 from sansgpu.train.loading import open_model
 from tests.models.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
 from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
@@ -132,7 +132,7 @@ def test_a_model_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
     model, tokenizer = base(tmp_path / "base", name)
     write_base(tmp_path / "model.gguf", model, tokenizer, "f32")
     given_file = ModelConfig(name_or_path=str(tmp_path / "model.gguf"))
-    back, its_tokenizer = load_pretrained(given_file, "causal", 0).eval(), load_tokenizer_of(given_file)
+    back, its_tokenizer = load_pretrained(given_file, Head("causal"), 0).eval(), load_tokenizer_of(given_file)
     ids = tokenizer("naïve <|im_end|> 12").input_ids
     assert torch.equal(logits_of(back, ids), logits_of(model, ids))
     assert its_tokenizer("naïve <|im_end|> 12").input_ids == ids
@@ -349,4 +349,4 @@ def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
 
 def test_a_causal_model_answers_no_questions(whole: Path) -> None:
     with pytest.raises(ConfigError, match="holds a causal language model"):
-        load_pretrained(ModelConfig(name_or_path=str(whole)), "qa", 0)
+        load_pretrained(ModelConfig(name_or_path=str(whole)), Head("qa"), 0)

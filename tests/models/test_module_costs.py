@@ -12,6 +12,7 @@ from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.kernels import native
 from sansgpu.machine.memory import Execution
 from sansgpu.models.patches import patch_model
+from sansgpu.models.pretrained import Head
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
 from tests.models.kept import kept_bytes_of
 
@@ -40,7 +41,7 @@ def test_a_fused_block_keeps_what_is_said(precision: str, tmp_path: Path) -> Non
         )  # fmt: skip
         config.save_pretrained(tmp_path)
         model = ModelConfig(name_or_path=str(tmp_path), vocab_size=64, max_seq_len=TOKENS)
-        shape = pretrained_shape(model.model_copy(update={"rope_theta": float(width)}), "causal")  # not cached
+        shape = pretrained_shape(model.model_copy(update={"rope_theta": float(width)}), Head("causal"))  # not cached
         how = Execution(1, 1, precision, "off", "native", "adamw")
         costs = PretrainedCosts(model, TrainingConfig(), TOKENS, TOKENS, shape=shape)
         kept = kept_by_a_block(transformers.AutoModelForCausalLM.from_config(config), how)

@@ -54,11 +54,11 @@ def _one_thread(own_cache: None) -> None:
 
 
 def head_of(architecture: str) -> Head:
-    return "qa" if architecture in ENCODERS else "causal"
+    return Head("qa" if architecture in ENCODERS else "causal")
 
 
 def settings(home: Path, architecture: str, model: Path, **changes: object) -> tuple[str, ...]:
-    asking = head_of(architecture) == "qa"
+    asking = head_of(architecture).kind == "qa"
     chosen = {
         "task": "qa" if asking else "sft", "model.name_or_path": model,
         "data.dataset_name": home / ("squad.json" if asking else "chat.jsonl"), "data.max_length": 96,

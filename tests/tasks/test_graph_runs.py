@@ -14,7 +14,7 @@ from transformers import AutoModelForMaskedLM
 from sansgpu.cli import run as cli
 from sansgpu.config import Config
 from sansgpu.models.patches import patch_model
-from sansgpu.models.pretrained import load_pretrained
+from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.models.unpadded import UnpaddedModel
 from tests.processes import digests, finish, json_lines, kill_when, messages, record, start
 from tests.tasks.folders import model_folder
@@ -230,7 +230,7 @@ def test_gaps_are_filled_as_transformers_fills_them(architecture: str, tmp_path:
     plain: Any = AutoModelForMaskedLM.from_pretrained(model_folder(architecture)).eval()
     plain.save_pretrained(folder)
     given = {"task": "graph", "model": {"name_or_path": str(folder)}, "data": {"dataset_name": "-"}}
-    ours = load_pretrained(Config.model_validate(given).model, "masked", seed=0).eval()
+    ours = load_pretrained(Config.model_validate(given).model, Head("masked"), seed=0).eval()
     patch_model(ours)
     lengths = torch.tensor([9, 14])
     tokens = torch.arange(23) * 31 % 1000 + 5

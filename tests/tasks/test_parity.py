@@ -9,7 +9,7 @@ from benchmarks.fine_tuning_peer import batches, train
 from sansgpu.config import load_config
 from sansgpu.kernels import native
 from sansgpu.models import lora
-from sansgpu.models.pretrained import load_pretrained
+from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.tasks import TASKS
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
@@ -65,7 +65,9 @@ def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
     asked = settings("qa", model_folder(architecture, **still), squad(tmp_path / "squad.json", paragraphs=60), pack)
     ours = our_losses(asked, micro_batch=ROWS)
     config, tokenizer, given = batches(asked, STEPS, tmp_path)
-    model = load_pretrained(config.model, "qa", config.training.seed)  # their model, with the same random head as ours
+    model = load_pretrained(
+        config.model, Head("qa"), config.training.seed
+    )  # their model, with the same random head as ours
     _, theirs = train(config, tokenizer, given, 1, ROWS, model)
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert ours[-1] < ours[0] - 0.5

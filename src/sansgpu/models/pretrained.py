@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
 from pathlib import Path
@@ -26,19 +27,44 @@ from sansgpu.models.model_folder import validate_model_folder
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Head = Literal["causal", "qa", "masked"]
-AUTO_CLASSES: dict[Head, str] = {
+HeadKind = Literal["causal", "qa", "masked", "sequence", "tokens", "none"]
+AUTO_CLASSES: dict[HeadKind, str] = {
     "causal": "AutoModelForCausalLM",
     "qa": "AutoModelForQuestionAnswering",
     "masked": "AutoModelForMaskedLM",
+    "sequence": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "none": "AutoModel",
 }
-_DESCRIPTION: dict[Head, str] = {
+_DESCRIPTION: dict[HeadKind, str] = {
     "causal": "a causal language model",
     "qa": "a question answering model",
     "masked": "a masked language model",
+    "sequence": "a model that classifies texts",
+    "tokens": "a model that classifies tokens",
+    "none": "an encoder",
 }
 _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]  # as in transformers
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model: its kind and, for a classifier, the labels in the order of the logits."""
+
+    kind: HeadKind
+    labels: tuple[str, ...] = ()
+    problem_type: ProblemType | None = None
+
+    def set_labels(self, config: PreTrainedConfig) -> None:
+        """Sets the labels in the config of a classifier."""
+        if self.labels:
+            config.id2label = dict(enumerate(self.labels))  # also sets num_labels
+            config.label2id = {label: number for number, label in enumerate(self.labels)}
+            config.problem_type = self.problem_type
 
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
@@ -86,27 +112,30 @@ def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
 def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
     """Loads a model with its weights: in fp32 for full fine-tuning, in the stored dtype for training an adapter.
 
-    A missing question answering or masked LM head is initialized from `seed`. Raises ConfigError if the model cannot be
-    loaded or other weights are missing.
+    A head or pooler that is missing, or was made for other labels, is initialized from `seed`. Raises ConfigError if
+    the model cannot be loaded or other weights are missing.
     """
     import transformers
 
     name: str | None = None
-    loader: Any = getattr(transformers, AUTO_CLASSES[head])
+    loader: Any = getattr(transformers, AUTO_CLASSES[head.kind])
     if (file := _gguf_file(model)) is None:
         name, options = _source(model)
-    elif head == "causal":
+        if head.labels:
+            config = pretrained_config(model)
+            head.set_labels(config)
+            options |= {"config": config, "ignore_mismatched_sizes": True}
+    elif head.kind == "causal":
         config = _config_of(file)
         loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the Auto classes do not accept a state_dict
         options = {"config": config, "state_dict": file.weights()}
     else:
-        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head]}.")
+        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.kind]}.")
     dtype = torch.float32 if model.adapter == "none" else "auto"
-    with _library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head]}"), _seeded(seed, "head"):
+    with _library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"), _seeded(seed, "head"):
         loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
-    missing = sorted(key for key in info["missing_keys"] if head == "causal" or _is_inside(loaded, key))
-    if missing or info["mismatched_keys"]:
-        first = missing[0] if missing else str(sorted(info["mismatched_keys"])[0])
+    unusable = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+    if first := min((key for key in unusable if head.kind == "causal" or not _may_be_new(loaded, key)), default=None):
         raise ConfigError(
             f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has another shape."
         )
@@ -131,11 +160,12 @@ def _from_config(model: ModelConfig, head: Head, layers: int | None = None) -> P
     import transformers
 
     config = pretrained_config(model)
+    head.set_labels(config)
     if layers is not None:
         config = with_layers(config, layers)
     options = {"trust_remote_code": True} if model.trust_remote_code else {}
-    with _library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head]}"), _seeded(0, "shape"):
-        built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head]).from_config(config, **options)
+    with _library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head.kind]}"), _seeded(0, "shape"):
+        built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.kind]).from_config(config, **options)
     return built
 
 
@@ -190,6 +220,11 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
 
 def _is_inside(loaded: PreTrainedModel, name: str) -> bool:
     return name.startswith(loaded.base_model_prefix + ".")
+
+
+def _may_be_new(loaded: PreTrainedModel, name: str) -> bool:
+    """Returns True for a weight of the head or of the pooler, which not every pretraining objective trains."""
+    return "pooler." in name or not (loaded.base_model is loaded or _is_inside(loaded, name))
 
 
 def weights_fingerprint(model: ModelConfig) -> str:

@@ -27,8 +27,15 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     fuse_layers(model)
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
-    outputs = 2 if head == "qa" else vocabulary  # start and end of the answer
+    outputs = _outputs(head, vocabulary)
     return module_shape(model, int(config.hidden_size), int(config.num_attention_heads), vocabulary, outputs)
+
+
+def _outputs(head: Head, vocabulary: int) -> int:
+    """Returns the logits per token."""
+    if head.kind == "qa":
+        return 2  # start and end of the answer
+    return len(head.labels) if head.labels else vocabulary
 
 
 @dataclass(frozen=True)

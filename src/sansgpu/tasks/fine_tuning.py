@@ -18,6 +18,7 @@ from sansgpu.machine.compilation import set_up_compiler
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
     Head,
+    HeadKind,
     add_adapter,
     load_pretrained,
     load_tokenizer_of,
@@ -41,13 +42,14 @@ if TYPE_CHECKING:  # importing transformers takes seconds
 class FineTuning(ObjectiveBase, ABC):
     """A pretrained model and its loss. With `random`, the weights are random and `layers` may replace its depth."""
 
-    head: Head
+    head_kind: ClassVar[HeadKind]
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
         from sansgpu.models.patches import patch_layers, patch_model  # imports transformers, which takes seconds
         from sansgpu.models.unpadded import UnpaddedModel
 
         self.config, settings, seed = config, config.model, config.training.seed
+        self.head = self.head_of(config)
         if random:
             self.model = random_model(settings, self.head, layers)
         else:
@@ -74,6 +76,10 @@ class FineTuning(ObjectiveBase, ABC):
             yield f"{name}: sansgpu has no kernels for its {' and '.join(unpatched)}, so transformers' own code runs."
         if pack and not self.unpadded.packs:
             yield f"{name} does not support several examples in one row, so short examples are padded."
+
+    @classmethod
+    def head_of(cls, config: Config) -> Head:
+        return Head(cls.head_kind)
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> torch.Tensor:
@@ -135,7 +141,7 @@ class FineTuning(ObjectiveBase, ABC):
 
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:
-        shape = pretrained_shape(config.model, cls.head)
+        shape = pretrained_shape(config.model, cls.head_of(config))
         return PretrainedCosts(config.model, config.training, config.window, config.window, shape=shape)
 
     @classmethod

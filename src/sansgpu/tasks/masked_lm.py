@@ -38,7 +38,7 @@ from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 class MaskedObjective(FineTuning):
     """A transformers encoder with its masked LM head, and its loss."""
 
-    head = "masked"
+    head_kind = "masked"
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
         super().__init__(config, random, layers)

@@ -76,7 +76,7 @@ class QuestionCorpus(TokenizedCorpus[TokenizedQuestions]):
 class QAObjective(FineTuning):
     """A model with a question-answering head, and its loss."""
 
-    head = "qa"
+    head_kind = "qa"
 
     def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
         """Sums the mean cross-entropy of the start and end positions over windows, ()."""

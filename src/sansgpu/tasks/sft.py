@@ -75,7 +75,7 @@ class ChatCorpus(TokenizedCorpus[ConversationExamples]):
 class SFTObjective(FineTuning):
     """A causal model and its loss."""
 
-    head = "causal"
+    head_kind = "causal"
 
     def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
         """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
