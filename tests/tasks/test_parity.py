@@ -65,9 +65,7 @@ def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
     asked = settings("qa", model_folder(architecture, **still), squad(tmp_path / "squad.json", paragraphs=60), pack)
     ours = our_losses(asked, micro_batch=ROWS)
     config, tokenizer, given = batches(asked, STEPS, tmp_path)
-    model = load_pretrained(
-        config.model, Head("qa"), config.training.seed
-    )  # their model, with the same random head as ours
+    model = load_pretrained(config.model, Head("qa"), config.training.seed)  # with the same random head as ours
     _, theirs = train(config, tokenizer, given, 1, ROWS, model)
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert ours[-1] < ours[0] - 0.5
