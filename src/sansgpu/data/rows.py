@@ -85,12 +85,25 @@ def is_text(text: str) -> bool:
     return True
 
 
-def column_names(row: dict[str, Any]) -> str:
+def column_names(row: dict[Any, Any]) -> str:
     """Returns the names of a row's columns for a message."""
     return truncate(", ".join(map(str, row)))
 
 
-def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
+def row_value(row: dict[Any, Any], column: str | int, key: str, where: str) -> Any:
+    """Returns the value in the column that the configuration's `key` names; a negative number counts from the end.
+
+    Raises BadRowError if the row has no such column.
+    """
+    if column in row:
+        return row[column]
+    from_end = len(row) + column if isinstance(column, int) and column < 0 else None
+    if from_end in row:
+        return row[from_end]
+    raise BadRowError(f"{where} has no column {truncate(str(column))}, only {column_names(row)}; set {key}.")
+
+
+def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:
     """Returns the text of one row: from `column` if given, else from `text`, `content` or the only string column."""
     if column is None:
         named = [name for name in ("text", "content") if name in row]
@@ -100,9 +113,7 @@ def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
                 f"{where} has the columns {column_names(row)}; set data.text_column to the one with the text."
             )
         column = (named or strings)[0]
-    if column not in row:
-        raise BadRowError(f"{where} has no column {truncate(column)}, only {column_names(row)}; set data.text_column.")
-    text = row[column]
+    text = row_value(row, column, "data.text_column", where)
     if text is None:
         return ""
     if not isinstance(text, str):

@@ -121,15 +121,16 @@ def _part_of(path: Path) -> str:
 
 def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) -> Source:
     named = {str(path.relative_to(root)): path for path in files}
-    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS))
+    header = data.has_header
+    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *([] if header else ["no header"])))
 
     def read() -> Iterator[Piece]:
         for path in files:
-            yield from read_documents(path, data.text_column, skip_undecodable=name == PYTHON_STDLIB)
+            yield from read_documents(path, data.text_column, name == PYTHON_STDLIB, header)
 
     def rows() -> Iterator[SourceRow]:
         for path in files:
-            yield from read_rows(path)
+            yield from read_rows(path, header)
 
     return Source(name, fingerprint, sum(path.stat().st_size for path in files), read, rows, named)
 
@@ -182,7 +183,7 @@ def _from_hub(name: str, data: DataConfig) -> Any:
         return datasets.load_dataset(name, data.dataset_config, cache_dir=data.cache_dir)
 
 
-def _dataset_source(name: str, dataset: Any, column: str | None) -> Source:
+def _dataset_source(name: str, dataset: Any, column: str | int | None) -> Source:
     def read() -> Iterator[Piece]:
         for number, row in enumerate(dataset, 1):
             yield from pieces(row_text(row, column, f"{name}, row {number}"))
