@@ -94,6 +94,26 @@ def read_rows(path: Path, header: bool = True) -> Iterator[SourceRow]:
         raise _unreadable(path, error) from None
 
 
+def read_text_rows(path: Path, label: str | None, column: str | int) -> Iterator[SourceRow]:
+    """Yields one row with the text of a file, under `column`, and its label; without a label, one row per line.
+
+    A file or line that is not UTF-8 text is a row with a `problem`.
+    """
+    if label is None:
+        for line in read_lines(path):
+            yield line if line.problem else line._replace(value={column: line.value.rstrip("\r\n")})
+        return
+    text = ""
+    try:
+        for piece in read_documents(path, None):
+            text += piece.text
+            _require_length(len(text), str(path))
+    except ConfigError as error:
+        yield SourceRow(str(path), None, str(error))
+    else:
+        yield SourceRow(str(path), {column: text, "label": label})
+
+
 def read_lines(path: Path) -> Iterator[SourceRow]:
     """Yields the non-empty lines of a file, split at "\\n" only; a line that is not UTF-8 text has a `problem`.
 
