@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from sansgpu.config import ConfigError
@@ -42,6 +42,20 @@ class SourceRow(NamedTuple):
         if not is_text(text):
             raise self.error(f"its {key} contains an unpaired surrogate, which is not valid text")
         return text
+
+
+class LocatedRow(dict[Any, Any]):
+    """The columns of a row, and the place `where` it was read."""
+
+    def __init__(self, row: SourceRow) -> None:
+        super().__init__(row.value)
+        self.where = row.where
+
+
+def located(rows: Iterable[Mapping[Any, Any]]) -> Iterator[SourceRow]:
+    """Yields rows with the place where each was read, or else its number."""
+    for number, row in enumerate(rows, 1):
+        yield SourceRow(row.where if isinstance(row, LocatedRow) else f"row {number}", row)
 
 
 class BadRows:
