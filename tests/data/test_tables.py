@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.graph_sources import open_graphs
 from sansgpu.data.rows import SourceRow, row_value
 from sansgpu.data.sources import Source, open_sources
 
@@ -73,6 +74,11 @@ def test_a_number_in_quotes_is_a_name(tmp_path: Path) -> None:
     assert opened(path, text_column="1").fingerprint != opened(path, text_column=1).fingerprint
     with pytest.raises(ValueError, match="text_column"):
         DataConfig.model_validate({"text_column": True})
+
+
+def test_texts_of_graphs_may_be_in_a_table_without_a_header(tmp_path: Path) -> None:
+    data = DataConfig(dataset_name=str(written(tmp_path / "a.tsv", STS)), text_column=0)
+    assert [document.text for document in open_graphs(data, print).train.documents()] == ["news", "forum"]
 
 
 def columns() -> list[str]:

@@ -66,7 +66,7 @@ def rows(draw: random.Random, bases: Bases) -> Case:
 def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]:
     """Returns the name and content of a file with these rows."""
     form = draw.choice(
-        ("jsonl", "jsonl", "json", "csv", "parquet", "txt") if task == "pretrain" else ("jsonl", "jsonl", "json")
+        ("jsonl", "jsonl", "json", "csv", "tsv", "parquet", "txt") if task == "pretrain" else ("jsonl", "jsonl", "json")
     )
     lines = "".join(dumped(row) + "\n" for row in found)
     if form == "json":
@@ -75,6 +75,10 @@ def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]
         cells = [row.get("text") if isinstance(row, dict) else row for row in found]
         csv = "text\n" + "".join(f"{json.dumps(cell)}\n" for cell in cells)
         return "data.csv", csv.encode()
+    if form == "tsv":
+        cells = [row.get("text") if isinstance(row, dict) else row for row in found]
+        tsv = "text\tnumber\n" + "".join(f"{cell}\t{number}\n" for number, cell in enumerate(cells))
+        return draw.choice(("data.tsv", "data.csv")), damaged(tsv.encode("utf-8", "surrogatepass"), draw)
     if form == "parquet":
         table = pyarrow.table({draw.choice(("text", "other")): [str(len(lines)), "words " * 50] * 40})
         buffer = io.BytesIO()
