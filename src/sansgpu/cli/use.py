@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,9 @@ from sansgpu.cli.options import (
     warn,
     write_json_lines,
 )
+
+if TYPE_CHECKING:
+    from sansgpu.data.shards import ReportProgress
 
 _GRAPH = "Task graph"
 TemperatureOption = Annotated[float, option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
@@ -196,16 +199,25 @@ def predict(
     options = {} if null_answers is None else {"null_answers": null_answers}
     with preparation_bar() as bar:
         from sansgpu.jobs.predict import predict as job
-        from sansgpu.jobs.predict import rows_of
 
-        rows = [{"question": question, "context": context}] if data is None else rows_of(data)
+        rows = [{"question": question, "context": context}] if data is None else data
         results = job(run, rows, snapshot, warn, bar, trust_remote_code, objective, **options)
-    if data is not None:
-        write_json_lines(results, output)
-    elif as_json:
-        print_json(results[0])
-    else:
-        show(results[0]["answer"] or "(no answer)")
+        if output is not None:
+            write_json_lines(_with_progress(results, bar), output)
+        elif data is None:
+            (result,) = results
+    if data is not None and output is None:
+        write_json_lines(results, None)
+    elif data is None and as_json:
+        print_json(result)
+    elif data is None:
+        show(result["answer"] or "(no answer)")
+
+
+def _with_progress(predictions: Iterable[dict[str, Any]], progress: ReportProgress) -> Iterator[dict[str, Any]]:
+    for number, prediction in enumerate(predictions, 1):
+        progress("predicting", number, 0, "row")
+        yield prediction
 
 
 def export(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, StrictInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.by_task import (
@@ -42,8 +42,10 @@ class DataConfig(Section):
     )
     dataset_config: str | None = Field(None, description="configuration of a Hugging Face dataset")
     validation_name: str | None = Field(None, description="validation dataset, with the same options as dataset_name")
-    text_column: str | None = Field(
-        None, description="column with the text. Default: `text`, `content` or the only column"
+    text_column: str | StrictInt | None = Field(
+        None,
+        description="column with the text. Default: `text`, `content` or the only column. A number, from 0, names a "
+        "column of .csv and .tsv files without a header",
     )
     tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json or a Hugging Face tokenizer")
     vocab_size: int = Field(8192, ge=257, description="vocabulary size of a new bpe tokenizer")
@@ -124,6 +126,12 @@ class DataConfig(Section):
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
     )
+
+    @property
+    def has_header(self) -> bool:
+        """Returns whether .csv and .tsv files begin with the names of columns: no key is set to a column's number."""
+        columns = {key: field for key, field in type(self).model_fields.items() if key.endswith("_column")}
+        return not any(isinstance(getattr(self, key), int) for key, field in columns.items() if field.default is None)
 
 
 class Config(Section):

@@ -109,6 +109,11 @@ def _question(row: SourceRow) -> Question:
     return Question(_id(row), question, context, answers, not answers)
 
 
+def unanswered_question(row: SourceRow) -> Question:
+    """Parses a row whose question is to be answered. Raises BadRowError if it has no question or no context."""
+    return Question(row.where, _text(row, "question"), _text(row, "context"), (), impossible=True)
+
+
 def _text(row: SourceRow, key: str) -> str:
     text = row.value.get(key)
     if not isinstance(text, str) or not text.strip():

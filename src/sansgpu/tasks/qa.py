@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, SansGPUError
 from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
-from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
-from sansgpu.data.rows import BadRows
+from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions, unanswered_question
+from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
@@ -180,13 +180,7 @@ class QA(QAObjective, FineTuningTask):
         cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], null_answers: bool | None = None
     ) -> list[dict[str, Any]]:
         """Answers each row's `question` from its `context`. `null_answers` None follows the run's configuration."""
-        for number, row in enumerate(rows, 1):
-            if any(not str(row.get(key, "")).strip() for key in ("question", "context")):
-                raise ConfigError(f"row {number} needs a question and a context; add what is missing.")
-        questions = [
-            Question(str(number), row["question"], row["context"], (), impossible=True)
-            for number, row in enumerate(rows, 1)
-        ]
+        questions = [unanswered_question(row) for row in located(rows)]
         data = loaded.config.data
         if null_answers is not None:
             data = data.model_copy(update={"null_answers": null_answers})
