@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sansgpu.config.architectures import ARCHITECTURES, architecture_name
-from sansgpu.config.metrics import MASKED_METRICS, QUESTION_METRICS, TEXT_METRICS
+from sansgpu.config.metrics import MASKED_METRICS, QUESTION_METRICS, TAG_METRICS, TEXT_METRICS
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.task_settings import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, CardText, TaskSettings, Values
 
@@ -89,6 +89,7 @@ def _masked_lm_problems(config: Any) -> Iterator[str]:
 
 _EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"
 _CHAT = 'sansgpu chat MODEL --prompt "Hello!"'
+_FIND = 'sansgpu predict MODEL --text "Ada Lovelace lived in London."'
 _ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
 
 
@@ -163,6 +164,20 @@ SETTINGS = {
             "question-answering",
             "QuestionAnswering",
             _ANSWER,
+        ),
+    ),
+    "tokens": TaskSettings(
+        "tokens",
+        ("windows", "packing", "pretrained", "rows", "adapter", "labels", "tags"),
+        defaults={
+            "training": {**_FINE_TUNED, "learning_rate": 5e-5},
+            "data": {"max_length": 128, "doc_stride": 32},
+        },
+        adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+        problems=fine_tuning_problems,
+        metrics=TAG_METRICS,
+        card=lambda model: CardText(
+            "an encoder fine-tuned to tag words", "token-classification", "TokenClassification", _FIND
         ),
     ),
 }

@@ -45,13 +45,19 @@ class DataConfig(Section):
     text_column: str | None = Field(
         None, description="column with the text. Default: `text`, `content` or the only column"
     )
+    tag_column: int | None = Field(
+        None,
+        description="column with the tags in CoNLL files, counted from 0, or from the end if negative; if set, files "
+        "with any suffix are read as CoNLL columns. Default: -1 for .conll files",
+    )
+    labels: list[str] | None = Field(None, description="the classes or tags to predict. Default: those in the data")
     tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json or a Hugging Face tokenizer")
     vocab_size: int = Field(8192, ge=257, description="vocabulary size of a new bpe tokenizer")
     tokenizer_sample_mb: int = Field(32, ge=1, description="megabytes of text to train a new tokenizer on")
     max_length: int | None = Field(
         None,
         ge=2,
-        description="tokens per window, without leaves; for sft and qa the longest example. Default: model.max_seq_len",
+        description="tokens per window, without leaves; in fine-tuning the longest example. Default: model.max_seq_len",
     )
     pack_sequences: bool = Field(
         True,
@@ -133,7 +139,7 @@ class Config(Section):
         DEFAULT_TASK,
         description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
         "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; "
-        "package.module:Class: your own task",
+        "tokens: entities and other tags of words; package.module:Class: your own task",
     )
     objective: str | None = Field(
         None,

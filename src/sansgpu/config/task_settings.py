@@ -50,6 +50,8 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.merge_adapter
     """,
     "conversations": "data.long_rows data.chat_template",
+    "labels": "data.labels",
+    "tags": "data.tag_column",
     "answers": """
         data.n_best_size data.max_answer_length data.null_answers data.null_score_diff_threshold
     """,

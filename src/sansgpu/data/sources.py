@@ -74,7 +74,7 @@ def open_parts(name: str, data: DataConfig) -> Sources:
         return Sources(_stdlib_chat(open_parts(PYTHON_STDLIB, data).train), None)
     path = Path(name).expanduser()
     if path.is_file():
-        if file_form(path) is None:
+        if file_form(path) is None and data.tag_column is None:
             raise ConfigError(f"{path} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
         return Sources(_files_source(name, path.parent, [path], data), None)
     if path.is_dir():
@@ -121,7 +121,8 @@ def _part_of(path: Path) -> str:
 
 def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) -> Source:
     named = {str(path.relative_to(root)): path for path in files}
-    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS))
+    columns = () if data.tag_column is None else (data.tag_column,)
+    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *columns))
 
     def read() -> Iterator[Piece]:
         for path in files:
@@ -129,7 +130,7 @@ def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) ->
 
     def rows() -> Iterator[SourceRow]:
         for path in files:
-            yield from read_rows(path)
+            yield from read_rows(path, data.tag_column)
 
     return Source(name, fingerprint, sum(path.stat().st_size for path in files), read, rows, named)
 

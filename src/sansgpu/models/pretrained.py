@@ -45,6 +45,7 @@ _DESCRIPTION: dict[HeadKind, str] = {
     "none": "an encoder",
 }
 _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
+_NEW_HEADS = ("QuestionAnswering", "SequenceClassification", "TokenClassification")  # endings of class names
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -196,11 +197,11 @@ def prepare_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrai
 
 
 def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
-    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353); a QA head is trained, too."""
+    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353); new heads are trained, too."""
     from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
 
     heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not _is_inside(loaded, name)}
-    trained_heads = list(heads) if type(loaded).__name__.endswith("QuestionAnswering") else None
+    trained_heads = list(heads) if type(loaded).__name__.endswith(_NEW_HEADS) else None
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=cast(Any, model.lora_alpha),  # annotated int, but floats work

@@ -119,6 +119,15 @@ class UnpaddedModel:
         starts, ends = self._by_token(lengths, start_and_end).unbind(dim=1)
         return starts, ends
 
+    def token_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
+        """Returns the logits of each token from a model that classifies tokens: (N, labels), fp32."""
+
+        def logits(indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            inputs, flat = self.inputs(tokens[indices], lengths, None if types is None else types[indices])
+            return flat(self.model(**inputs).logits).float()
+
+        return self._by_token(lengths, logits)
+
     def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a masked LM at the M tokens where `masked` (N,) is true: (M, V)."""
         parts = [(p[masked[p]], self._masked_logits(tokens[p], group, masked[p])) for p, group in self._groups(lengths)]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from sansgpu.config import Config, ConfigError, derive_seed
 from sansgpu.data.order import batch_indices
 from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.split import split_examples
 from sansgpu.machine.compilation import set_up_compiler
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
@@ -37,6 +38,8 @@ from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 
 class FineTuning(ObjectiveBase, ABC):
@@ -206,6 +209,36 @@ class FineTuningTask(TaskWithEvaluator):
     @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
         loaded.objective.export_to(loaded.tokenizer, folder, merge)
+
+
+def longest_example(config: Config, tokenizer: Any) -> int:
+    """Returns the maximum number of tokens of an example: data.max_length, limited by the model's maximum."""
+    return min(config.roots, int(tokenizer.model_max_length))
+
+
+def whole_groups(
+    groups: Sequence[Sequence[int]], lengths: np.ndarray, size: int, ordered: Callable[..., np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yields batches of about `size` examples; all examples of a group are in one batch.
+
+    `lengths` are those of the examples, and `ordered` is `FineTuning.ordered`.
+    """
+    longest = np.array([lengths[list(numbers)].max() for numbers in groups])
+    pending: list[int] = []
+    for group in ordered(np.arange(len(groups)), longest):
+        pending += groups[group]
+        if len(pending) >= size:
+            yield np.array(pending)
+            pending = []
+    if pending:
+        yield np.array(pending)
+
+
+def hold_out(examples: list[T], content: Callable[[T], str], share: float) -> tuple[list[T], list[T]]:
+    """Splits examples into a training and a validation part. Examples with equal content are in the same part."""
+    contents = [content(example).encode() for example in examples]
+    train, held = split_examples(contents, np.ones(len(examples)), share)
+    return [examples[number] for number in train], [examples[number] for number in held]
 
 
 def require_rows(part: Sized, name: str) -> None:
