@@ -106,3 +106,20 @@ QUESTION_METRICS = (
     percentage("has_answer_exact_match", "has answer exact match"),
     percentage("has_answer_f1", "has answer F1"),
 )
+
+
+def _share(name: str, label: str = "", short: str = "") -> Metric:
+    """Describes a score between 0 and 1 that is shown in per cent."""
+    return Metric(name, label, "{:.1%}", unit="%", scale=100.0, better="higher", short=short)
+
+
+CLASS_METRICS = (
+    _share("accuracy", short="accuracy"),
+    _share("macro_f1", "macro F1"),
+    _share("micro_f1", "micro F1"),
+    Metric("matthews", "Matthews correlation", better="higher"),
+    Metric("spearman", "Spearman correlation", better="higher", short="Spearman"),
+    Metric("pearson", "Pearson correlation", better="higher"),
+    Metric("rows", form="{:,.0f}", text="{value} {label}", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
+)
