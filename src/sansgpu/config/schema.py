@@ -50,7 +50,6 @@ class DataConfig(Section):
         description="column with the tags in CoNLL files, counted from 0, or from the end if negative; if set, files "
         "with any suffix are read as CoNLL columns. Default: -1 for .conll files",
     )
-    labels: list[str] | None = Field(None, description="the classes or tags to predict. Default: those in the data")
     tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json or a Hugging Face tokenizer")
     vocab_size: int = Field(8192, ge=257, description="vocabulary size of a new bpe tokenizer")
     tokenizer_sample_mb: int = Field(32, ge=1, description="megabytes of text to train a new tokenizer on")
@@ -121,6 +120,23 @@ class DataConfig(Section):
     null_score_diff_threshold: float = Field(
         0.0, description="predict no answer if its score exceeds the best answer's by more than this"
     )
+    label_column: str | int | None = Field(None, description="column with the label. Default: `label` or `labels`")
+    text_pair_column: str | int | None = Field(
+        None, description="column with the second text of a pair. Default: `text_pair` if the rows have it"
+    )
+    label_kind: Literal["auto", "single", "multiple", "regression"] = Field(
+        "auto",
+        description="single: each row has one label; multiple: a list of labels; regression: a number to predict; "
+        "auto: lists are multiple, numbers with fractions or more than 30 different numbers are regression",
+    )
+    labels: list[str] | None = Field(
+        None, description="labels in the order of the model's outputs. Default: those of the training split, sorted"
+    )
+    class_weights: Literal["none", "balanced"] = Field(
+        "none",
+        description="balanced: in training, weight each row by rows / (labels x rows with its label), so that rare "
+        "labels count as much as frequent ones",
+    )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
     # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
     timeout_seconds: float = Field(
@@ -138,8 +154,9 @@ class Config(Section):
     task: str = Field(
         DEFAULT_TASK,
         description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
-        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; "
-        "tokens: entities and other tags of words; package.module:Class: your own task",
+        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; classify: labels or "
+        "scores of texts; tokens: entities and other tags of words; "
+        "package.module:Class: your own task",
     )
     objective: str | None = Field(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ def predict(
     Raises ConfigError if the model's task predicts nothing.
     """
     loaded = open_model(target, "predict", snapshot, warn, remote_code, objective, progress)
+    if unknown := next((name for name in options if name not in signature(loaded.kind.predict).parameters), None):
+        flag = unknown.replace("_", "-")
+        raise ConfigError(f"--{flag} has no effect for a model of task {loaded.config.task}; leave it out.")
     progress("predicting", 0, 0)
     with torch.no_grad():
         return list(loaded.kind.predict(loaded, rows, **options))
@@ -43,3 +47,16 @@ def rows_of(data: str) -> list[Row]:
     if wrong := next((row for row in rows if not isinstance(row.value, dict)), None):
         raise ConfigError(f"{wrong.where} is not an object with columns.")
     return [row.value for row in rows]
+
+
+def in_words(prediction: Row) -> str:
+    """Returns a single prediction as text: an answer, a line per span, labels with their probabilities, or a score."""
+    if "answer" in prediction:
+        return str(prediction["answer"]) or "(no answer)"
+    if "spans" in prediction:
+        lines = (f"{s['start']}-{s['end']}  {s['label']}  {s['text']}  ({s['score']:.1%})" for s in prediction["spans"])
+        return "\n".join(lines) or "(no spans)"
+    if "scores" in prediction:
+        chosen = prediction["labels"] if "labels" in prediction else [prediction["label"]]
+        return ", ".join(f"{label} ({prediction['scores'][label]:.1%})" for label in chosen) or "(no label)"
+    return f"{prediction['score']:.4f}"

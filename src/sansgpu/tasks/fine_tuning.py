@@ -194,8 +194,7 @@ class FineTuningTask(TaskWithEvaluator):
     @classmethod
     def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
         """Loads a transformers model and, for a run, the weights of its snapshot, which holds only the trained ones."""
-        settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
-        config = source.config or Config.model_validate(settings)
+        config = source.config or cls.config_of_model(source)
         model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
         config = config.model_copy(update={"model": model})
         objective = cls.objective_class(config)
@@ -207,13 +206,20 @@ class FineTuningTask(TaskWithEvaluator):
         return objective, tokenizer, config
 
     @classmethod
+    def config_of_model(cls, source: ModelSource) -> Config:
+        """Returns the configuration of a model that is not a run. Raises ConfigError."""
+        settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
+        return Config.model_validate(settings)
+
+    @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
         loaded.objective.export_to(loaded.tokenizer, folder, merge)
 
 
 def longest_example(config: Config, tokenizer: Any) -> int:
-    """Returns the maximum number of tokens of an example: data.max_length, limited by the model's maximum."""
-    return min(config.roots, int(tokenizer.model_max_length))
+    """Returns the maximum tokens of an example: data.max_length, limited by the tokenizer's maximum for its model."""
+    assert config.data.max_length is not None
+    return min(config.data.max_length, int(tokenizer.model_max_length))
 
 
 def whole_groups(
@@ -234,11 +240,10 @@ def whole_groups(
         yield np.array(pending)
 
 
-def hold_out(examples: list[T], content: Callable[[T], str], share: float) -> tuple[list[T], list[T]]:
-    """Splits examples into a training and a validation part. Examples with equal content are in the same part."""
-    contents = [content(example).encode() for example in examples]
-    train, held = split_examples(contents, np.ones(len(examples)), share)
-    return [examples[number] for number in train], [examples[number] for number in held]
+def split_rows(rows: Sequence[T], contents: Sequence[bytes], share: float) -> tuple[list[T], list[T]]:
+    """Holds `share` of the rows out for validation; rows with equal contents are in the same part."""
+    train, held = split_examples(contents, np.ones(len(rows)), share)
+    return [rows[number] for number in train], [rows[number] for number in held]
 
 
 def require_rows(part: Sized, name: str) -> None:

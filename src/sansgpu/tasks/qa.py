@@ -25,9 +25,9 @@ from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.tasks.fine_tuning import (
     FineTuning,
     FineTuningTask,
-    hold_out,
     longest_example,
     require_rows,
+    split_rows,
     too_few,
     whole_groups,
 )
@@ -130,7 +130,8 @@ class QA(QAObjective, FineTuningTask):
         else:
             if len(questions) < 2:
                 raise too_few(sources.train.name, len(questions), "questions", notes)
-            train, held = hold_out(questions, lambda question: question.context, data.validation_split)
+            contents = [question.context.encode() for question in questions]
+            train, held = split_rows(questions, contents, data.validation_split)
 
         def tokenized(part: list[Question], rows: BadRows, name: str) -> TokenizedQuestions:
             size = sum(len(question.context) for question in part)

@@ -24,7 +24,7 @@ from sansgpu.data.tag_spans import OUTSIDE
 from sansgpu.data.tagged import in_iob2, read_tagged, read_untagged, require_labels
 from sansgpu.models.model_folder import has_architecture
 from sansgpu.models.pretrained import Head, load_tokenizer_of, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, hold_out, require_rows, too_few
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, split_rows, too_few
 from sansgpu.tasks.tag_evaluation import TagEvaluator, TokenizedTexts, tokenize_texts
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
@@ -98,7 +98,7 @@ class Tokens(TokensObjective, FineTuningTask):
         elif len(texts) < 2:
             raise too_few(sources.train.name, len(texts), "texts", notes)
         else:
-            train, held = hold_out(texts, lambda text: text.text, data.validation_split)
+            train, held = split_rows(texts, [text.text.encode() for text in texts], data.validation_split)
         parts = []
         for name, part in (("training", train), ("validation", held)):
             size = sum(len(text.text) for text in part)
