@@ -47,13 +47,18 @@ class DataConfig(Section):
         description="column with the text. Default: `text`, `content` or the only column. A number, from 0, names a "
         "column of .csv and .tsv files without a header",
     )
+    tag_column: int | None = Field(
+        None,
+        description="column with the tags in CoNLL files, counted from 0, or from the end if negative; if set, files "
+        "with any suffix are read as CoNLL columns. Default: -1 for .conll files",
+    )
     tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json or a Hugging Face tokenizer")
     vocab_size: int = Field(8192, ge=257, description="vocabulary size of a new bpe tokenizer")
     tokenizer_sample_mb: int = Field(32, ge=1, description="megabytes of text to train a new tokenizer on")
     max_length: int | None = Field(
         None,
         ge=2,
-        description="tokens per window, without leaves; for sft and qa the longest example. Default: model.max_seq_len",
+        description="tokens per window, without leaves; in fine-tuning the longest example. Default: model.max_seq_len",
     )
     pack_sequences: bool = Field(
         True,
@@ -117,6 +122,25 @@ class DataConfig(Section):
     null_score_diff_threshold: float = Field(
         0.0, description="predict no answer if its score exceeds the best answer's by more than this"
     )
+    label_column: str | StrictInt | None = Field(
+        None, description="column with the label. Default: `label` or `labels`"
+    )
+    text_pair_column: str | StrictInt | None = Field(
+        None, description="column with the second text of a pair. Default: `text_pair` if the rows have it"
+    )
+    label_kind: Literal["auto", "single", "multiple", "regression"] = Field(
+        "auto",
+        description="single: each row has one label; multiple: a list of labels; regression: a number to predict; "
+        "auto: lists are multiple, numbers with fractions or more than 30 different numbers are regression",
+    )
+    labels: list[str] | None = Field(
+        None, description="labels in the order of the model's outputs. Default: those of the training split, sorted"
+    )
+    class_weights: Literal["none", "balanced"] = Field(
+        "none",
+        description="balanced: in training, weight each row by rows / (labels x rows with its label), so that rare "
+        "labels count as much as frequent ones",
+    )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
     # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
     timeout_seconds: float = Field(
@@ -140,7 +164,8 @@ class Config(Section):
     task: str = Field(
         DEFAULT_TASK,
         description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
-        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; "
+        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; classify: labels or "
+        "scores of texts; tokens: entities and other tags of words; "
         "package.module:Class: your own task",
     )
     objective: str | None = Field(

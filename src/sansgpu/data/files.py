@@ -17,10 +17,11 @@ from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import first_line
+from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
 from sansgpu.data.rows import SourceRow, is_text, row_text
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".conll")
 PIECE_CHARS = 1 << 20
 # Limits that keep a row within about one gigabyte of memory, whatever the file contains.
 MAX_LINE = 64 << 20  # bytes or characters of a line, and characters of a CSV field
@@ -69,6 +70,8 @@ def read_documents(
     try:
         if file_form(path) in TEXT_SUFFIXES:
             yield from _read_text(path)
+        elif file_form(path) == ".conll":
+            yield from _row_documents(map(as_text, _rows(path, header)), column)
         else:
             yield from _row_documents(_rows(path, header), column)
     except UnicodeDecodeError as error:
@@ -78,12 +81,16 @@ def read_documents(
         raise _unreadable(path, error) from None
 
 
-def read_rows(path: Path, header: bool = True) -> Iterator[SourceRow]:
+def read_rows(path: Path, header: bool = True, tag_column: int | None = None) -> Iterator[SourceRow]:
     """Yields the rows of one file; an unreadable line of a .jsonl or .tsv file is a row with a `problem`.
 
-    Without a `header`, the columns of a .csv or .tsv file are named by their numbers, from 0.
-    Raises ConfigError if the file is plain text or its content does not match the suffix.
+    Without a `header`, the columns of a .csv or .tsv file are named by their numbers, from 0. With a `tag_column` the
+    file is read as CoNLL columns, whatever its suffix. Raises ConfigError if the file is plain text or its content
+    does not match the suffix.
     """
+    if tag_column is not None:
+        yield from conll_rows(read_lines(path, blank=True), tag_column)
+        return
     if file_form(path) in TEXT_SUFFIXES:
         raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
     try:
@@ -114,8 +121,10 @@ def read_text_rows(path: Path, label: str | None, column: str | int) -> Iterator
         yield SourceRow(str(path), {column: text, "label": label})
 
 
-def read_lines(path: Path) -> Iterator[SourceRow]:
-    """Yields the non-empty lines of a file, split at "\\n" only; a line that is not UTF-8 text has a `problem`.
+def read_lines(path: Path, blank: bool = False) -> Iterator[SourceRow]:
+    """Yields the lines of a file, split at "\\n" only; a line that is not UTF-8 text has a `problem`.
+
+    Without `blank`, lines of white space only are left out.
 
     Raises ConfigError if a line is longer than `MAX_LINE` bytes or the file cannot be read.
     """
@@ -135,7 +144,7 @@ def read_lines(path: Path) -> Iterator[SourceRow]:
                     continue
                 if "\0" in text:
                     yield SourceRow(where, None, f"{where} is not text (it contains a NUL byte).")
-                elif text.strip():
+                elif blank or text.strip():
                     yield SourceRow(where, text)
     except UNREADABLE as error:
         raise _unreadable(path, error) from None
@@ -174,6 +183,8 @@ def _rows(path: Path, header: bool) -> Iterator[SourceRow]:
             yield from _tsv_rows(path, header)
         case ".parquet":
             yield from _parquet_rows(path)
+        case ".conll":
+            yield from conll_rows(read_lines(path, blank=True), DEFAULT_TAG_COLUMN)
 
 
 class _BoundedGzip(io.RawIOBase):

@@ -81,7 +81,7 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
         return Sources(_stdlib_chat(open_parts(PYTHON_STDLIB, data).train), None)
     path = Path(name).expanduser()
     if path.is_file():
-        if file_form(path) is None:
+        if file_form(path) is None and data.tag_column is None:
             raise ConfigError(f"{path} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
         labels = partial(_label, root=path.parent, depth=0) if text_rows else None
         return Sources(_files_source(name, path.parent, [path], data, labels), None)
@@ -152,8 +152,9 @@ def _files_source(
 ) -> Source:
     """Opens files. Text files have rows only if `label_of` returns their labels, or None for one row per line."""
     named = {str(path.relative_to(root)): path for path in files}
-    header = data.has_header
-    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *([] if header else ["no header"])))
+    header, tag_column = data.has_header, data.tag_column
+    settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
+    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *settings))
 
     def read() -> Iterator[Piece]:
         for path in files:
@@ -166,7 +167,7 @@ def _files_source(
                     path, label_of(path), "text" if data.text_column is None else data.text_column
                 )
             else:
-                yield from read_rows(path, header)
+                yield from read_rows(path, header, tag_column)
 
     return Source(name, fingerprint, sum(path.stat().st_size for path in files), read, rows, named)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -36,6 +37,9 @@ def predict(
     predicted in chunks while the result is consumed, which raises ConfigError if there are none, or one is invalid.
     """
     loaded = open_model(target, "predict", snapshot, warn, remote_code, objective, progress)
+    if unknown := next((name for name in options if name not in signature(loaded.kind.predict).parameters), None):
+        flag = unknown.replace("_", "-")
+        raise ConfigError(f"--{flag} has no effect for a model of task {loaded.config.task}; leave it out.")
     rows = rows_of(data, loaded.config.data) if isinstance(data, str) else iter(data)
     progress("predicting", 0, 0)
     return _predictions(loaded, rows, options)
@@ -61,3 +65,16 @@ def rows_of(name: str, data: DataConfig) -> Iterator[LocatedRow]:
         yield LocatedRow(row)
     if row is None:
         raise ConfigError(f"{name} has no rows.")
+
+
+def in_words(prediction: Row) -> str:
+    """Returns a single prediction as text: an answer, a line per span, labels with their probabilities, or a score."""
+    if "answer" in prediction:
+        return str(prediction["answer"]) or "(no answer)"
+    if "spans" in prediction:
+        lines = (f"{s['start']}-{s['end']}  {s['label']}  {s['text']}  ({s['score']:.1%})" for s in prediction["spans"])
+        return "\n".join(lines) or "(no spans)"
+    if "scores" in prediction:
+        chosen = prediction["labels"] if "labels" in prediction else [prediction["label"]]
+        return ", ".join(f"{label} ({prediction['scores'][label]:.1%})" for label in chosen) or "(no label)"
+    return f"{prediction['score']:.4f}"

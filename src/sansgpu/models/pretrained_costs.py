@@ -33,9 +33,9 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
 
 def _outputs(head: Head, vocabulary: int) -> int:
     """Returns the logits per token."""
-    if head.kind == "qa":
-        return 2  # start and end of the answer
-    return len(head.labels) if head.labels else vocabulary
+    if head.kind in ("causal", "masked"):
+        return vocabulary
+    return len(head.labels) or 2  # transformers' default, and the start and end of an answer
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ class StepResult:
     sums: Sums  # task-specific sums
 
 
+def _seed(device: torch.device, seed: int) -> None:
+    """Calls torch.manual_seed, which formats a stack trace for each kind of GPU, only if the device is no CPU."""
+    (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
+
+
 def train_step(
     state: TrainState,
     task: Task,
@@ -93,7 +98,7 @@ def train_step(
             pending.appendleft(piece.rows(rows, len(piece)))
             piece = piece.rows(0, rows)
         with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
-            torch.manual_seed(derive_seed(training.seed, "dropout", state.progress.step, index, plan.group.rank))
+            _seed(plan.device, derive_seed(training.seed, "dropout", state.progress.step, index, plan.group.rank))
             try:
                 with plan.autocast():
                     loss = task.loss(piece.to(plan.device))
