@@ -11,7 +11,7 @@ import numpy as np
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.plain_data import truncate
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow, column_names, row_text, shorten
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow, column_key, column_names, row_text, shorten
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 LabelKind = Literal["single", "multiple", "regression"]
@@ -57,7 +57,7 @@ def read_texts(rows: Iterable[SourceRow], data: DataConfig, bad_rows: BadRows) -
 def unlabeled_text(row: SourceRow, data: DataConfig) -> LabeledText:
     """Parses a row whose label is to be predicted. Raises BadRowError. A label in the row is ignored."""
     given = _columns(row)
-    column = data.text_column if data.text_column in given else None
+    column = _column(given, data.text_column, ())
     pair = _column(given, data.text_pair_column, (PAIR_COLUMN,))
     if data.text_pair_column is not None and pair is None:
         raise row.error(f"it has no column {data.text_pair_column}, only {column_names(given)}")
@@ -86,7 +86,8 @@ def _labeled(row: SourceRow, data: DataConfig) -> LabeledText:
     value = given[label]
     for one in value if isinstance(value, list) else [value]:
         _require_label(row, one)
-    parsed = _text(row, {key: inner for key, inner in given.items() if key != label}, data.text_column, pair)
+    column = None if data.text_column is None else column_key(given, data.text_column)
+    parsed = _text(row, {key: inner for key, inner in given.items() if key != label}, column, pair)
     return LabeledText(parsed.where, parsed.text, parsed.pair, value)
 
 
@@ -99,7 +100,8 @@ def _columns(row: SourceRow) -> dict[Any, Any]:
 
 def _column(given: dict[Any, Any], chosen: str | int | None, usual: tuple[str, ...]) -> Any:
     """Returns the key of the `chosen` column, or else of the first of the `usual` ones that exists, or None."""
-    return next((key for key in (usual if chosen is None else (chosen, str(chosen))) if key in given), None)
+    keys = usual if chosen is None else (column_key(given, chosen), str(chosen))
+    return next((key for key in keys if key in given), None)
 
 
 def _text(row: SourceRow, given: dict[Any, Any], column: Any, pair: Any) -> LabeledText:

@@ -99,22 +99,23 @@ def is_text(text: str) -> bool:
     return True
 
 
-def column_names(row: dict[Any, Any]) -> str:
+def column_names(row: Mapping[Any, Any]) -> str:
     """Returns the names of a row's columns for a message."""
     return truncate(", ".join(map(str, row)))
 
 
-def row_value(row: dict[Any, Any], column: str | int, key: str, where: str) -> Any:
-    """Returns the value in the column that the configuration's `key` names; a negative number counts from the end.
+def column_key(row: Mapping[Any, Any], column: str | int) -> str | int:
+    """Returns the key of a column: of one that does not exist `column`. A negative number counts from the end."""
+    if isinstance(column, int) and column < 0 and column not in row and len(row) + column in row:
+        return len(row) + column
+    return column
 
-    Raises BadRowError if the row has no such column.
-    """
-    if column in row:
-        return row[column]
-    from_end = len(row) + column if isinstance(column, int) and column < 0 else None
-    if from_end in row:
-        return row[from_end]
-    raise BadRowError(f"{where} has no column {truncate(str(column))}, only {column_names(row)}; set {key}.")
+
+def row_value(row: Mapping[Any, Any], column: str | int, key: str, where: str) -> Any:
+    """Returns the value in the column that the configuration's `key` names. Raises BadRowError if there is none."""
+    if column_key(row, column) not in row:
+        raise BadRowError(f"{where} has no column {truncate(str(column))}, only {column_names(row)}; set {key}.")
+    return row[column_key(row, column)]
 
 
 def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:

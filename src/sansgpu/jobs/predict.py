@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.files import file_form
 from sansgpu.data.rows import LocatedRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
@@ -57,7 +59,8 @@ def rows_of(name: str, data: DataConfig) -> Iterator[LocatedRow]:
 
     Raises ConfigError if there are none, or one is not an object.
     """
-    source = open_single(name, data.model_copy(update={"dataset_name": name}), text_rows=True)
+    form = {} if file_form(Path(name)) is None else {"tag_column": None}  # rows may have another form than in training
+    source = open_single(name, data.model_copy(update={"dataset_name": name, **form}), text_rows=True)
     row = None
     for row in source.rows():
         if not isinstance(row.readable_value(), dict):

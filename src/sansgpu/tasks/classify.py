@@ -24,7 +24,7 @@ from sansgpu.data.labeled import (
     unlabeled_text,
     with_targets,
 )
-from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
@@ -126,7 +126,7 @@ class Classify(ClassifyObjective, FineTuningTask):
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
-        sources, data = open_sources(config.data), config.data
+        sources, data = open_sources(config.data, text_rows=True), config.data
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows(data.on_bad_row)
@@ -194,7 +194,7 @@ class Classify(ClassifyObjective, FineTuningTask):
             part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
         else:
             data = loaded.config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
-            source, bad_rows = open_single(request.data, data), BadRows(data.on_bad_row)
+            source, bad_rows = open_single(request.data, data, text_rows=True), BadRows(data.on_bad_row)
             texts = read_texts(source.rows(), data, bad_rows)
             labels = _labels_of(loaded.objective)
             part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)
@@ -207,7 +207,7 @@ class Classify(ClassifyObjective, FineTuningTask):
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the label and the probability of each label for every row, or the number that is predicted for it."""
         data, objective = loaded.config.data, cast(ClassifyObjective, loaded.objective)
-        texts = [unlabeled_text(SourceRow(f"row {number}", row), data) for number, row in enumerate(rows, 1)]
+        texts = [unlabeled_text(row, data) for row in located(rows)]
         made = tokenize_texts(texts, loaded.tokenizer, longest_example(loaded.config, loaded.tokenizer))
         part = LabeledSequences(made.ids, np.zeros((len(texts), 1), np.int64), made.types)
         labels, logits = _labels_of(objective), torch.empty(len(texts), len(objective.head.labels))

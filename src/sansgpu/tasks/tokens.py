@@ -16,7 +16,7 @@ from sansgpu.config import SETTINGS, Config, DataConfig
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN
 from sansgpu.data.files import file_form
-from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_single, open_sources
@@ -153,7 +153,7 @@ class Tokens(TokensObjective, FineTuningTask):
     @classmethod
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns `spans` of each row's `text` or `tokens`."""
-        texts = [read_untagged(SourceRow(f"row {number}", row)) for number, row in enumerate(rows, 1)]
+        texts = [read_untagged(row) for row in located(rows)]
         part = tokenize_texts(texts, None, loaded.config, loaded.tokenizer, BadRows("fail"), in_training=False)
         evaluator = TagEvaluator(loaded.objective, part)
         with torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16"):
