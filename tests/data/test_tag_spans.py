@@ -12,8 +12,8 @@ from seqeval.metrics import classification_report
 from seqeval.metrics.sequence_labeling import get_entities, precision_recall_fscore_support
 
 from sansgpu.data.tag_spans import (
-    SpanCounts,
     Scheme,
+    SpanCounts,
     has_entities,
     iob2_tags,
     labels_of,

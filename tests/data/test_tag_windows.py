@@ -17,7 +17,10 @@ from sansgpu.data.tagged import TaggedText, read_untagged
 from tests.tasks.tokenizer_kinds import KINDS, SPECIAL, tokenizer_of
 from tests.tasks.tokenizer_kinds import TEXT as TRAINED
 
-WORDS = "The naïve café sells 3 crêpes , and Zoë 's dog . ▁ Ünïcödé 世界 New\u00a0York end .".split(" ")
+WORDS = [
+    "The", "naïve", "café", "sells", "3", "crêpes", ",", "and", "Zoë", "'s", "dog", ".", "▁", "Ünïcödé", "世界",
+    "New\u00a0York", "end", ".",
+]  # fmt: skip
 TEXT = "The naïve café sells 3 crêpes, and Zoë's dog. Ünïcödé 世界 end."
 # Tokenizers whose tokens do not cross words. Those of the other kinds do, as they were trained on one text.
 WITHIN_WORDS = ("wordpiece", "unigram", "roberta", "gpt2", "qwen")
@@ -28,7 +31,9 @@ def tokenizer(kind: str) -> Any:
     if kind == "unigram":  # as in XLM-RoBERTa and DeBERTa
         backend = Tokenizer(models.Unigram())
         backend.pre_tokenizer = pre_tokenizers.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+        trainer = trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+        )
         backend.train_from_iterator([TRAINED] * 3, trainer)
     else:
         backend = tokenizer_of("gpt2" if kind == "roberta" else kind)
