@@ -42,7 +42,7 @@ def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any,
 
 
 def rows_of(batch: PackedSequences, task: str = "qa") -> Iterator[Row]:
-    """Yields examples in transformers' format, with unshifted labels, the positions of the answer, or the class."""
+    """Yields examples in transformers' format, with unshifted labels, the positions of the answer, or the classes."""
     start = 0
     for number, length in enumerate(batch.lengths.tolist()):
         tokens = batch.tokens[start : start + length].tolist()
@@ -50,6 +50,8 @@ def rows_of(batch: PackedSequences, task: str = "qa") -> Iterator[Row]:
         if task == "classify":
             targets = batch.targets[number].tolist()
             row["labels"] = [float(value) for value in targets] if len(targets) > 1 else targets[0]
+        elif task == "tokens":
+            row["labels"] = batch.targets[start : start + length].tolist()
         elif batch.targets.ndim == 2:
             row["start_positions"], row["end_positions"] = batch.targets[number].tolist()
         else:

@@ -18,25 +18,9 @@ from tests.tasks.tokenizer_kinds import KINDS, SPECIAL, tokenizer_of
 from tests.tasks.tokenizer_kinds import TEXT as TRAINED
 
 WORDS = [
-    "The",
-    "naïve",
-    "café",
-    "sells",
-    "3",
-    "crêpes",
-    ",",
-    "and",
-    "Zoë",
-    "'s",
-    "dog",
-    ".",
-    "▁",
-    "Ünïcödé",
-    "世界",
-    "New\xa0York",
-    "end",
-    ".",
-]
+    "The", "naïve", "café", "sells", "3", "crêpes", ",", "and", "Zoë", "'s", "dog", ".", "▁", "Ünïcödé", "世界",
+    "New\u00a0York", "end", ".",
+]  # fmt: skip
 TEXT = "The naïve café sells 3 crêpes, and Zoë's dog. Ünïcödé 世界 end."
 # Tokenizers whose tokens do not cross words. Those of the other kinds do, as they were trained on one text.
 WITHIN_WORDS = ("wordpiece", "unigram", "roberta", "gpt2", "qwen")

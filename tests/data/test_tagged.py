@@ -105,18 +105,8 @@ def test_lists_of_tokens_and_tags(tmp_path: Path, key: str) -> None:
 def test_spans_of_characters_tag_the_words_in_them() -> None:
     spans = [{"start": 12, "end": 17, "label": "place"}, {"start": 0, "end": 3, "label": "person", "text": "Zoë"}]
     text = from_row(text="Zoë 🎉 is in Paris's 東京.", spans=spans)
-    assert [text.word(number) for number in range(len(text.tags))] == [
-        "Zoë",
-        "🎉",
-        "is",
-        "in",
-        "Paris",
-        "'",
-        "s",
-        "東",
-        "京",
-        ".",
-    ]
+    words = ["Zoë", "🎉", "is", "in", "Paris", "'", "s", "東", "京", "."]
+    assert [text.word(number) for number in range(len(text.tags))] == words
     assert text.tags == ("B-person", "O", "O", "O", "B-place", "O", "O", "O", "O", "O")
     assert text.moved_spans == 0
     assert from_row(text="東京 is", spans=[{"start": 0, "end": 2, "label": "x"}]).tags == ("B-x", "I-x", "O")

@@ -82,3 +82,17 @@ def labeled_rows(path: Path, kind: str = "single", count: int = 48, pairs: bool 
         rows.append({"text": text, **({"text_pair": sentence(draw, 5)} if pairs else {}), "label": label})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def conll(path: Path, sentences: int = 40, longest: int = 20, seed: int = 0) -> Path:
+    """Sentences with persons of two words and places of one, which have capital letters."""
+    draw, lines = random.Random(seed), []
+    for _ in range(sentences):
+        tags = [(word, "O") for word in sentence(draw, draw.randint(1, longest)).split()]
+        person = [(draw.choice(("Ada", "Amy")), "B-person"), (draw.choice(("Zed", "Zoe")), "I-person")]
+        place = [(draw.choice(("Rome", "Riga")), "B-place")]
+        for words in (person, place)[draw.randint(0, 1) :]:
+            tags = [*words, *tags] if draw.random() < 0.5 else [*tags, *words]
+        lines.append("".join(f"{word} {tag}\n" for word, tag in tags))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path

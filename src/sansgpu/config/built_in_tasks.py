@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from sansgpu.config.architectures import ARCHITECTURES, architecture_name
-from sansgpu.config.metrics import CLASS_METRICS, MASKED_METRICS, QUESTION_METRICS, TAG_METRICS, TEXT_METRICS
+from sansgpu.config.metrics import (
+    CLASS_METRICS,
+    EMBEDDING_METRICS,
+    MASKED_METRICS,
+    QUESTION_METRICS,
+    TAG_METRICS,
+    TEXT_METRICS,
+)
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.task_settings import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, CardText, TaskSettings, Values
 
@@ -110,6 +117,7 @@ _EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"
 _CHAT = 'sansgpu chat MODEL --prompt "Hello!"'
 _CLASSIFY = 'sansgpu predict MODEL --text "I liked it."'
 _FIND = 'sansgpu predict MODEL --text "Ada Lovelace lived in London."'
+_EMBED = "sansgpu embed MODEL --data TEXTS --output vectors.npy"
 _ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
 
 
@@ -211,6 +219,21 @@ SETTINGS = {
         metrics=TAG_METRICS,
         card=lambda model: CardText(
             "an encoder fine-tuned to tag words", "token-classification", "TokenClassification", _FIND
+        ),
+    ),
+    "embed": TaskSettings(
+        "embed",
+        ("packing", "pretrained", "rows", "adapter", "embeddings"),
+        defaults={"training": {**_FINE_TUNED, "learning_rate": 2e-5}, "data": {"validation_split": 0.05}},
+        adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+        problems=fine_tuning_problems,
+        metrics=EMBEDDING_METRICS,
+        card=lambda model: CardText(
+            "a model that turns texts into vectors, so that texts of similar meaning have similar vectors",
+            "sentence-similarity",
+            "FeatureExtraction",
+            _EMBED,
+            library="sentence-transformers",
         ),
     ),
 }

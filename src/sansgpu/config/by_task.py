@@ -19,6 +19,7 @@ TASK_CLASSES = {
     "qa": "sansgpu.tasks.qa:QA",
     "classify": "sansgpu.tasks.classify:Classify",
     "tokens": "sansgpu.tasks.tokens:Tokens",
+    "embed": "sansgpu.tasks.embed:TextEmbedding",
 }
 DEFAULT_TASK = "pretrain"
 

@@ -141,6 +141,12 @@ class DataConfig(Section):
         description="balanced: in training, weight each row by rows / (labels x rows with its label), so that rare "
         "labels count as much as frequent ones",
     )
+    score_scale: float | None = Field(
+        None,
+        gt=0,
+        description="score of two texts with equal meaning, by which scores are divided. Default: 1 if no training "
+        "score is larger, otherwise the largest one, rounded up",
+    )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
     # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
     timeout_seconds: float = Field(
@@ -165,7 +171,7 @@ class Config(Section):
         DEFAULT_TASK,
         description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
         "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; classify: labels or "
-        "scores of texts; tokens: entities and other tags of words; "
+        "scores of texts; tokens: entities and other tags of words; embed: vectors of texts by meaning; "
         "package.module:Class: your own task",
     )
     objective: str | None = Field(

@@ -48,8 +48,9 @@ def predict(
 
 
 def _predictions(loaded: TrainedModel, rows: Iterator[Row], options: dict[str, Any]) -> Iterator[Row]:
+    precision_of_evaluations = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
     while chunk := list(islice(rows, CHUNK_ROWS)):
-        with torch.no_grad():
+        with torch.no_grad(), precision_of_evaluations:
             predicted = list(loaded.kind.predict(loaded, chunk, **options))
         yield from predicted
 

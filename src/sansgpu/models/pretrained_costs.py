@@ -35,6 +35,8 @@ def _outputs(head: Head, vocabulary: int) -> int:
     """Returns the logits per token."""
     if head.kind in ("causal", "masked"):
         return vocabulary
+    if head.kind == "none":
+        return 1  # the loss compares vectors of texts, which is little work per token
     return len(head.labels) or 2  # transformers' default, and the start and end of an answer
 
 

@@ -87,7 +87,8 @@ def entity_scores(record: RunRecord) -> list[tuple[str, list[str]]]:
     by_label: Any = (record.evaluations[-1] if record.evaluations else {}).get("by_label")
     found = []
     for label, values in by_label.items() if isinstance(by_label, dict) else ():
-        numbers = [values.get(name) for name in ("count", "precision", "recall", "f1")]
+        names = ("count", "precision", "recall", "f1")
+        numbers: list[Any] = [values.get(name) if isinstance(values, dict) else None for name in names]
         if all(type(number) in (int, float) for number in numbers):
             found.append((str(label), [f"{numbers[0]:,.0f}", *(f"{number:.1%}" for number in numbers[1:])]))
     return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,7 +16,8 @@ from sansgpu.config import SansGPUError, TrainingConfig, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.pressure import MemoryShortError
-from sansgpu.tasks import Sums, Task
+from sansgpu.tasks import StepWideObjective, Sums, Task
+from sansgpu.train.gradient_cache import GradientCache
 from sansgpu.train.state import TrainState
 
 PHASES = ("data", "forward", "backward", "reduce", "update")  # parts of a step's time; the caller measures "data"
@@ -65,9 +68,28 @@ class StepResult:
     sums: Sums  # task-specific sums
 
 
-def _seed(device: torch.device, seed: int) -> None:
-    """Calls torch.manual_seed, which formats a stack trace for each kind of GPU, only if the device is no CPU."""
-    (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
+LossFunction = Callable[[ExampleBatch, Iterable[ExampleBatch], int], torch.Tensor]
+
+
+def _loss_function(task: Task, batch: ExampleBatch, plan: StepPlan, seed: Callable[[int], None]) -> LossFunction:
+    """Returns the loss of a micro-batch, given those after it in the step and its number, for which `seed` is called.
+
+    The loss of a task that relates all examples of the step is computed by a gradient cache.
+    """
+    if not isinstance(task, StepWideObjective):
+        return lambda piece, later, index: task.loss(piece)
+    ranks = range(plan.group.size)
+    batches = [list(batch.micro_batches(plan.micro_batch, rank, plan.group.size)) for rank in ranks]
+    return GradientCache(task, plan.group, batches, seed).loss
+
+
+def _seed_dropout(device: torch.device, seed: int, step: int, rank: int, index: int) -> None:
+    """Seeds the dropout of a micro-batch.
+
+    torch.manual_seed formats a stack trace for each kind of GPU, so it is called only if the device is no CPU.
+    """
+    generator: Any = torch.default_generator if device.type == "cpu" else torch
+    generator.manual_seed(derive_seed(seed, "dropout", step, index, rank))
 
 
 def train_step(
@@ -87,8 +109,9 @@ def train_step(
     pass raises MemoryShortError is split and tried again. `phases` collects timings.
     Raises SansGPUError before any weight changes if the loss or the gradient norm is not finite.
     """
-    phases = phases or PhaseTimer()
-    targets = batch.target_count()
+    phases, targets = phases or PhaseTimer(), batch.target_count()
+    seed = partial(_seed_dropout, plan.device, training.seed, state.progress.step, plan.group.rank)
+    loss_of = _loss_function(task, batch, plan, seed)
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
     pending = deque(batch.micro_batches(plan.micro_batch, plan.group.rank, plan.group.size))
     index = 0
@@ -98,10 +121,10 @@ def train_step(
             pending.appendleft(piece.rows(rows, len(piece)))
             piece = piece.rows(0, rows)
         with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
-            _seed(plan.device, derive_seed(training.seed, "dropout", state.progress.step, index, plan.group.rank))
+            seed(index)
             try:
                 with plan.autocast():
-                    loss = task.loss(piece.to(plan.device))
+                    loss = loss_of(piece.to(plan.device), pending, index)
             except MemoryShortError:
                 pending.appendleft(piece)
                 continue
