@@ -8,7 +8,9 @@ import pytest
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.graph_sources import open_graphs
-from sansgpu.data.rows import SourceRow, row_value
+from sansgpu.data.labeled import read_texts
+from sansgpu.data.pairs import read_text_rows
+from sansgpu.data.rows import BadRows, SourceRow, row_value
 from sansgpu.data.sources import Source, open_sources
 
 STS = b'news\t1\t4.500\tA "plane" takes off.\tIt\'s off, now.\r\nforum\t2\t0.000\t"One\tTwo"\tsource\tlicense\n\n'
@@ -79,6 +81,15 @@ def test_a_number_in_quotes_is_a_name(tmp_path: Path) -> None:
 def test_texts_of_graphs_may_be_in_a_table_without_a_header(tmp_path: Path) -> None:
     data = DataConfig(dataset_name=str(written(tmp_path / "a.tsv", STS)), text_column=0)
     assert [document.text for document in open_graphs(data, print).train.documents()] == ["news", "forum"]
+
+
+def test_pairs_and_labels_may_be_in_columns_from_the_end(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.tsv", STS)
+    data = DataConfig(dataset_name=str(path), text_column=-2, text_pair_column=-1, label_column=1)
+    (first, _), bad_rows = read_text_rows(opened(path, text_column=-2).rows(), data, BadRows("fail")), BadRows("fail")
+    assert (first.texts, first.score) == (('A "plane" takes off.', "It's off, now."), 1.0)
+    (labeled, _) = read_texts(opened(path, text_column=-2).rows(), data, bad_rows)
+    assert (labeled.text, labeled.pair, labeled.label) == ('A "plane" takes off.', "It's off, now.", "1")
 
 
 def columns() -> list[str]:

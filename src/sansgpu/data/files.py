@@ -101,7 +101,7 @@ def read_rows(path: Path, header: bool = True, tag_column: int | None = None) ->
         raise _unreadable(path, error) from None
 
 
-def read_text_rows(path: Path, label: str | None, column: str | int) -> Iterator[SourceRow]:
+def text_file_rows(path: Path, label: str | None, column: str | int) -> Iterator[SourceRow]:
     """Yields one row with the text of a file, under `column`, and its label; without a label, one row per line.
 
     A file or line that is not UTF-8 text is a row with a `problem`.

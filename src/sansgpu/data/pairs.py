@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sansgpu.config import DataConfig
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow, column_names
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow, column_key, column_names
 
 RowForm = Literal["pairs", "scores", "labels"]
 FORMS: dict[RowForm, str] = {
@@ -100,7 +100,7 @@ def _text_columns(row: SourceRow, data: DataConfig) -> tuple[Any, Any]:
 
 def _first_column(columns: dict[Any, Any], names: Iterable[Any]) -> Any:
     """Returns the first of the names that is a column, as it is written there, or None."""
-    spelled = (way for name in names if name is not None for way in (name, str(name)))
+    spelled = (way for name in names if name is not None for way in (column_key(columns, name), str(name)))
     return next((name for name in spelled if name in columns), None)
 
 

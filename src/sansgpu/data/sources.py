@@ -20,7 +20,7 @@ from sansgpu.data.files import (
     pieces,
     read_documents,
     read_rows,
-    read_text_rows,
+    text_file_rows,
 )
 from sansgpu.data.rows import SourceRow, row_text
 from sansgpu.data.stdlib import library_files
@@ -163,7 +163,7 @@ def _files_source(
     def rows() -> Iterator[SourceRow]:
         for path in files:
             if label_of is not None and _is_text(path):
-                yield from read_text_rows(
+                yield from text_file_rows(
                     path, label_of(path), "text" if data.text_column is None else data.text_column
                 )
             else:

@@ -134,7 +134,7 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, EmbeddingCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         config = cls.with_vocabulary(config)
-        sources, data, notes = open_sources(config.data), config.data, list[str]()
+        sources, data, notes = open_sources(config.data, text_rows=True), config.data, list[str]()
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
         rows = read_text_rows(sources.train.rows(), data, train_rows)
@@ -215,7 +215,7 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
             loss = loaded.objective.loss_name
         else:
             data = config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
-            source, bad_rows, notes = open_single(request.data, data), BadRows("skip"), list[str]()
+            source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
             rows, name = read_text_rows(source.rows(), data, bad_rows), source.name
             if not rows:
                 raise ConfigError(bad_rows.first or f"{name} has no rows.")
