@@ -21,7 +21,8 @@ def embed(
     data: Annotated[str, option("Rows with texts (file, folder or Hub name).")],
     output: Annotated[Path, path_option("New file of vectors: .npy, or .parquet with the rows' columns.", "FILE")],
     text_column: Annotated[
-        str | None, option("Column with the text. Default: as in training, otherwise `text` or the only text.")
+        str | None,
+        option("Column with the text, or its number. Default: as in training, otherwise `text` or the only text."),
     ] = None,
     precision: Annotated[
         str, option("Precision of matrix products; auto: bf16 if that is faster here.", metavar="auto|fp32|bf16")
@@ -41,5 +42,11 @@ def embed(
         from sansgpu.jobs.embed import embed as job
 
         chosen = cast("Precision", precision)
-        count = job(run, data, output, text_column, chosen, snapshot, warn, bar, trust_remote_code)
+        column = _column(text_column)
+        count = job(run, data, output, column, chosen, snapshot, warn, bar, trust_remote_code)
     show(f"{output}: {count:,} vectors")
+
+
+def _column(name: str | None) -> str | int | None:
+    """Returns the name of a column, or its number in a file without a header."""
+    return int(name) if name is not None and name.removeprefix("-").isdecimal() else name
