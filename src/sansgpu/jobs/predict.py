@@ -35,7 +35,8 @@ def predict(
         flag = unknown.replace("_", "-")
         raise ConfigError(f"--{flag} has no effect for a model of task {loaded.config.task}; leave it out.")
     progress("predicting", 0, 0)
-    with torch.no_grad():
+    bf16 = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")  # as in evaluations
+    with torch.no_grad(), bf16:
         return list(loaded.kind.predict(loaded, rows, **options))
 
 
