@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.rows import BadRowError, BadRows, SourceRow
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tagged import TaggedText, in_iob2, read_tagged, read_untagged, require_labels, with_targets
+from tests.fuzz.values import changed
 
 CONLL = "-DOCSTART- -X- O\n\nAda NNP B-person\nlives VB O\n\nin IN O\nNew NNP B-place\nYork NNP I-place\n. . O\n"
 READ = [("Ada lives", ("B-person", "O")), ("in New York .", ("O", "B-place", "I-place", "O"))]
@@ -181,3 +183,23 @@ def test_unknown_tags_and_a_single_one_are_refused() -> None:
 def test_rows_to_predict_need_no_tags() -> None:
     assert read_untagged(SourceRow("row 1", {"tokens": ["a", "b"]})).text == "a b"
     assert read_untagged(SourceRow("row 1", {"text": "a b"})).tags == ()
+
+
+def test_odd_values_are_read_or_answered_by_one_sentence() -> None:
+    draw = random.Random(0)
+    rows = [
+        {"tokens": ["New", "York"], "tags": ["B-x", "I-x"]},
+        {"tokens": ["a"], "ner_tags": ["NOUN"]},
+        {"text": "Ada is here.", "spans": [{"start": 0, "end": 3, "label": "p", "text": "Ada"}]},
+    ]
+    refused: list[str] = []
+    for _ in range(600):
+        row = changed(draw.choice(rows), draw)
+        try:
+            texts = in_iob2(read_tagged([SourceRow("rows.jsonl, line 7", row)], BadRows("fail")), "rows", [])
+        except BadRowError as error:
+            refused.append(str(error))
+        else:
+            assert all(len(text.tags) == len(text.starts) for text in texts)
+    assert 100 < len(refused) < 600
+    assert all(said.startswith("rows.jsonl, line 7: ") and len(said) < 700 for said in refused)

@@ -107,7 +107,7 @@ def test_labels(tmp_path: Path, architecture: str, kind: str, pack: bool) -> Non
 )
 def test_tags(tmp_path: Path, architecture: str, pack: bool) -> None:
     model = model_folder(architecture, **STILL.get(architecture, {}))
-    asked = settings("tokens", model, conll(tmp_path / "tags.conll"), pack)
+    asked = settings("tokens", model, conll(tmp_path / "tags.conll", 100), pack)
     asked += ["data.max_length=24", "data.doc_stride=4"]
     ours = our_losses(asked, micro_batch=1)
     config, tokenizer, given = batches(asked, STEPS, tmp_path)
