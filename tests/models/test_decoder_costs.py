@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from sansgpu.config import ModelConfig, TrainingConfig, architectures
 from sansgpu.kernels import native
 from sansgpu.kernels.attention import causal_ranges
+from sansgpu.kernels.norm import residual
 from sansgpu.machine.memory import Execution
 from sansgpu.models import TransformerLM
 from sansgpu.models.decoder_costs import DecoderCosts
@@ -70,7 +72,12 @@ def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
         x = torch.randn(how.micro_batch, window, config.d_model, requires_grad=True)
         ranges = causal_ranges(torch.zeros(how.micro_batch, window, dtype=torch.int64))
         rotary = model._rotary(torch.arange(window)[None])
-        return lambda: model.blocks[0](x, rotary, ranges), [x, ranges, *(rotary or ())]
+
+        def run() -> torch.Tensor:
+            out, branch = model.blocks[0](x, rotary, ranges)
+            return cast(torch.Tensor, out) if branch is None else residual(out, branch, config.dropout, True)
+
+        return run, [x, ranges, *(rotary or ())]
 
     return kept_bytes_of(model, how, prepare)
 

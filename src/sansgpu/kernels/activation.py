@@ -75,31 +75,20 @@ _ACTIVATIONS: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def activate_rows(kind: Kind, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-    """Calls the kernel for contiguous tensors; with SwiGLU, x is the gate and y what it multiplies."""
-    out = torch.empty_like(x)
-    native.call("activation", int(kind), x.dtype == torch.bfloat16, x, y, out, x.numel())
-    return out
-
-
-def differentiate_rows(
-    kind: Kind, grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the gradients of the contiguous inputs x and y; `out` becomes the activation itself."""
-    x_grad, y_grad = torch.empty_like(x), None if y is None else torch.empty_like(y)
-    inputs = (int(kind), x.dtype == torch.bfloat16, grad, x, y)
-    native.call("activation_gradient", *inputs, x_grad, y_grad, out, x.numel())
-    return x_grad, y_grad
-
-
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Kind, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         x, y = x.contiguous(), None if y is None else y.contiguous()
         ctx.kind = kind
         ctx.save_for_backward(x, y)
-        return activate_rows(kind, x, y)
+        out = torch.empty_like(x)
+        native.call("activation", int(kind), x.dtype == torch.bfloat16, x, y, out, x.numel())
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *differentiate_rows(ctx.kind, grad_outputs[0].contiguous(), *ctx.saved_tensors)
+        x, y = ctx.saved_tensors
+        x_grad, y_grad = torch.empty_like(x), None if y is None else torch.empty_like(y)
+        inputs = (int(ctx.kind), x.dtype == torch.bfloat16, grad_outputs[0].contiguous(), x, y)
+        native.call("activation_gradient", *inputs, x_grad, y_grad, None, x.numel())
+        return None, x_grad, y_grad

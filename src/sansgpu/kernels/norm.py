@@ -54,7 +54,7 @@ class FusedNorm(nn.Module):
         if not self._uses_kernel(x, y):
             x = x if y is None else x + dropout(y, p, self.training)
             return x, self._plain(x)
-        p = float(p) if self.training else 0.0
+        p = float(p) if self.training and y is not None else 0.0
         centered = isinstance(self, nn.LayerNorm)
         arguments = (float(self.eps), centered, p, seed_number(p), dtype or (x.dtype if centered else torch.float32))
         both = _Norm.apply(x, y, self.weight, self.bias, *arguments)

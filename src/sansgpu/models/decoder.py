@@ -123,6 +123,7 @@ class DecoderBlock(nn.Module):
         self.feed_forward_norm = _norm(config, config.d_model)
         self.feed_forward = FeedForward(config)
         self.dropout = config.dropout
+        self.adds_last = config.gradient_checkpointing  # so that one tensor is kept between blocks
 
     def forward(
         self,
@@ -130,12 +131,19 @@ class DecoderBlock(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         ranges: torch.Tensor,
         cache: KeyValueCache | None = None,
-    ) -> torch.Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        x, inputs = self.attention_norm.branch(x)
+        branch: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Takes and returns the residual stream and a branch, both (B, T, D), that the next norm adds to it.
+
+        The branch is None if it was added.
+        """
+        x, inputs = self.attention_norm.branch(x, branch, self.dropout)
         y = self.attention(inputs, rotary, ranges, cache)
         x, inputs = self.feed_forward_norm.branch(x, y, self.dropout)
-        return residual(x, self.feed_forward(inputs), self.dropout, self.training)
+        y = self.feed_forward(inputs)
+        if self.adds_last or torch.compiler.is_compiling():  # compiled blocks are one graph only if all return the same
+            return residual(x, y, self.dropout, self.training), None
+        return x, y
 
 
 class TransformerLM(nn.Module):
@@ -220,18 +228,18 @@ class TransformerLM(nn.Module):
         if self.position is not None:
             x = x + embed(positions, self.position.weight)
         x = dropout(x, self.config.dropout, self.training)
-        rotary = self._rotary(positions)
+        rotary, branch = self._rotary(positions), None
         for index, block in enumerate(self.blocks):
             if self.training:
                 self.before_block()
             if caches:
-                x = block.forward(x, rotary, ranges, caches[index])  # bypasses torch.compile: lengths change each token
+                # bypasses torch.compile: lengths change each token
+                x, branch = block.forward(x, rotary, ranges, caches[index], branch)
             elif self.config.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, rotary, ranges, use_reentrant=False)
+                x, branch = checkpoint(block, x, rotary, ranges, use_reentrant=False)
             else:
-                x = block(x, rotary, ranges)
-        normed: torch.Tensor = self.norm(x)
-        return normed
+                x, branch = block(x, rotary, ranges, None, branch)
+        return self.norm(x) if branch is None else self.norm.after(x, branch, self.config.dropout)
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns cos and sin of the rotary angles, (1 or B, 1, T, d)."""

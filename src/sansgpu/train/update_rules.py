@@ -46,13 +46,14 @@ def _adamw_with(
     def updated(weight: TrainedWeight, step: UpdateStep) -> WeightUpdate:
         gradient = _with_l2(weight, step) if l2 else weight.gradient
         assert gradient is not None
+        rounds = weight.master.dtype == torch.bfloat16  # other weights need no random bits
         return WeightUpdate(
             weight.master,
             [weight.moments[kind] for kind in weight.rule.moments],
             gradient,
             weight.working,
             weight_decay=0.0 if l2 else weight.decay,
-            seed=derive_seed(step.training.seed, "rounding", step.number, weight.number),
+            seed=derive_seed(step.training.seed, "rounding", step.number, weight.number) if rounds else 0,
         )
 
     def update(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
