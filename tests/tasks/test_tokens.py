@@ -284,9 +284,9 @@ def test_too_little_data_is_refused(home: Path, tmp_path: Path, content: str, wo
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"text": " "}, "row 2: no text"),
-        ({"tokens": ["a", ""]}, "row 2: token 1 is empty"),
-        ({"words": 1}, "row 2: it has"),
+        ({"text": " "}, "rows.jsonl, line 2: no text"),
+        ({"tokens": ["a", ""]}, "rows.jsonl, line 2: token 1 is empty"),
+        ({"words": 1}, "rows.jsonl, line 2: it has"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_is_named(
