@@ -60,6 +60,8 @@ def make_kinds(folder: Path) -> list[Kind]:
     sft["model.name_or_path"] = make_folder(folder / "qwen2")
     qa = {**tuned, "task": "qa", "data.doc_stride": 16, "data.dataset_name": _write(folder / "qa.jsonl", _questions())}
     qa["model.name_or_path"] = make_folder(folder / "bert", "bert")
+    classify = {**tuned, "task": "classify", "data.dataset_name": _write(folder / "labeled.jsonl", _labeled())}
+    classify["model.name_or_path"] = qa["model.name_or_path"]
     lora = {"model.adapter": "lora", "model.lora_dropout": 0.1}
     together = {**text, "model.dropout": 0}
     return [
@@ -75,6 +77,7 @@ def make_kinds(folder: Path) -> list[Kind]:
         Kind("sft, whole", sft),
         Kind("sft, LoRA", {**sft, **lora}),
         Kind("qa", qa),
+        Kind("classify", classify),
         Kind("2 processes", together, 2),
         Kind("2 processes, optimizer sharded", {**together, "training.sharding": "optimizer"}, 2),
         Kind("2 processes, all sharded", {**together, "training.sharding": "full"}, 2),
@@ -94,6 +97,13 @@ def _texts(count: int = 200) -> Iterable[dict[str, Any]]:
     draw = random.Random(0)
     for _ in range(count):
         yield {"text": _sentence(draw, draw.randint(5, 60))}
+
+
+def _labeled(count: int = 40) -> Iterable[dict[str, Any]]:
+    draw = random.Random(0)
+    for _ in range(count):
+        text = _sentence(draw, draw.randint(3, 30))
+        yield {"text": text, "label": "red" if "red" in text else "other"}
 
 
 def _graphs(count: int = 20) -> Iterable[dict[str, Any]]:
