@@ -62,6 +62,8 @@ def make_kinds(folder: Path) -> list[Kind]:
     qa["model.name_or_path"] = make_folder(folder / "bert", "bert")
     embed = {**tuned, "task": "embed", "data.dataset_name": _write(folder / "pairs.jsonl", _pairs())}
     embed["model.name_or_path"] = qa["model.name_or_path"]
+    classify = {**tuned, "task": "classify", "data.dataset_name": _write(folder / "labeled.jsonl", _labeled())}
+    classify["model.name_or_path"] = qa["model.name_or_path"]
     lora = {"model.adapter": "lora", "model.lora_dropout": 0.1}
     together = {**text, "model.dropout": 0}
     return [
@@ -78,6 +80,7 @@ def make_kinds(folder: Path) -> list[Kind]:
         Kind("sft, LoRA", {**sft, **lora}),
         Kind("qa", qa),
         Kind("embed", embed),
+        Kind("classify", classify),
         Kind("2 processes", together, 2),
         Kind("2 processes, optimizer sharded", {**together, "training.sharding": "optimizer"}, 2),
         Kind("2 processes, all sharded", {**together, "training.sharding": "full"}, 2),
@@ -103,6 +106,13 @@ def _pairs(count: int = 60) -> Iterable[dict[str, Any]]:
     draw = random.Random(3)
     for number in range(count):
         yield {"anchor": f"{_sentence(draw, 4)} {number}", "positive": f"{number} {_sentence(draw, 9)}"}
+
+
+def _labeled(count: int = 40) -> Iterable[dict[str, Any]]:
+    draw = random.Random(0)
+    for _ in range(count):
+        text = _sentence(draw, draw.randint(3, 30))
+        yield {"text": text, "label": "red" if "red" in text else "other"}
 
 
 def _graphs(count: int = 20) -> Iterable[dict[str, Any]]:

@@ -18,7 +18,7 @@ from tests import processes
 from tests.jobs.hostile import MODULE, bomb, copied, with_code, write_cache, write_module
 from tests.processes import environment, write_corpus
 from tests.tasks import graphs
-from tests.tasks.folders import chat_rows, model_folder, squad
+from tests.tasks.folders import chat_rows, labeled_rows, model_folder, squad
 from tests.tasks.test_graph_runs import TINY as GRAPH
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -65,6 +65,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(folder / "corpus.jsonl")
     chat_rows(folder / "chat.jsonl")
     squad(folder / "squad.json")
+    labeled_rows(folder / "labeled.jsonl")
     graphs.write_rows(folder / "graph.jsonl", graphs.rows())
     return folder
 
@@ -80,7 +81,7 @@ def made(home: Path, task: str) -> Path:
         values = {**GRAPH, **FEW, "data.dataset_name": home / "graph.jsonl"}
     else:
         shutil.copytree(model_folder("qwen2" if task == "sft" else "bert"), model)
-        data = home / ("chat.jsonl" if task == "sft" else "squad.json")
+        data = home / {"sft": "chat.jsonl", "qa": "squad.json", "classify": "labeled.jsonl"}[task]
         values = {**FEW, "task": task, "model.name_or_path": model, "data.dataset_name": data, "data.max_length": 96}
         values |= {"data.doc_stride": 16} if task == "qa" else {}
     assert cli(["train", *arguments(values), "--output-dir", str(run)]) == 0
@@ -104,13 +105,13 @@ def after(home: Path, canary: Path, commands: list[list[str]]) -> list[tuple[int
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("task", ["pretrain", "graph", "sft", "qa"])
+@pytest.mark.parametrize("task", ["pretrain", "graph", "sft", "qa", "classify"])
 def test_no_command_runs_what_a_run_brings(home: Path, tmp_path: Path, task: str) -> None:
     canary = tmp_path / "canary"
     write_module(home / "modules", canary)
     cache, innocent = write_cache(tmp_path / "cache", canary), made(home, task)
     changes: dict[str, object] = {"data__cache_dir": str(cache)}
-    if task in ("sft", "qa"):
+    if task in ("sft", "qa", "classify"):
         model = shutil.copytree(home / f"model-{task}", tmp_path / "model")
         with_code(model, canary)
         changes |= {"model__name_or_path": str(model), "model__trust_remote_code": True}
@@ -128,9 +129,12 @@ def test_no_command_runs_what_a_run_brings(home: Path, tmp_path: Path, task: str
         (["export", run, "--output", f"{out}-hf"], 0),
     ]
     own_eval = 0 if task == "graph" else 2  # the objective would prepare the data
-    corpus = {"pretrain": "corpus.jsonl", "sft": "chat.jsonl", "qa": "squad.json", "graph": "graph.jsonl"}[task]
+    corpus = {
+        "pretrain": "corpus.jsonl", "sft": "chat.jsonl", "qa": "squad.json", "graph": "graph.jsonl",
+        "classify": "labeled.jsonl",
+    }[task]  # fmt: skip
     expected += [(["eval", run], own_eval), (["eval", run, "--data", str(home / corpus)], 0)]
-    resume_code = 2 if task in ("sft", "qa") else 0
+    resume_code = 2 if task in ("sft", "qa", "classify") else 0
     expected.append((["train", "--resume", "--output-dir", resumed, "--max-steps", "3"], resume_code))
     if task in ("pretrain", "sft"):
         expected.append((["generate", run, "--prompt", "the", "--max-new-tokens", "3"], 0))
@@ -142,6 +146,8 @@ def test_no_command_runs_what_a_run_brings(home: Path, tmp_path: Path, task: str
         expected.append((["chat", run, "--prompt", "red", "--max-new-tokens", "3"], 0))
     if task == "qa":
         expected.append((["predict", run, *QUESTION], 0))
+    if task == "classify":
+        expected.append((["predict", run, "--text", "red"], 0))
     if task == "graph":
         expected.append((["eval", run, "--link-prediction", "--limit", "1"], 0))
         expected.append((["extract", run, "--text", "Metformin lowers glucose.", "--head", "Metformin"], 0))

@@ -219,7 +219,7 @@ def with_targets(
 
 
 @dataclass(frozen=True)
-class TokenizedTexts:
+class EncodedTexts:
     """The token ids and, if the tokenizer has them, the type ids of texts; `truncated` counts shortened texts."""
 
     ids: list[np.ndarray]
@@ -228,7 +228,7 @@ class TokenizedTexts:
 
 
 @tokenizer_errors()
-def tokenize_texts(texts: Sequence[LabeledText], tokenizer: Any, max_length: int) -> TokenizedTexts:
+def tokenize_texts(texts: Sequence[LabeledText], tokenizer: Any, max_length: int) -> EncodedTexts:
     """Tokenizes texts and pairs with special tokens. Longer ones are truncated, the longest part of a pair first."""
     ids: list[np.ndarray] = []
     types: list[np.ndarray] = []
@@ -241,4 +241,4 @@ def tokenize_texts(texts: Sequence[LabeledText], tokenizer: Any, max_length: int
         truncated += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
         ids += [np.array(row, np.int32) for row in encoded["input_ids"]]
         types += [np.array(row, np.int8) for row in encoded.get("token_type_ids", ())]
-    return TokenizedTexts(ids, types or None, truncated)
+    return EncodedTexts(ids, types or None, truncated)

@@ -152,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
             raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
-        head = _Head(
+        head = _HeadOperands(
             hidden.contiguous(),
             weight.to(hidden.dtype).contiguous(),
             targets.to(torch.int64).contiguous(),
@@ -175,7 +175,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Head:
+class _HeadOperands:
     """The operands of the head, and its gradients, which are None for what is frozen."""
 
     hidden: torch.Tensor
@@ -198,7 +198,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _native_sums(head: _Head, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _native_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sums of losses and hits and computes the gradients, with the kernels.
 
     Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses.
@@ -232,7 +232,7 @@ def _native_sums(head: _Head, options: LossOptions, count: bool) -> tuple[torch.
     return total, hits
 
 
-def _torch_sums(head: _Head, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _torch_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what `_native_sums` does, with plain torch."""
     total = torch.zeros((), dtype=_wide(head.hidden), device=head.hidden.device)
     hits = torch.zeros((), dtype=torch.int64, device=head.hidden.device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenizers import Tokenizer as Backend
@@ -46,8 +46,6 @@ _DESCRIPTION: dict[HeadKind, str] = {
     "none": "an encoder",
 }
 _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
-# Ends of the names of models whose head is made for the task, so that it is trained even beside an adapter.
-HEADS_OF_TASKS = ("QuestionAnswering", "SequenceClassification", "TokenClassification")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -152,7 +150,7 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedMode
     else:
         raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.kind]}.")
     dtype = torch.float32 if model.adapter == "none" else "auto"
-    with _library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"), _seeded(seed, "head"):
+    with _library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"), seeded(seed, "head"):
         loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
     unusable = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     if first := min((key for key in unusable if head.kind == "causal" or not _may_be_new(loaded, key)), default=None):
@@ -168,12 +166,9 @@ def random_model(model: ModelConfig, head: Head, layers: int | None = None) -> P
 
 
 def meta_model(model: ModelConfig, head: Head) -> PreTrainedModel:
-    """Builds a model with its adapter on the meta device, to count its parameters."""
+    """Builds a model on the meta device, to count its parameters."""
     with torch.device("meta"):
-        loaded = _from_config(model, head)
-        if model.adapter != "none":
-            add_adapter(loaded, model, 0)
-        return loaded
+        return _from_config(model, head)
 
 
 def _from_config(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
@@ -184,7 +179,7 @@ def _from_config(model: ModelConfig, head: Head, layers: int | None = None) -> P
     if layers is not None:
         config = with_layers(config, layers)
     options = {"trust_remote_code": True} if model.trust_remote_code else {}
-    with _library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head.kind]}"), _seeded(0, "shape"):
+    with _library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head.kind]}"), seeded(0, "shape"):
         built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.kind]).from_config(config, **options)
     return built
 
@@ -215,36 +210,13 @@ def prepare_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrai
     return loaded
 
 
-def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
-    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353). A new head is trained, too."""
-    from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
-
-    heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not _is_inside(loaded, name)}
-    trained_heads = list(heads) if type(loaded).__name__.endswith(HEADS_OF_TASKS) else None
-    config = LoraConfig(
-        r=model.lora_rank,
-        lora_alpha=cast(Any, model.lora_alpha),  # annotated int, but floats work
-        lora_dropout=model.lora_dropout,
-        target_modules=model.lora_targets,
-        use_dora=model.adapter == "dora",
-        modules_to_save=trained_heads,
-    )
-    try:
-        with _seeded(seed, "adapter"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft warns that it corrects this setting
-            return get_peft_model(loaded, config)
-    except ValueError as error:
-        raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None
-
-
-def _is_inside(loaded: PreTrainedModel, name: str) -> bool:
+def is_inside(loaded: PreTrainedModel, name: str) -> bool:
     return name.startswith(loaded.base_model_prefix + ".")
 
 
 def _may_be_new(loaded: PreTrainedModel, name: str) -> bool:
     """Returns True for a weight of the head or of the pooler, which not every pretraining objective trains."""
-    return "pooler." in name or not (loaded.base_model is loaded or _is_inside(loaded, name))
+    return "pooler." in name or not (loaded.base_model is loaded or is_inside(loaded, name))
 
 
 def weights_fingerprint(model: ModelConfig) -> str:
@@ -280,36 +252,6 @@ def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed
 def plain_name(name: str) -> str:
     """Returns the name of a parameter in the model without an adapter; peft wraps layers and copies heads."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
-
-
-def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Merges the adapter into the weights in fp32, rounding once to `dtype`; returns the model without the adapter."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for layer in adapted.modules():
-        if isinstance(layer, BaseTunerLayer):  # layer by layer, because the full model in fp32 may not fit into memory
-            base: Any = layer.get_base_layer()
-            base.float()
-            layer.merge(safe_merge=True)
-            base.to(dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*adapters.*merged")
-        plain: PreTrainedModel = adapted.merge_and_unload()
-    plain.to(dtype)  # type: ignore[arg-type]
-    return plain
-
-
-def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes the adapter, without its base model, to a folder that peft loads, atomically."""
-
-    def write(partial: Path) -> None:
-        for config in adapted.peft_config.values():
-            if isinstance(config.target_modules, set):  # its order differs between processes
-                config.target_modules = sorted(config.target_modules)
-        adapted.save_pretrained(partial, save_embedding_layers=False)
-        save_tokenizer(tokenizer, partial)
-
-    write_folder_atomically(folder, write)
 
 
 def save_pretrained(
@@ -428,7 +370,7 @@ class _library_errors:  # noqa: N801  used like a function
             raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None
 
 
-class _seeded:  # noqa: N801
+class seeded:  # noqa: N801
     """Seeds torch's generator from `seed` and a purpose, and restores its state on exit."""
 
     def __init__(self, seed: int, purpose: str) -> None:

@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from sansgpu.config import ModelConfig
 from sansgpu.machine.memory import Execution
+from sansgpu.models.adapters import add_adapter
 from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
 from sansgpu.models.fused_layers import fuse_layers
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
@@ -23,7 +26,11 @@ def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
 
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> ModuleShape:
-    model = meta_model(ModelConfig.model_validate_json(model_json), head)
+    settings = ModelConfig.model_validate_json(model_json)
+    model = meta_model(settings, head)
+    if settings.adapter != "none":
+        with torch.device("meta"):
+            add_adapter(model, settings, 0)
     fuse_layers(model)
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)

@@ -16,18 +16,16 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.split import split_examples
 from sansgpu.machine.compilation import set_up_compiler
+from sansgpu.models.adapters import add_adapter, merge_adapter, save_adapter
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
     Head,
     HeadKind,
-    add_adapter,
     load_pretrained,
     load_tokenizer_of,
-    merge_adapter,
     plain_name,
     random_model,
     restore_frozen,
-    save_adapter,
     save_pretrained,
     save_tokenizer,
     stored_dtype,

@@ -36,7 +36,7 @@ class TagModel(Protocol):
 
 
 @dataclass(frozen=True)
-class TokenizedTexts:
+class TaggedWindows:
     """Texts with their tokenized windows, and the bad rows that were left out."""
 
     texts: list[TaggedText]
@@ -80,7 +80,7 @@ def tokenize_texts(
     tokenizer: Any,
     bad_rows: BadRows,
     in_training: bool,
-) -> TokenizedTexts:
+) -> TaggedWindows:
     """Tokenizes texts into windows, which overlap except `in_training`. Texts with unknown tags are bad rows.
 
     Without `labels`, tags are not used.
@@ -91,7 +91,7 @@ def tokenize_texts(
         texts, targets = with_targets(texts, labels, bad_rows)
     overlap = 0 if in_training else config.data.doc_stride
     windows = make_tag_windows(texts, tokenizer, longest_example(config, tokenizer), overlap)
-    return TokenizedTexts(texts, targets, windows, bad_rows)
+    return TaggedWindows(texts, targets, windows, bad_rows)
 
 
 class TaggedWords(NamedTuple):
@@ -105,7 +105,7 @@ class TaggedWords(NamedTuple):
 class TagEvaluator:
     """Tags words with a model and computes scores of tags and entities."""
 
-    def __init__(self, objective: TagModel, tokenized: TokenizedTexts) -> None:
+    def __init__(self, objective: TagModel, tokenized: TaggedWindows) -> None:
         self._objective, self._tokenized = objective, tokenized
         self._labels = objective.labels
         self._entities = has_entities(self._labels)

@@ -25,7 +25,7 @@ from sansgpu.data.tagged import in_iob2, read_tagged, read_untagged, require_lab
 from sansgpu.models.model_folder import has_architecture
 from sansgpu.models.pretrained import Head, load_tokenizer_of, weights_fingerprint
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, split_rows, too_few
-from sansgpu.tasks.tag_evaluation import TagEvaluator, TokenizedTexts, tokenize_texts
+from sansgpu.tasks.tag_evaluation import TagEvaluator, TaggedWindows, tokenize_texts
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
@@ -33,7 +33,7 @@ EVALUATION_WINDOWS = 64  # per forward pass of `eval` and `predict`
 
 
 @dataclass(frozen=True)
-class TagCorpus(TokenizedCorpus[TokenizedTexts]):
+class TagCorpus(TokenizedCorpus[TaggedWindows]):
     """Tagged texts and their windows for training and validation."""
 
     def preview(self) -> str | None:
