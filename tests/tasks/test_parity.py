@@ -82,6 +82,7 @@ STILL = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "roberta": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "distilbert": {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
+    "qwen2": {"classifier_dropout": 0.0},
 }
 
 

@@ -212,7 +212,7 @@ SETTINGS = {
         ("windows", "packing", "pretrained", "rows", "adapter", "labels", "tags"),
         defaults={
             "training": {**_FINE_TUNED, "learning_rate": 5e-5},
-            "data": {"max_length": 128, "doc_stride": 32},
+            "data": {"max_length": 128, "doc_stride": 32, "validation_split": 0.1},
         },
         adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
         problems=_tag_problems,
