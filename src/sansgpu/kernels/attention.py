@@ -109,7 +109,7 @@ def attention(
     if native.takes(q) and q.shape[-1] % 2 == 0:
         rest = (ranges.contiguous(), dropout, seed, *_decay_arguments(q, decay))
         if not torch.compiler.is_compiling():
-            return cast(torch.Tensor, _Attention.apply(q, k, v, *rest))
+            return cast(torch.Tensor, _AttentionFunction.apply(q, k, v, *rest))
         views = [_aligned(t).transpose(1, 2) for t in (q, k, v)]
         out, _ = torch.ops.sansgpu.attention_forward(*views, *rest)
         return cast(torch.Tensor, out).transpose(1, 2)
@@ -250,7 +250,7 @@ def _gradients(
     return (*grads, None, None, None, None, None if table is None else table_grad, None)
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     """Calls the kernels without an operation of torch, whose dispatch takes longer than everything else here.
 
     Its tensors are (B, H, T, d), because transposing outside adds a step to the backward pass for each tensor.
