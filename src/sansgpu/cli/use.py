@@ -186,7 +186,7 @@ def predict(
     objective: ObjectiveOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Classify a text, find entities in it, answer a question from it, or predict rows of data.
+    """Classify texts, find entities in them or answer questions.
 
     With --data: prints one JSON line per row.
 
