@@ -20,6 +20,7 @@ from sansgpu.cli.start import bench, doctor, plan
 from sansgpu.cli.tokenizer import tokenizer
 from sansgpu.cli.train import train, tune
 from sansgpu.cli.use import chat, evaluate, export, generate, predict
+from sansgpu.cli.vectors import embed
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
 _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
@@ -27,7 +28,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Train": {"train": train, "tune": tune},
     "Look": {"runs": list_runs, "report": report, "snapshots": snapshots},
     "Use": {
-        "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "extract": extract,
+        "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "extract": extract, "embed": embed,
         "export": export, "tokenizer": tokenizer,
     },
     "Scale": {"k8s": k8s},

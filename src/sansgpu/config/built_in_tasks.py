@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sansgpu.config.architectures import ARCHITECTURES, architecture_name
-from sansgpu.config.metrics import MASKED_METRICS, QUESTION_METRICS, TEXT_METRICS
+from sansgpu.config.metrics import EMBEDDING_METRICS, MASKED_METRICS, QUESTION_METRICS, TEXT_METRICS
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.task_settings import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, CardText, TaskSettings, Values
 
@@ -89,6 +89,7 @@ def _masked_lm_problems(config: Any) -> Iterator[str]:
 
 _EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"
 _CHAT = 'sansgpu chat MODEL --prompt "Hello!"'
+_EMBED = "sansgpu embed MODEL --data TEXTS --output vectors.npy"
 _ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
 
 
@@ -163,6 +164,21 @@ SETTINGS = {
             "question-answering",
             "QuestionAnswering",
             _ANSWER,
+        ),
+    ),
+    "embed": TaskSettings(
+        "embed",
+        ("packing", "pretrained", "rows", "adapter", "embeddings"),
+        defaults={"training": {**_FINE_TUNED, "learning_rate": 2e-5}, "data": {"validation_split": 0.05}},
+        adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+        problems=fine_tuning_problems,
+        metrics=EMBEDDING_METRICS,
+        card=lambda model: CardText(
+            "a model that turns texts into vectors, so that texts of similar meaning have similar vectors",
+            "sentence-similarity",
+            "FeatureExtraction",
+            _EMBED,
+            library="sentence-transformers",
         ),
     ),
 }

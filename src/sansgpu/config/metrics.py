@@ -95,6 +95,14 @@ MASKED_METRICS = (
     *accuracy("tail", "whole tail", "whole tails"),
     *_RANKING_METRICS,
 )
+EMBEDDING_METRICS = (
+    Metric("spearman", "Spearman correlation", better="higher", short="Spearman"),
+    Metric("pearson", "Pearson correlation", better="higher"),
+    Metric("mrr", "MRR", better="higher", short="MRR"),
+    Metric("ndcg_at_10", "NDCG@10", better="higher"),
+    Metric("rows", form="{:,.0f}", text="{value} {label}", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
+)
 QUESTION_METRICS = (
     percentage("exact_match", "exact match", "exact match"),
     percentage("f1", "F1", "F1"),

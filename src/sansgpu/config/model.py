@@ -111,6 +111,11 @@ class ModelConfig(Section):
     )
     revision: str | None = Field(None, description="branch, tag or commit of a model on the Hub")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    pooling: Literal["auto", "mean", "cls", "last"] = Field(
+        "auto",
+        description="vector of a text: the mean of its tokens' vectors, or that of its first (cls) or last token; "
+        "auto: as the Sentence Transformers model says, otherwise mean for encoders and last for decoders",
+    )
     adapter: Literal["none", "lora", "dora"] = Field(
         "none", description="none: train all weights; lora, dora: freeze them and train low-rank matrices"
     )

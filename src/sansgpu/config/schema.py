@@ -115,6 +115,16 @@ class DataConfig(Section):
     null_score_diff_threshold: float = Field(
         0.0, description="predict no answer if its score exceeds the best answer's by more than this"
     )
+    label_column: str | int | None = Field(None, description="column with the label. Default: `label` or `labels`")
+    text_pair_column: str | int | None = Field(
+        None, description="column with the second text of a pair. Default: `text_pair` if the rows have it"
+    )
+    score_scale: float | None = Field(
+        None,
+        gt=0,
+        description="score of two texts with equal meaning, by which scores are divided. Default: 1 if no training "
+        "score is larger, otherwise the largest one, rounded up",
+    )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
     # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
     timeout_seconds: float = Field(
@@ -133,6 +143,7 @@ class Config(Section):
         DEFAULT_TASK,
         description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
         "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; "
+        "embed: vectors of texts by meaning; "
         "package.module:Class: your own task",
     )
     objective: str | None = Field(

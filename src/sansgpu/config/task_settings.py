@@ -50,6 +50,10 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.merge_adapter
     """,
     "conversations": "data.long_rows data.chat_template",
+    "embeddings": """
+        data.text_column data.text_pair_column data.label_column data.score_scale
+        model.pooling training.embedding_loss training.matryoshka_dims
+    """,
     "answers": """
         data.n_best_size data.max_answer_length data.null_answers data.null_score_diff_threshold
     """,
@@ -69,6 +73,7 @@ class CardText:
     pipeline_tag: str = ""  # pipeline tag of the Hugging Face Hub
     auto_class: str = ""  # suffix of the `AutoModelFor` class; "": transformers cannot load the model
     command: str = ""  # sansgpu command that uses the model, with the placeholder `MODEL`
+    library: str = ""  # Python library that loads the model, if it is not transformers
     layout: str = ""  # layout of the weights of a model trained from scratch
     note: str = ""  # a sentence about its use
 

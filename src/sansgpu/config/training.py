@@ -131,6 +131,17 @@ class TrainingConfig(Section):
         description="loss weight of the span boundary objective, which predicts masked spans from the tokens around "
         "them; 0: no such head",
     )
+    embedding_loss: Literal["auto", "ranking", "cosine", "triplet"] = Field(
+        "auto",
+        description="ranking: find a text's positive among all positives and negatives of the step; cosine: squared "
+        "error of cosine similarities to scores; triplet: keep a negative farther away than the positive; auto: cosine "
+        "for rows with scores, otherwise ranking",
+    )
+    matryoshka_dims: list[PositiveInt] | None = Field(
+        None,
+        min_length=1,
+        description="add up the loss over vectors that are cut to these lengths, so that shortened vectors work, too",
+    )
     precision: Precision = Field(
         "auto", description="auto: bf16 if the device supports it natively and computes it faster"
     )

@@ -168,6 +168,15 @@ class Group:
         self.wait(self._begin(lambda: dist.all_gather(parts, tensor, async_op=True)))
         return parts
 
+    def all_gather_rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors of all ranks, whose first dimensions may differ."""
+        if self.size == 1:
+            return [tensor]
+        counts = [int(count) for count in self.all_gather(torch.tensor([len(tensor)]))]
+        padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        return [part[:count] for part, count in zip(self.all_gather(padded), counts, strict=True)]
+
     def all_reduce_sums(self, values: dict[str, float]) -> dict[str, float]:
         """Sums values by name over all ranks, in rank order; a name may be missing on some ranks."""
         if self.size == 1:

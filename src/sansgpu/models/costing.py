@@ -84,6 +84,11 @@ class Costs(ABC):
         """The number of features of a token between blocks."""
         return self.model.d_model
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of different tokens."""
+        return self.products().head[1]
+
     def with_layers(self, layers: int) -> Self:
         """Returns the costs of the model with at most `layers` blocks."""
         return replace(self, model=self.model.model_copy(update={"n_layers": min(layers, self.layers)}))

@@ -114,6 +114,10 @@ class ModuleCosts(Costs):
     def width(self) -> int:
         return self.shape.width
 
+    @property
+    def vocabulary(self) -> int:
+        return self.shape.vocabulary
+
     def with_layers(self, layers: int) -> Self:
         return replace(self, shape=self.shape.with_layers(layers))
 

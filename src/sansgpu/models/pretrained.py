@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
@@ -77,6 +78,19 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     with _library_errors(f"{name} cannot be loaded"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
     return config
+
+
+def model_file(model: ModelConfig, name: str) -> Path | None:
+    """Returns the path of a file that comes with a model, or None if the model has none of this name."""
+    if is_gguf(str(model.name_or_path)):
+        return None
+    from transformers.utils.hub import cached_file
+
+    source, options = _source(model)
+    options.pop("trust_remote_code")
+    with _library_errors(f"{name} of {source} cannot be loaded"):
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
+    return Path(found) if found else None
 
 
 def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:
@@ -292,13 +306,16 @@ def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
     write_folder_atomically(folder, write)
 
 
-def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Writes a model to a folder that transformers loads, atomically."""
+def save_pretrained(
+    model: PreTrainedModel, tokenizer: Any, folder: Path, write_more: Callable[[Path], None] = lambda folder: None
+) -> None:
+    """Writes a model to a folder that transformers loads, atomically. `write_more` adds files to it."""
 
     def write(partial: Path) -> None:
         model.config.use_cache = True
         model.save_pretrained(partial)
         save_tokenizer(tokenizer, partial)
+        write_more(partial)
 
     write_folder_atomically(folder, write)
 

@@ -35,6 +35,8 @@ def _outputs(head: Head, vocabulary: int) -> int:
     """Returns the logits per token."""
     if head.kind == "qa":
         return 2  # start and end of the answer
+    if head.kind == "none":
+        return 1  # the loss compares vectors of texts, which is little work per token
     return len(head.labels) if head.labels else vocabulary
 
 

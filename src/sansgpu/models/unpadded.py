@@ -46,7 +46,7 @@ class UnpaddedModel:
         self._text: Any = model.config.get_text_config()
         self._by_ranges = model.config._attn_implementation == NAME and not _has_windows(self._text)
         attending = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
-        self._causal = any(attending)
+        self.causal = any(attending)
         self._offset = _position_offset(model)
         self._softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
@@ -63,7 +63,7 @@ class UnpaddedModel:
             inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self._offset}
             if self._by_ranges:
                 inputs["attention_mask"] = ranges_mask(
-                    (causal_ranges if self._causal else bidirectional_ranges)(examples[None])
+                    (causal_ranges if self.causal else bidirectional_ranges)(examples[None])
                 )
             if types is not None:
                 inputs["token_type_ids"] = types[None]
@@ -118,6 +118,15 @@ class UnpaddedModel:
 
         starts, ends = self._by_token(lengths, start_and_end).unbind(dim=1)
         return starts, ends
+
+    def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Returns the last hidden states of a model without a head: (N, D)."""
+
+        def last(indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            inputs, flat = self.inputs(tokens[indices], lengths)
+            return flat(self.model(**inputs).last_hidden_state)
+
+        return self._by_token(lengths, last)
 
     def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a masked LM at the M tokens where `masked` (N,) is true: (M, V)."""

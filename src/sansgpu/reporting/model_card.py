@@ -34,6 +34,12 @@ from sansgpu.reporting.terminal import duration
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILE = re.compile(r"\.(txt|md|py|jsonl?|csv|parquet|yaml)(\.gz)?$")
+_SENTENCE_CODE = """```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("MODEL")
+vectors = model.encode(["A text.", "Another text."])
+```"""
 _OWN = {PYTHON_STDLIB: "The source of Python's standard library",
         PYTHON_STDLIB_CHAT: "Questions and answers made from the docstrings of Python's standard library",
         PYTHON_STDLIB_GRAPH: "The source of Python's standard library and the triples in it"}  # fmt: skip
@@ -117,7 +123,7 @@ def _front_matter(model: _Model) -> dict[str, Any]:
     base = model.base if model.base and _is_on_hub(model.base) else None
     task = str(model.record.config.get("task"))
     found = {
-        "library_name": "peft" if model.adapter else "transformers" if model.text.auto_class else "sansgpu",
+        "library_name": _library(model),
         "pipeline_tag": model.text.pipeline_tag,
         "base_model": base,
         "base_model_relation": ("adapter" if model.adapter else "finetune") if base else None,
@@ -126,6 +132,12 @@ def _front_matter(model: _Model) -> dict[str, Any]:
         "model-index": _index(model),
     }
     return {key: value for key, value in found.items() if value}
+
+
+def _library(model: _Model) -> str:
+    if model.adapter:
+        return "peft"
+    return model.text.library or ("transformers" if model.text.auto_class else "sansgpu")
 
 
 def _on_gpu(record: RunRecord) -> bool:
@@ -180,7 +192,9 @@ def _facts(card: _Model) -> dict[str, str]:
 
 
 def _loading_code(model: _Model) -> str:
-    """Returns Python code that loads the model, or "" if transformers cannot."""
+    """Returns Python code that loads the model, or "" if no library but sansgpu can."""
+    if model.text.library == "sentence-transformers" and not model.adapter:
+        return _SENTENCE_CODE
     if not model.text.auto_class:
         return ""
     name = ("AutoPeftModelFor" if model.adapter else "AutoModelFor") + model.text.auto_class

@@ -11,7 +11,9 @@ from sansgpu.tasks.task import (
     Corpus,
     Evaluator,
     Gather,
+    GatheringEvaluator,
     Objective,
+    StepWideObjective,
     Sums,
     Task,
     TaskKind,
@@ -54,6 +56,6 @@ def task_of(config: Config) -> TaskKind:
 
 
 __all__ = [
-    "TASKS", "Collecting", "Corpus", "Evaluator", "Gather", "Objective", "Sums", "Task", "TaskBase", "TaskKind",
-    "add_sums", "task_of",
+    "TASKS", "Collecting", "Corpus", "Evaluator", "Gather", "GatheringEvaluator", "Objective", "StepWideObjective",
+    "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
 ]  # fmt: skip

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError, derive_seed
+from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
-from sansgpu.data.sequences import PackedSequences
 from sansgpu.machine.compilation import set_up_compiler
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
@@ -137,7 +137,10 @@ class FineTuning(ObjectiveBase, ABC):
         if self._adapted is not None and not merge:
             save_adapter(self._adapted, tokenizer, folder)
         else:
-            save_pretrained(self.merged_model(stored_dtype(settings)), tokenizer, folder)
+            save_pretrained(self.merged_model(stored_dtype(settings)), tokenizer, folder, self.write_more)
+
+    def write_more(self, folder: Path) -> None:
+        """Adds the task's own files to an exported folder."""
 
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:
@@ -171,10 +174,10 @@ class FineTuningTask(TaskWithEvaluator):
     ordered: Callable[[np.ndarray, np.ndarray], np.ndarray]
     export_to: Callable[..., None]
 
-    def batch(self, step: int, total_steps: int | None = None) -> PackedSequences:
+    def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         part = self.corpus.train
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
-        batch: PackedSequences = part.batch(self.ordered(indices, part.lengths))
+        batch: ExampleBatch = part.batch(self.ordered(indices, part.lengths))
         return batch
 
     def save_tokenizer(self, folder: Path) -> None:
@@ -194,7 +197,7 @@ class FineTuningTask(TaskWithEvaluator):
         settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
         config = source.config or Config.model_validate(settings)
         model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
-        config = config.model_copy(update={"model": model})
+        config = cls.with_vocabulary(config.model_copy(update={"model": model}))
         objective = cls.objective_class(config)
         tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
         if source.snapshot is not None:

@@ -103,7 +103,7 @@ class MaskedLM(MaskedObjective, FineTuningTask):
         masked_examples = [mask_example(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
         return GraphBatch.of(examples, masked_examples)
 
-    def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:  # type: ignore[override]
+    def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
         return self._masking.of_step(step, self._effective_batch)
 
     @cached_property

@@ -51,6 +51,25 @@ class Collecting(Protocol):
         """Merges the results of all ranks; `gather` is an all_gather of JSON values."""
 
 
+@runtime_checkable
+class StepWideObjective(Protocol):
+    """An objective whose loss relates all examples of a step to each other, such as one with in-batch negatives."""
+
+    def outputs(self, batch: Any) -> torch.Tensor:
+        """Computes what the loss depends on: any number of rows for each example, (S, D)."""
+
+    def step_loss(self, outputs: torch.Tensor, batches: Sequence[Any]) -> torch.Tensor:
+        """Computes the differentiable loss, (), of the outputs of several batches, summed over their targets."""
+
+
+@runtime_checkable
+class GatheringEvaluator(Protocol):
+    """An evaluator whose metrics are no sums over examples, such as a rank correlation."""
+
+    def gather(self, all_gather_rows: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        """Adds the results of other ranks. `all_gather_rows` gathers tensors whose first dimensions may differ."""
+
+
 class Objective(Protocol):
     """A model and its loss."""
 

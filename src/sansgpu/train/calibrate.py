@@ -20,7 +20,7 @@ from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import micro_batches_per_rank
-from sansgpu.tasks import Objective, TaskKind
+from sansgpu.tasks import Objective, StepWideObjective, TaskKind
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import synchronize
 from sansgpu.train.state import TrainState
@@ -145,7 +145,7 @@ def _timed(
         for number in range(1 + REPEATS):
             first = _forward_and_backward(trial, batch, plan, config.training)
             more = accumulation - 1  # passes that accumulate into the gradients of the first
-            rest = more * _forward_and_backward(trial, batch, plan, config.training) if more else 0.0
+            rest = more * _later_pass(trial, batch, plan, config.training) if more else 0.0
             start = time.perf_counter()
             optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.grad_norm() + 1e-6)))
             synchronize(plan.device)
@@ -168,6 +168,18 @@ def _trial(
         yield trial, optimizer
     finally:
         optimizer.release_state()
+
+
+def _later_pass(trial: Objective, batch: ExampleBatch, plan: StepPlan, training: TrainingConfig) -> float:
+    """Returns the seconds of a pass that is not the first of its step, with its part in computing gradient caches."""
+    seconds = _forward_and_backward(trial, batch, plan, training)
+    if isinstance(trial, StepWideObjective):
+        start = time.perf_counter()
+        with torch.no_grad(), plan.autocast():
+            trial.outputs(batch)
+        synchronize(plan.device)
+        seconds += time.perf_counter() - start
+    return seconds
 
 
 def _forward_and_backward(trial: Objective, batch: ExampleBatch, plan: StepPlan, training: TrainingConfig) -> float:

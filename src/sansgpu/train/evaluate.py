@@ -10,7 +10,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks import Evaluator, Sums, add_sums
+from sansgpu.tasks import Evaluator, GatheringEvaluator, Sums, add_sums
 from sansgpu.train.step import StepPlan
 
 
@@ -55,4 +55,6 @@ def evaluate(
                     add_sums(sums, found)
     finally:
         task.model.train(was_training)
+    if isinstance(task, GatheringEvaluator):
+        task.gather(group.all_gather_rows)
     return task.metrics(group.all_reduce_sums(sums))

@@ -14,7 +14,8 @@ from sansgpu.config import SansGPUError, TrainingConfig, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.pressure import MemoryShortError
-from sansgpu.tasks import Sums, Task
+from sansgpu.tasks import StepWideObjective, Sums, Task
+from sansgpu.train.gradient_cache import GradientCache
 from sansgpu.train.state import TrainState
 
 PHASES = ("data", "forward", "backward", "reduce", "update")  # parts of a step's time; the caller measures "data"
@@ -65,6 +66,15 @@ class StepResult:
     sums: Sums  # task-specific sums
 
 
+def _gradient_cache(task: Task, batch: ExampleBatch, plan: StepPlan) -> GradientCache | None:
+    """Returns what computes the loss of a task that relates all examples of a step; None for other tasks."""
+    if not isinstance(task, StepWideObjective):
+        return None
+    ranks = range(plan.group.size)
+    pieces = [list(batch.micro_batches(plan.micro_batch, rank, plan.group.size)) for rank in ranks]
+    return GradientCache(task, plan.group, pieces)
+
+
 def train_step(
     state: TrainState,
     task: Task,
@@ -84,19 +94,25 @@ def train_step(
     """
     phases = phases or PhaseTimer()
     targets = batch.target_count()
+    cache = _gradient_cache(task, batch, plan)
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
     pending = deque(batch.micro_batches(plan.micro_batch, plan.group.rank, plan.group.size))
     index = 0
+
+    def seed(number: int) -> None:
+        torch.manual_seed(derive_seed(training.seed, "dropout", state.progress.step, number, plan.group.rank))
+
     while pending:
         piece = pending.popleft()
         if (rows := allowed(len(piece))) < len(piece):
             pending.appendleft(piece.rows(rows, len(piece)))
             piece = piece.rows(0, rows)
         with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
-            torch.manual_seed(derive_seed(training.seed, "dropout", state.progress.step, index, plan.group.rank))
+            seed(index)
             try:
                 with plan.autocast():
-                    loss = task.loss(piece.to(plan.device))
+                    own = piece.to(plan.device)
+                    loss = cache.loss(own, pending, seed, index) if cache else task.loss(own)
             except MemoryShortError:
                 pending.appendleft(piece)
                 continue

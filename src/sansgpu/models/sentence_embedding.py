@@ -1,0 +1,104 @@
+"""Vectors of texts: pooling of a model's outputs, and the files of Sentence Transformers folders.
+
+S texts, N tokens in total, D width.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config.plain_data import read_json, read_object
+from sansgpu.models.pretrained import model_file
+
+Pooling = Literal["mean", "cls", "last"]
+MODULES, POOLING, NORMALIZE = "modules.json", "1_Pooling", "2_Normalize"
+VERSIONED = "config_sentence_transformers.json"
+SETTINGS = "sentence_bert_config.json"  # of the transformer
+# Names of the pooling modes in 1_Pooling/config.json, in the form that all versions read and in that of version 5.4 on.
+_MODES: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",
+    "cls": "cls", "mean": "mean", "lasttoken": "last",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EmbeddingLayout:
+    """How a model's outputs become the vector of a text."""
+
+    pooling: Pooling
+    normalize: bool
+    max_length: int | None = None  # tokens, after which texts are cut
+
+
+def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
+    """Reads the layout of a Sentence Transformers model; None if it is another model.
+
+    Raises ConfigError if it has parts that sansgpu does not support.
+    """
+    if (file := model_file(model, MODULES)) is None:
+        return None
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ConfigError(f"{file} does not hold a list of modules.")
+    kinds = {str(module.get("type")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
+    if unknown := next((kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")), None):
+        raise ConfigError(
+            f"{file} names the module {unknown[:100]}, but sansgpu supports Transformer, Pooling and Normalize; choose "
+            "another model, or delete the file to embed with the transformer alone."
+        )
+    pooling, settings = model_file(model, f"{kinds.get('Pooling', POOLING)}/config.json"), model_file(model, SETTINGS)
+    length = read_object(settings).get("max_seq_length") if settings else None
+    return EmbeddingLayout(
+        _pooling_of(pooling) if pooling else "mean",
+        "Normalize" in kinds,
+        length if isinstance(length, int) and length >= 2 else None,
+    )
+
+
+def _pooling_of(file: Path) -> Pooling:
+    found: dict[str, Any] = read_object(file)
+    given = found.get("pooling_mode", [key for key, value in found.items() if key.startswith("pooling_") and value])
+    modes = given if isinstance(given, list) else [given]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        shown = ", ".join(map(str, modes))[:100] or "nothing"
+        raise ConfigError(f"{file} asks for {shown}, but sansgpu supports pooling mean, cls or lasttoken alone.")
+    return _MODES[modes[0]]
+
+
+def pool(hidden: torch.Tensor, lengths: torch.Tensor, layout: EmbeddingLayout) -> torch.Tensor:
+    """Returns the vector of each text, (S, D) fp32, from the hidden states of its tokens (N, D)."""
+    ends = lengths.cumsum(0)
+    if layout.pooling == "mean":
+        texts = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        sums = hidden.new_zeros(len(lengths), hidden.shape[1], dtype=torch.promote_types(hidden.dtype, torch.float32))
+        vectors = sums.index_add(0, texts, hidden.to(sums.dtype)) / lengths[:, None]
+    else:
+        vectors = hidden[ends - 1 if layout.pooling == "last" else ends - lengths]
+    vectors = vectors.to(torch.promote_types(hidden.dtype, torch.float32))
+    return F.normalize(vectors, dim=-1) if layout.normalize else vectors
+
+
+def write_layout(layout: EmbeddingLayout, width: int, folder: Path) -> None:
+    """Adds to a folder with a transformer what Sentence Transformers needs to load it, of version 2 or later."""
+    names = [("Transformer", ""), ("Pooling", POOLING), *([("Normalize", NORMALIZE)] if layout.normalize else [])]
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(names)
+    ]
+    modes = {key: layout.pooling == mode for key, mode in _MODES.items() if key.startswith("pooling_")}
+    files: dict[str, Any] = {
+        MODULES: modules,
+        f"{POOLING}/config.json": {"word_embedding_dimension": width, **modes},
+        SETTINGS: {"max_seq_length": layout.max_length, "do_lower_case": False},
+        VERSIONED: {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"},
+    }
+    for name, value in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,263 @@
+"""Trains embedding models: texts of similar meaning get similar vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.data.order import batch_indices, steps_per_epoch
+from sansgpu.data.pairs import TextRow, read_text_rows
+from sansgpu.data.rows import BadRows
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import open_single, open_sources
+from sansgpu.data.text_groups import TextGroups, TokenizedGroups, text_groups
+from sansgpu.machine.memory import effective_batch
+from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.pretrained_costs import PretrainedCosts
+from sansgpu.models.sentence_embedding import EmbeddingLayout, pool, read_layout, write_layout
+from sansgpu.tasks.embedding_data import (
+    EmbeddingCorpus,
+    TextShape,
+    cut_note,
+    score_scale,
+    split_rows,
+    tokenize,
+    tokenize_groups,
+    with_scores_in_range,
+)
+from sansgpu.tasks.embedding_evaluation import EmbeddingEvaluator
+from sansgpu.tasks.embedding_losses import LossName, embedding_loss, loss_for
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
+from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+
+USUAL_TEXTS = 2  # of an example, where the data is not known
+DEFAULT_LENGTH = 256  # tokens of the longest text, where the model does not say
+ENCODED_TOKENS = 4096  # of a forward pass of `encode_texts`: enough for full speed, few enough for the cache
+
+
+class EmbeddingObjective(FineTuning):
+    """A model without a head, whose hidden states are pooled to a vector for each text, and its loss."""
+
+    head_kind = "none"
+
+    def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
+        super().__init__(config, random, layers)
+        self.layout = _layout(config, "last" if self.unpadded.causal else "mean")
+        self.width = int(self.model.config.get_text_config().hidden_size)
+        self.dims: Sequence[int] = config.training.matryoshka_dims or ()
+        if self.dims and max(self.dims) > self.width:
+            raise ConfigError(
+                f"training.matryoshka_dims has {max(self.dims)}, but the vectors of {config.model.name_or_path} have "
+                f"{self.width} features; leave it out."
+            )
+
+    @property
+    def loss_name(self) -> LossName:
+        name = self.config.training.embedding_loss
+        return "ranking" if name == "auto" else name
+
+    def vectors(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Returns the vectors of concatenated texts, (S, D) fp32."""
+        return pool(self.unpadded.hidden_states(tokens, lengths), lengths, self.layout)
+
+    def outputs(self, batch: TextGroups) -> torch.Tensor:
+        self._in_forward = torch.is_grad_enabled()
+        try:
+            return self.vectors(batch.tokens, batch.lengths)
+        finally:
+            self._in_forward = False
+
+    def step_loss(self, outputs: torch.Tensor, batches: Sequence[TextGroups]) -> torch.Tensor:
+        return embedding_loss(self.loss_name, self.dims, outputs, TextGroups.joined(batches))
+
+    def summed_loss(self, batch: TextGroups) -> torch.Tensor:
+        return self.step_loss(self.vectors(batch.tokens, batch.lengths), [batch])
+
+    def write_more(self, folder: Path) -> None:
+        write_layout(self.layout, self.width, folder)
+
+    @classmethod
+    def costs(cls, config: Config) -> PretrainedCosts:
+        costs = super().costs(config)
+        return PretrainedCosts(
+            config.model, config.training, USUAL_TEXTS * config.window, config.window, shape=costs.shape
+        )
+
+    @classmethod
+    def with_vocabulary(cls, config: Config) -> Config:
+        """Sets data.max_length, by default the model's."""
+        if config.data.max_length is not None:
+            return config
+        layout = read_layout(config.model)
+        length = min(layout.max_length or DEFAULT_LENGTH if layout else DEFAULT_LENGTH, _longest(config))
+        return _changed(config, "data", max_length=length)
+
+
+def _longest(config: Config) -> int:
+    return int(load_tokenizer_of(config.model).model_max_length)
+
+
+def _changed(config: Config, section: str, **values: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def _layout(config: Config, usual: Any) -> EmbeddingLayout:
+    """Returns the configured layout, by default that of the model; `usual` is the pooling of others."""
+    model, known = config.model, read_layout(config.model)
+    normalize = known.normalize if known else config.training.embedding_loss != "triplet"
+    pooling = model.pooling if model.pooling != "auto" else known.pooling if known else usual
+    return EmbeddingLayout(pooling, normalize, config.data.max_length)
+
+
+class Embed(EmbeddingObjective, FineTuningTask):
+    """`task: embed`."""
+
+    settings = SETTINGS["embed"]
+    verbs = ("evaluate", "embed", "export")
+    verbs_for_any_model = ("embed",)
+    objective_class = EmbeddingObjective
+    evaluator: EmbeddingEvaluator
+
+    def __init__(self, config: Config, corpus: EmbeddingCorpus, effective_batch: int) -> None:
+        super().__init__(config)
+        self.corpus, self._effective_batch = corpus, effective_batch
+        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
+        self.flops_per_token = self.flops_of_token(corpus.text_tokens)
+        self.evaluator = EmbeddingEvaluator(self, corpus.validation, self.loss_name, effective_batch)
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, EmbeddingCorpus]:
+        """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
+        config = cls.with_vocabulary(config)
+        sources, data, notes = open_sources(config.data), config.data, list[str]()
+        train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
+        name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
+        rows = read_text_rows(sources.train.rows(), data, train_rows)
+        if not rows:
+            raise too_few(name, 0, "rows", notes)
+        scale = score_scale(rows, data)
+        rows = with_scores_in_range(rows, scale, train_rows)
+        if sources.validation is not None:
+            held_name, form = sources.validation.name, rows[0].form
+            train, held = rows, read_text_rows(sources.validation.rows(), data, held_rows, form)
+            held = with_scores_in_range(held, scale, held_rows)
+        elif len(rows) < 2:
+            raise too_few(name, len(rows), "rows", notes)
+        else:
+            train, held = split_rows(rows, data.validation_split)
+        loss = loss_for(rows, config.training.embedding_loss)
+        if not held and held_rows.first:
+            raise ConfigError(f"no validation row can be used; the first: {held_rows.first}")
+        config = _changed(_changed(config, "training", embedding_loss=loss), "data", score_scale=scale)
+        splits = (
+            cls._tokenized(train, config, progress, train_rows, name, notes),
+            cls._tokenized(held, config, progress, held_rows, held_name, notes),
+        )
+        if not all(splits):
+            raise too_few(name, len(rows), "rows", notes)
+        if note := cut_note(splits[0], config.window):
+            notes.append(f"{note}.")
+        fingerprint = f"{sources.train.fingerprint[:16]}-{loss}-{len(splits[0])}-{splits[0].lengths.sum()}"
+        return config, EmbeddingCorpus(*splits, notes, fingerprint, load_tokenizer_of(config.model))
+
+    @classmethod
+    def _tokenized(
+        cls,
+        rows: list[TextRow],
+        config: Config,
+        progress: ReportProgress,
+        bad_rows: BadRows,
+        name: str,
+        notes: list[str],
+    ) -> TokenizedGroups:
+        size = sum(len(text) for row in rows for text in row.texts)
+        progress("tokenizing", size, size)
+        tokenizer = load_tokenizer_of(config.model)
+        shape = TextShape(tokenizer, config.window, config.training.seed, config.data.score_scale)
+        return tokenize_groups(rows, shape, bad_rows, name, notes)
+
+    def batch(self, step: int, total_steps: int | None = None) -> TextGroups:
+        part, seed = self.corpus.train, self.config.training.seed
+        indices = batch_indices(seed, step, len(part), self._effective_batch)
+        epoch = step // steps_per_epoch(len(part), self._effective_batch)
+        batch: TextGroups = part.batch(self.ordered(indices, part.lengths), epoch)
+        return batch
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> TextGroups:
+        """Builds `size` pairs of random tokens; `tokens` is the length of a pair."""
+        length = None if tokens is None else -(-tokens // USUAL_TEXTS)
+        drawn = cls.random_tokens(config, USUAL_TEXTS * size, length)
+        pairs = [drawn[first : first + USUAL_TEXTS] for first in range(0, len(drawn), USUAL_TEXTS)]
+        return text_groups(pairs, np.arange(len(drawn)), np.zeros(size), np.arange(size))
+
+    def gather(self, all_gather_rows: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        self.evaluator.gather(all_gather_rows)
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return 32
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        return (Path(target).expanduser() / "modules.json").is_file()
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> EmbeddingEvaluator:
+        config = loaded.config
+        if request.data is None:
+            part, name = cast(EmbeddingCorpus, request.own_corpus()).validation, "validation rows"
+            loss = loaded.objective.loss_name
+        else:
+            data = config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
+            source, bad_rows, notes = open_single(request.data, data), BadRows("skip"), list[str]()
+            rows, name = read_text_rows(source.rows(), data, bad_rows), source.name
+            if not rows:
+                raise ConfigError(bad_rows.first or f"{name} has no rows.")
+            scale = score_scale(rows, data) if rows[0].form == "scores" else None
+            rows = with_scores_in_range(rows, scale, bad_rows)
+            config = _changed(config, "data", score_scale=scale)
+            part = cls._tokenized(rows, config, request.progress, bad_rows, name, notes)
+            for note in notes:
+                request.warn(note)
+            loss = loss_for(rows, "auto")
+        require_rows(part, name)
+        return EmbeddingEvaluator(loaded.objective, part, loss, effective_batch(config.training))
+
+
+def encode_texts(loaded: TrainedModel, texts: Sequence[str]) -> np.ndarray:
+    """Returns the vectors of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` loaded.
+
+    Raises ConfigError if the tokenizer finds no tokens in a text.
+    """
+    tokens = tokenize(texts, loaded.tokenizer, loaded.config.window)
+    if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
+        raise ConfigError(f"the tokenizer finds no tokens in text {empty}; leave it out.")
+    vectors = np.empty((len(texts), loaded.objective.width), np.float32)
+    autocast = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
+    with torch.inference_mode(), autocast:
+        for numbers in _passes(tokens):
+            flat = torch.from_numpy(np.concatenate([tokens[n] for n in numbers]).astype(np.int64))
+            lengths = torch.tensor([len(tokens[n]) for n in numbers])
+            vectors[numbers] = loaded.objective.vectors(flat.to(loaded.device), lengths.to(loaded.device)).cpu().numpy()
+    return vectors
+
+
+def _passes(tokens: Sequence[np.ndarray]) -> Iterator[list[int]]:
+    """Yields the texts of each forward pass: about `ENCODED_TOKENS` tokens of texts of similar lengths."""
+    order = np.argsort([-len(ids) for ids in tokens], kind="stable").tolist()
+    numbers: list[int] = []
+    size = 0
+    for number in order:
+        if numbers and size + len(tokens[number]) > ENCODED_TOKENS:
+            yield numbers
+            numbers, size = [], 0
+        numbers.append(number)
+        size += len(tokens[number])
+    if numbers:
+        yield numbers
