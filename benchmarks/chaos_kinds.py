@@ -60,6 +60,8 @@ def make_kinds(folder: Path) -> list[Kind]:
     sft["model.name_or_path"] = make_folder(folder / "qwen2")
     qa = {**tuned, "task": "qa", "data.doc_stride": 16, "data.dataset_name": _write(folder / "qa.jsonl", _questions())}
     qa["model.name_or_path"] = make_folder(folder / "bert", "bert")
+    embed = {**tuned, "task": "embed", "data.dataset_name": _write(folder / "pairs.jsonl", _pairs())}
+    embed["model.name_or_path"] = qa["model.name_or_path"]
     lora = {"model.adapter": "lora", "model.lora_dropout": 0.1}
     together = {**text, "model.dropout": 0}
     return [
@@ -75,6 +77,7 @@ def make_kinds(folder: Path) -> list[Kind]:
         Kind("sft, whole", sft),
         Kind("sft, LoRA", {**sft, **lora}),
         Kind("qa", qa),
+        Kind("embed", embed),
         Kind("2 processes", together, 2),
         Kind("2 processes, optimizer sharded", {**together, "training.sharding": "optimizer"}, 2),
         Kind("2 processes, all sharded", {**together, "training.sharding": "full"}, 2),
@@ -94,6 +97,12 @@ def _texts(count: int = 200) -> Iterable[dict[str, Any]]:
     draw = random.Random(0)
     for _ in range(count):
         yield {"text": _sentence(draw, draw.randint(5, 60))}
+
+
+def _pairs(count: int = 60) -> Iterable[dict[str, Any]]:
+    draw = random.Random(3)
+    for number in range(count):
+        yield {"anchor": f"{_sentence(draw, 4)} {number}", "positive": f"{number} {_sentence(draw, 9)}"}
 
 
 def _graphs(count: int = 20) -> Iterable[dict[str, Any]]:

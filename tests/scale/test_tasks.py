@@ -14,6 +14,7 @@ from tests.scale.launch import finish, torchrun
 from tests.scale.test_runs import losses
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.graphs import rows, write_rows
+from tests.tasks.texts import text_rows
 
 STEPS = 8
 # Micro-batches of one example, so that a weight may be used in one micro-batch of a step and in no other.
@@ -48,6 +49,7 @@ def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
         "sft": sft,
         "lora": {"task": "sft", **sft, "model.adapter": "lora"},
         "qa": {**bert, "data.dataset_name": squad(home / "squad.json", impossible=True), "data.doc_stride": 16},
+        "embed": {**bert, "data.dataset_name": text_rows(home / "texts.jsonl", "triplets", 24)},
     }
 
 

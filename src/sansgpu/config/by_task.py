@@ -17,7 +17,7 @@ TASK_CLASSES = {
     "masked": "sansgpu.tasks.masked_lm:MaskedLM",
     "sft": "sansgpu.tasks.sft:SFT",
     "qa": "sansgpu.tasks.qa:QA",
-    "embed": "sansgpu.tasks.embed:Embed",
+    "embed": "sansgpu.tasks.embed:TextEmbedding",
 }
 DEFAULT_TASK = "pretrain"
 

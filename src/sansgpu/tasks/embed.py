@@ -114,7 +114,7 @@ def _layout(config: Config, usual: Any) -> EmbeddingLayout:
     return EmbeddingLayout(pooling, normalize, config.data.max_length)
 
 
-class Embed(EmbeddingObjective, FineTuningTask):
+class TextEmbedding(EmbeddingObjective, FineTuningTask):
     """`task: embed`."""
 
     settings = SETTINGS["embed"]

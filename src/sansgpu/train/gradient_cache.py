@@ -21,24 +21,27 @@ class GradientCache:
     including those of other ranks, then gives the gradient of each output, from which every micro-batch continues.
     """
 
-    def __init__(self, task: StepWideObjective, group: Group, batches: list[list[ExampleBatch]]) -> None:
-        """`batches` are the micro-batches of each rank."""
-        self._task, self._group, self._batches = task, group, batches
+    def __init__(
+        self,
+        task: StepWideObjective,
+        group: Group,
+        batches: list[list[ExampleBatch]],
+        seed: Callable[[int], None],
+    ) -> None:
+        """`batches` are the micro-batches of each rank; `seed` seeds the dropout of this rank's, by number."""
+        self._task, self._group, self._batches, self._seed = task, group, batches, seed
         self._gradient: torch.Tensor | None = None  # (S, D)
         self._loss = torch.zeros(())
         self._used = 0  # rows of the gradient that earlier micro-batches have used
 
-    def loss(
-        self, piece: ExampleBatch, later: Iterable[ExampleBatch], seed: Callable[[int], None], index: int
-    ) -> torch.Tensor:
+    def loss(self, piece: ExampleBatch, later: Iterable[ExampleBatch], index: int) -> torch.Tensor:
         """Returns the loss of the micro-batch `piece`, number `index`, before those `later` in the step.
 
-        The whole loss of the step is the value of the first one; the others have the value 0. `seed` seeds the dropout
-        of a micro-batch by its number, so that its two passes are equal.
+        The value of the first one is the whole loss of the step; that of the others is 0.
         """
         outputs = self._task.outputs(piece)
         if self._gradient is None:
-            rest = self._without_gradients(later, seed, index + 1, outputs.device)
+            rest = self._without_gradients(later, index + 1, outputs.device)
             self._gradient, self._loss = self._differentiate(torch.cat([outputs.detach(), *rest]))
         start, self._used = self._used, self._used + len(outputs)
         value = (outputs * self._gradient[start : self._used]).sum()
@@ -47,10 +50,10 @@ class GradientCache:
 
     @torch.no_grad()
     def _without_gradients(
-        self, pieces: Iterable[ExampleBatch], seed: Callable[[int], None], index: int, device: torch.device
+        self, pieces: Iterable[ExampleBatch], index: int, device: torch.device
     ) -> Iterator[torch.Tensor]:
         for number, piece in enumerate(pieces, index):
-            seed(number)
+            self._seed(number)  # the same masks as in the second pass
             yield self._task.outputs(piece.to(device))
 
     def _differentiate(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -66,13 +67,24 @@ class StepResult:
     sums: Sums  # task-specific sums
 
 
-def _gradient_cache(task: Task, batch: ExampleBatch, plan: StepPlan) -> GradientCache | None:
-    """Returns what computes the loss of a task that relates all examples of a step; None for other tasks."""
+LossFunction = Callable[[ExampleBatch, Iterable[ExampleBatch], int], torch.Tensor]
+
+
+def _loss_function(task: Task, batch: ExampleBatch, plan: StepPlan, seed: Callable[[int], None]) -> LossFunction:
+    """Returns the loss of a micro-batch, given those after it in the step and its number, for which `seed` is called.
+
+    The loss of a task that relates all examples of the step is computed by a gradient cache.
+    """
     if not isinstance(task, StepWideObjective):
-        return None
+        return lambda piece, later, index: task.loss(piece)
     ranks = range(plan.group.size)
-    pieces = [list(batch.micro_batches(plan.micro_batch, rank, plan.group.size)) for rank in ranks]
-    return GradientCache(task, plan.group, pieces)
+    batches = [list(batch.micro_batches(plan.micro_batch, rank, plan.group.size)) for rank in ranks]
+    return GradientCache(task, plan.group, batches, seed).loss
+
+
+def _seed_dropout(seed: int, step: int, rank: int, index: int) -> None:
+    """Seeds the dropout of a micro-batch."""
+    torch.manual_seed(derive_seed(seed, "dropout", step, index, rank))
 
 
 def train_step(
@@ -92,16 +104,12 @@ def train_step(
     pass raises MemoryShortError is split and tried again. `phases` collects timings.
     Raises SansGPUError before any weight changes if the loss or the gradient norm is not finite.
     """
-    phases = phases or PhaseTimer()
-    targets = batch.target_count()
-    cache = _gradient_cache(task, batch, plan)
+    phases, targets = phases or PhaseTimer(), batch.target_count()
+    seed = partial(_seed_dropout, training.seed, state.progress.step, plan.group.rank)
+    loss_of = _loss_function(task, batch, plan, seed)
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
     pending = deque(batch.micro_batches(plan.micro_batch, plan.group.rank, plan.group.size))
     index = 0
-
-    def seed(number: int) -> None:
-        torch.manual_seed(derive_seed(training.seed, "dropout", state.progress.step, number, plan.group.rank))
-
     while pending:
         piece = pending.popleft()
         if (rows := allowed(len(piece))) < len(piece):
@@ -111,8 +119,7 @@ def train_step(
             seed(index)
             try:
                 with plan.autocast():
-                    own = piece.to(plan.device)
-                    loss = cache.loss(own, pending, seed, index) if cache else task.loss(own)
+                    loss = loss_of(piece.to(plan.device), pending, index)
             except MemoryShortError:
                 pending.appendleft(piece)
                 continue

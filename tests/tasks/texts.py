@@ -1,0 +1,37 @@
+"""Rows of texts for the tests of embedding models."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.tasks.fine_tuned import TINY
+from tests.tasks.folders import sentence
+
+
+def text_rows(path: Path, form: str, count: int = 60, seed: int = 0) -> Path:
+    """Random rows of one form; those of `triplets` have one to three negatives."""
+    draw = random.Random(seed)
+
+    def row(number: int) -> dict[str, Any]:
+        anchor = f"{sentence(draw, draw.randint(2, 9))} {number}"
+        other = f"{number} {sentence(draw, draw.randint(2, 20))}"
+        negatives = [sentence(draw, draw.randint(1, 12)) for _ in range(draw.randint(1, 3))]
+        if form == "scores":
+            return {"sentence1": anchor, "sentence2": other, "score": draw.randint(0, 50) / 10}
+        if form == "labels":
+            return {"text": anchor, "label": ("old", "new", "red")[number % 3]}
+        more = {} if form == "pairs" else {"negative": negatives if number % 2 else negatives[0]}
+        return {"anchor": anchor, "positive": other, **more}
+
+    path.write_text("".join(json.dumps(row(number)) + "\n" for number in range(count)), encoding="utf-8")
+    return path
+
+
+def embed_settings(model: Path, rows: Path, **changes: object) -> list[str]:
+    """Overrides of a tiny run of task embed; in `changes`, `__` stands for a dot."""
+    own = {"task": "embed", "model.name_or_path": model, "data.dataset_name": rows, "data.max_length": 24}
+    merged: dict[str, object] = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return [f"{key}={value}" for key, value in merged.items()]
