@@ -257,9 +257,9 @@ def export(
             written = export_gguf(run, snapshot, output, kind or "f16", warn, bar, trust_remote_code, objective)
         elif form == "onnx":
             chosen = snapshot, output, kind or "f32", warn, bar, trust_remote_code, objective
-            written, agreement = export_onnx(run, *chosen)
+            written, check = export_onnx(run, *chosen)
         else:
             written = export_run(run, snapshot, output, merge, warn, bar, trust_remote_code, objective)
     if form == "onnx":
-        complain(f"checked with onnxruntime: {agreement}")
+        complain(f"checked with onnxruntime: {check}")
     show(written)

@@ -96,10 +96,7 @@ def _stdlib_chat(library: Source) -> Source:
 
 def _folder_sources(root: Path, data: DataConfig) -> Sources:
     """Opens all files below `root`; if any is named train*, the names assign files to splits."""
-    hidden = (p for p in sorted(root.rglob("*")) if p.is_file() and file_form(p))
-    files = [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-    if not files:
-        raise ConfigError(f"{root} has no file with a supported suffix ({' '.join(SUFFIXES)}, each also with .gz).")
+    files = dataset_files(root)
     named = {part: [p for p in files if _part_of(p) in names] for part, names in PARTS.items()}
     if not named["train"]:
         return Sources(_files_source(str(root), root, files, data), None)
@@ -109,6 +106,15 @@ def _folder_sources(root: Path, data: DataConfig) -> Sources:
         part: _files_source(_title(str(root), part), root, found, data) for part, found in named.items() if found
     }
     return Sources(sources["train"], sources.get("validation"), sources.get("test"))
+
+
+def dataset_files(root: Path) -> list[Path]:
+    """Returns the files below `root` that can be read, sorted, without hidden ones. Raises ConfigError for none."""
+    found = (p for p in sorted(root.rglob("*")) if p.is_file() and file_form(p))
+    files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    if not files:
+        raise ConfigError(f"{root} has no file with a supported suffix ({' '.join(SUFFIXES)}, each also with .gz).")
+    return files
 
 
 def _title(name: str, part: str) -> str:

@@ -12,7 +12,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
 from sansgpu.models.gguf_file import TYPES, ModelDescription, write_gguf
-from sansgpu.models.onnx_file import FILES, Agreement, decoder_error, require_onnx, write_onnx
+from sansgpu.models.onnx_file import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.reporting.marks import read_mark
 from sansgpu.reporting.outputs import GGUF, require_file, require_folder
 from sansgpu.reporting.unmarked import is_unmarked
@@ -114,7 +114,7 @@ def export_onnx(
     progress: ReportProgress,
     remote_code: bool = False,
     objective: str | None = None,
-) -> tuple[Path, Agreement]:
+) -> tuple[Path, OnnxCheck]:
     """Writes an encoder as an ONNX file into a folder (default: RUN/onnx-KIND).
 
     Takes a run or a Hugging Face folder. Returns the file's path and how close its results are to torch's. Raises
@@ -137,8 +137,8 @@ def export_onnx(
             source = Path(temporary) / "model"
             _write_encoder(target, snapshot, source, warn, progress, remote_code, objective)
         progress(f"writing {folder}", 0, 0)
-        agreement = write_onnx(source, str(target), folder, kind, remote_code)
-    return folder / FILES[kind], agreement
+        check = write_onnx(source, str(target), folder, kind, remote_code)
+    return folder / FILES[kind], check
 
 
 def _require_plain_folder(target: Path, snapshot: str, output: Path | None, objective: str | None) -> None:

@@ -44,7 +44,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class OnnxCheck:
     """How close the outputs of an ONNX file are to the torch model's on random texts.
 
     `equal_argmax` is the share of equal predictions, and `lowest_cosine` the lowest cosine similarity of vectors. Each
@@ -76,7 +76,7 @@ def require_onnx() -> None:
         raise ConfigError("--format onnx needs onnx, onnxscript and onnxruntime; pip install 'sansgpu[onnx]'.")
 
 
-def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bool) -> Agreement:
+def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bool) -> OnnxCheck:
     """Writes the encoder in the Hugging Face folder `source` to `folder`: an ONNX file, config.json and the tokenizer.
 
     `kind` is f32 or int8, and `name` stands for the model in messages. Raises ConfigError if the model is not an
@@ -87,7 +87,7 @@ def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bo
     model = load_pretrained(settings, Head(head), seed=0).eval()
     model.set_attn_implementation("eager")
     traced = _TracedModel(model, head, tokenizer.model_input_names).eval()
-    found: list[Agreement] = []
+    found: list[OnnxCheck] = []
 
     def write(partial: Path) -> None:
         path = partial / FILES["f32"]
@@ -227,7 +227,7 @@ def _quantize(path: Path) -> Path:
     return quantized
 
 
-def _compare(model: _TracedModel, path: Path) -> Agreement:
+def _compare(model: _TracedModel, path: Path) -> OnnxCheck:
     """Runs a file and the torch model on random texts of two shapes, with padding."""
     import onnxruntime
 
@@ -244,7 +244,7 @@ def _compare(model: _TracedModel, path: Path) -> Agreement:
             pairs += zip(model.predictions(found, inputs), model.predictions(wanted, inputs), strict=True)
     equal = torch.stack([(found.argmax() == wanted.argmax()).float() for found, wanted in pairs])
     cosine = torch.stack([F.cosine_similarity(found, wanted, dim=0) for found, wanted in pairs])
-    return Agreement(
+    return OnnxCheck(
         largest_difference=float(torch.stack([(found - wanted).abs().max() for found, wanted in pairs]).max()),
         largest_value=float(torch.stack([wanted.abs().max() for _, wanted in pairs]).max()),
         equal_argmax=None if model.head == "none" else float(equal.mean()),
