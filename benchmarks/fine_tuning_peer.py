@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from sansgpu.config import Config, load_config
 from sansgpu.data.answers import AnswerRules, best_answers, exact_match_f1
@@ -29,7 +29,7 @@ from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks import task_of
 from sansgpu.tasks.qa import QuestionCorpus, TokenizedQuestions
 
-Row = dict[str, list[int]]
+Row = dict[str, Any]  # lists of integers; a label may be a number
 
 
 def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any, list[PackedSequences]]:
@@ -41,13 +41,18 @@ def batches(overrides: list[str], steps: int, cache: Path) -> tuple[Config, Any,
     return config, corpus.tokenizer, [corpus.train.batch(chosen) for chosen in numbers]
 
 
-def rows_of(batch: PackedSequences) -> Iterator[Row]:
-    """Yields examples in transformers' format, with unshifted labels or the positions of the answer."""
+def rows_of(batch: PackedSequences, task: str = "qa") -> Iterator[Row]:
+    """Yields examples in transformers' format, with unshifted labels, the positions of the answer, or the classes."""
     start = 0
     for number, length in enumerate(batch.lengths.tolist()):
         tokens = batch.tokens[start : start + length].tolist()
         row: Row = {"input_ids": tokens, "attention_mask": [1] * length}
-        if batch.targets.ndim == 2:
+        if task == "classify":
+            targets = batch.targets[number].tolist()
+            row["labels"] = [float(value) for value in targets] if len(targets) > 1 else targets[0]
+        elif task == "tokens":
+            row["labels"] = batch.targets[start : start + length].tolist()
+        elif batch.targets.ndim == 2:
             row["start_positions"], row["end_positions"] = batch.targets[number].tolist()
         else:
             targets = batch.targets[start : start + length].tolist()
@@ -151,8 +156,10 @@ def train(
         trainer = InOrder(
             model if model is not None else load_model(config),
             arguments,
-            train_dataset=Rows([row for batch in given for row in rows_of(batch)]),
-            data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
+            train_dataset=Rows([row for batch in given for row in rows_of(batch, config.task)]),
+            data_collator=(DataCollatorWithPadding if config.task == "classify" else DataCollatorForSeq2Seq)(
+                tokenizer, padding=True
+            ),
             callbacks=[watch],
         )
         trainer.train()

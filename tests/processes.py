@@ -56,7 +56,8 @@ SURROUNDINGS = dict(os.environ)  # before a test changes it
 COMPILED = Path(__file__).parents[1] / ".pytest_cache/sansgpu"  # the cache with the kernels, compiled once
 # Lines on stderr that are neither errors nor warnings: stages of known size, and any stage that lasts.
 PROGRESS = re.compile(
-    r"tokenizing|training the tokenizer|reading|measuring|timing|libgomp: |Writing model shards: |(?!sansgpu: ).* \.\.\.( |$)"
+    r"tokenizing|training the tokenizer|reading|measuring|timing|Writing model shards|libgomp: "
+    r"|(?!sansgpu: ).* \.\.\.( |$)"
 )
 Process = subprocess.Popen[str] | Fork
 WORDS = "the model learns a word from every page it reads and then forgets where it stood"

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sansgpu.kernels import linear, native
 from sansgpu.kernels.linear import Linear
-from sansgpu.kernels.matmul import matmul, matmul_into, matmul_with_row_sums
+from sansgpu.kernels.matmul import Matmul, matmul_into, multiply, sum_of_matmuls
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -48,13 +48,8 @@ def test_matmul(
     generator = torch.Generator().manual_seed(seed)
     a = LAYOUTS[left](torch.randn(rows, terms, generator=generator).to(dtype))
     b = LAYOUTS[right](torch.randn(terms, columns, generator=generator).to(dtype))
-    bias, before = torch.randn(columns, generator=generator), torch.randn(rows, columns, generator=generator)
+    before = torch.randn(rows, columns, generator=generator)
     exact, magnitudes = a.double() @ b.double(), a.double().abs() @ b.double().abs() + 4
-    assert_near(matmul(a, b), exact, magnitudes, dtype)
-    assert_near(matmul(a, b, bias), exact + bias.double(), magnitudes + ROUNDING[dtype] * 1e6, dtype)
-    product, sums = matmul_with_row_sums(a.T.contiguous().T, b)
-    assert_near(product, exact, magnitudes, dtype)
-    assert_near(sums, a.double().sum(1), a.double().abs().sum(1), torch.float32)
     kept, total = torch.full((rows, columns), 9.0).to(dtype), before.clone()
     matmul_into(kept, a, b)
     assert_near(kept, exact, magnitudes, dtype)
@@ -63,11 +58,53 @@ def test_matmul(
     assert_near(total - before, exact, magnitudes, added_as)
 
 
+@RANDOM
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 200), st.integers(1, 300)), min_size=1, max_size=4),
+    st.sampled_from(list(LAYOUTS)), DTYPES, st.integers(0, 99),
+)  # fmt: skip
+@example([(3, 70, 8195), (700, 20, 4100), (2, 9000, 900), (9, 9, 9)], "columns", torch.bfloat16, 0)  # several passes
+@example([(5, 3, 8195), (5, 3, 2), (2, 9000, 900)], "rows", torch.float32, 0)
+def test_matmuls_in_one_call(
+    native_kernels: str, sizes: list[tuple[int, int, int]], layout: str, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [
+        tuple(LAYOUTS[layout](torch.randn(shape, generator=generator).to(dtype)) for shape in ((m, k), (k, n)))
+        for m, n, k in sizes
+    ]
+    biases = [torch.randn(n, generator=generator) for _, n, _ in sizes]
+    results = [torch.full((m, n), 9.0).to(dtype) for m, n, _ in sizes]
+    sums = [torch.full((m,), 9.0) for m, _, _ in sizes]
+    given = zip(pairs, results, biases, sums, strict=True)
+    multiply(dtype, *(Matmul(a, b, out, bias, row_sums=of_rows) for (a, b), out, bias, of_rows in given))
+    for (a, b), out, bias, of_rows in zip(pairs, results, biases, sums, strict=True):
+        exact, magnitudes = a.double() @ b.double() + bias.double(), a.double().abs() @ b.double().abs() + 4
+        assert_near(out, exact, magnitudes, dtype)
+        assert_near(of_rows, a.double().sum(1), a.double().abs().sum(1), torch.float32)
+
+
+@RANDOM
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=3), st.integers(1, 200), st.integers(1, 200), DTYPES)
+@example([8195, 20], 9, 70, torch.bfloat16)
+def test_sums_of_matmuls(native_kernels: str, terms: list[int], rows: int, columns: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(len(terms))
+    pairs = [
+        (torch.randn(rows, k, generator=generator).to(dtype), torch.randn(k, columns, generator=generator).to(dtype))
+        for k in terms
+    ]
+    out = torch.full((rows, columns), 9.0).to(dtype)
+    multiply(dtype, *sum_of_matmuls(pairs, out))
+    exact = sum(a.double() @ b.double() for a, b in pairs)
+    assert isinstance(exact, torch.Tensor)
+    assert_near(out, exact, sum(a.double().abs() @ b.double().abs() for a, b in pairs) + 4, dtype)
+
+
 def test_matrices_that_do_not_match_are_refused(native_kernels: str) -> None:
     a, b = torch.ones(3, 4), torch.ones(5, 2)
     for refused in (
-        lambda: matmul(a, b),
-        lambda: matmul(a, b[:4], torch.ones(3)),
+        lambda: matmul_into(torch.ones(3, 2), a, b),
+        lambda: Matmul(a, b[:4], torch.ones(3, 2), torch.ones(3)),
         lambda: matmul_into(torch.ones(3, 5), a, b[:4]),
     ):
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
@@ -85,8 +122,11 @@ def test_results_do_not_depend_on_the_threads(
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 5, 5):
         torch.set_num_threads(threads)
-        y = matmul(x, weight.T)
-        results.append([y, matmul(y, weight), *matmul_with_row_sums(y.T, x)])
+        y, x_grad, weight_grad = x.new_empty(rows, outputs), torch.empty_like(x), torch.empty_like(weight)
+        sums = torch.empty(outputs)
+        multiply(dtype, Matmul(x, weight.T, y))
+        multiply(dtype, Matmul(y, weight, x_grad), Matmul(y.T, x, weight_grad, row_sums=sums))
+        results.append([y, x_grad, weight_grad, sums])
     torch.set_num_threads(before)
     for others in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForQuestionAnswering
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+)
 
 from sansgpu.cli import run as cli
 from sansgpu.reporting.model_card import model_card
 from sansgpu.reporting.record import RunRecord
 from tests.processes import use_cache, write_corpus
 from tests.reporting.runs import train
-from tests.tasks.folders import chat_rows, model_folder, squad
+from tests.tasks.folders import chat_rows, labeled_rows, model_folder, squad
 from tests.tasks.graphs import rows, write_rows
 
 SMALL = {
@@ -36,6 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cards")
     chat_rows(folder / "chat.jsonl")
     squad(folder / "squad.json")
+    labeled_rows(folder / "labeled.jsonl")
     write_rows(folder / "graph.jsonl", rows())
     write_corpus(folder / "texts.jsonl", 20)
     return folder
@@ -47,6 +53,9 @@ def settings(home: Path, kind: str) -> dict[str, object]:
         "qa": {
             "task": "qa", "model.name_or_path": model_folder("bert"), "data.dataset_name": home / "squad.json",
             "data.doc_stride": 16,
+        },
+        "classify": {
+            "task": "classify", "model.name_or_path": model_folder("bert"), "data.dataset_name": home / "labeled.jsonl",
         },
         "masked": {
             "task": "graph", "model.name_or_path": model_folder("bert"), "data.dataset_name": home / "texts.jsonl",
@@ -67,6 +76,7 @@ def settings(home: Path, kind: str) -> dict[str, object]:
         ("sft", "transformers", "text-generation", "fine-tuned on conversations", AutoModelForCausalLM),
         ("adapter", "peft", "text-generation", "AutoPeftModelForCausalLM", None),
         ("qa", "transformers", "question-answering", "exact match (%)", AutoModelForQuestionAnswering),
+        ("classify", "transformers", "text-classification", "macro F1 (%)", AutoModelForSequenceClassification),
         ("masked", "transformers", "fill-mask", "masked token accuracy (%)", AutoModelForMaskedLM),
         ("graph", "sansgpu", "feature-extraction", "masked leaf accuracy (%)", None),
         ("bert", "transformers", "fill-mask", "| layout | BERT |", AutoModelForMaskedLM),

@@ -12,7 +12,7 @@ from tests.processes import use_cache, write_corpus
 from tests.scale.every_task import fit_all
 from tests.scale.launch import finish, torchrun
 from tests.scale.test_runs import losses
-from tests.tasks.folders import chat_rows, model_folder, squad
+from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, squad
 from tests.tasks.graphs import rows, write_rows
 from tests.tasks.texts import text_rows
 
@@ -48,6 +48,8 @@ def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
         "masked": {"task": "graph", **bert, "data.dataset_name": text, "data.validation_split": 0.1},
         "sft": sft,
         "lora": {"task": "sft", **sft, "model.adapter": "lora"},
+        "tokens": {**bert, "data.dataset_name": conll(home / "tags.conll"), "data.validation_split": 0.2},
+        "classify": {**bert, "data.dataset_name": labeled_rows(home / "labeled.jsonl")},
         "qa": {**bert, "data.dataset_name": squad(home / "squad.json", impossible=True), "data.doc_stride": 16},
         "embed": {**bert, "data.dataset_name": text_rows(home / "texts.jsonl", "triplets", 24)},
     }

@@ -24,8 +24,8 @@ def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
     own: dict[str, object] = {
         "task": task,
         "model.name_or_path": model_folder("qwen2" if task == "sft" else "bert"),
-        "data.dataset_name": home / ("chat.jsonl" if task == "sft" else "squad.json"),
-        **({"data.doc_stride": 16} if task == "qa" else {}),
+        "data.dataset_name": home / {"sft": "chat.jsonl", "qa": "squad.json"}.get(task, "tags.conll"),
+        **({"data.doc_stride": 16} if task in ("qa", "tokens") else {}),
     }
     merged = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
     return [part for key, value in merged.items() if value != "" for part in ("--set", f"{key}={value}")]

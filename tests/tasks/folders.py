@@ -62,3 +62,37 @@ def squad(path: Path, paragraphs: int = 8, words: int = 60, impossible: bool = F
         articles.append({"title": str(number), "paragraphs": [{"context": context, "qas": qas}]})
     path.write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
     return path
+
+
+def labeled_rows(path: Path, kind: str = "single", count: int = 48, pairs: bool = False, seed: int = 0) -> Path:
+    """Texts whose label says whether `red` (and, with several labels, which of three words) is in them.
+
+    `kind` is that of data.label_kind; the score of a regression is the number of times.
+    """
+    draw, rows = random.Random(seed), []
+    for _ in range(count):
+        words = sentence(draw, draw.randint(1, 20)).split()
+        chosen = [word for word in WORDS[:3] if draw.random() < 0.5]
+        text = " ".join([*words, *chosen])
+        label: object = "warm" if "red" in words or "red" in chosen else "cold"
+        if kind == "multiple":
+            label = [word for word in WORDS[:3] if word in text.split()]
+        elif kind == "regression":
+            label = text.split().count("red") + 0.5
+        rows.append({"text": text, **({"text_pair": sentence(draw, 5)} if pairs else {}), "label": label})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def conll(path: Path, sentences: int = 40, longest: int = 20, seed: int = 0) -> Path:
+    """Sentences with persons of two words and places of one, which have capital letters."""
+    draw, lines = random.Random(seed), []
+    for _ in range(sentences):
+        tags = [(word, "O") for word in sentence(draw, draw.randint(1, longest)).split()]
+        person = [(draw.choice(("Ada", "Amy")), "B-person"), (draw.choice(("Zed", "Zoe")), "I-person")]
+        place = [(draw.choice(("Rome", "Riga")), "B-place")]
+        for words in (person, place)[draw.randint(0, 1) :]:
+            tags = [*words, *tags] if draw.random() < 0.5 else [*tags, *words]
+        lines.append("".join(f"{word} {tag}\n" for word, tag in tags))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path

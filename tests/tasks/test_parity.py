@@ -11,9 +11,11 @@ from sansgpu.kernels import native
 from sansgpu.models import lora
 from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.tasks import TASKS
+from sansgpu.tasks.classify import ClassifyObjective
+from sansgpu.tasks.tokens import TokensObjective
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
-from tests.tasks.folders import chat_rows, model_folder, squad
+from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, squad
 
 STEPS, ROWS = 20, 4
 
@@ -69,6 +71,52 @@ def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
     _, theirs = train(config, tokenizer, given, 1, ROWS, model)
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert ours[-1] < ours[0] - 0.5
+
+
+LABELED = [
+    ("bert", "single", True), ("bert", "single", False), ("bert", "multiple", True), ("bert", "regression", True),
+    ("roberta", "single", True), ("distilbert", "single", True), ("modernbert", "single", False),
+    ("qwen2", "single", True),
+]  # fmt: skip
+STILL = {
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "roberta": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "distilbert": {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize(("architecture", "kind", "pack"), LABELED)
+def test_labels(tmp_path: Path, architecture: str, kind: str, pack: bool) -> None:
+    rows = labeled_rows(tmp_path / "rows.jsonl", kind, pairs=kind == "single")
+    asked = settings("classify", model_folder(architecture, **STILL.get(architecture, {})), rows, pack)
+    ours = our_losses(asked, micro_batch=1)
+    config, tokenizer, given = batches(asked, STEPS, tmp_path)
+    head = ClassifyObjective.head_of(config)
+    assert ClassifyObjective(config).unpadded.packs == pack
+    plain = load_pretrained(config.model, head, config.training.seed)  # with the same random head as ours
+    _, theirs = train(config, tokenizer, given, ROWS, 1, plain)
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert min(ours[-5:]) < ours[0] - 0.05
+    together = our_losses(asked, micro_batch=ROWS)
+    assert together == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pack"),
+    [("bert", True), ("bert", False), ("roberta", True), ("modernbert", False), ("qwen2", True)],
+)
+def test_tags(tmp_path: Path, architecture: str, pack: bool) -> None:
+    model = model_folder(architecture, **STILL.get(architecture, {}))
+    asked = settings("tokens", model, conll(tmp_path / "tags.conll"), pack)
+    asked += ["data.max_length=24", "data.doc_stride=4"]
+    ours = our_losses(asked, micro_batch=1)
+    config, tokenizer, given = batches(asked, STEPS, tmp_path)
+    assert TokensObjective(config).unpadded.packs == pack
+    plain = load_pretrained(config.model, TokensObjective.head_of(config), config.training.seed)
+    _, theirs = train(config, tokenizer, given, ROWS, 1, plain)
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert ours[-1] < ours[0] - 0.5
+    assert our_losses(asked, micro_batch=ROWS) == pytest.approx(theirs, abs=1e-4)
 
 
 def test_an_adapter_on_the_head_takes_part(tmp_path: Path) -> None:

@@ -84,16 +84,20 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def write_json_lines(values: Iterable[dict[str, Any]], output: Path | None) -> None:
-    """Writes one JSON object per line to `output`, or to stdout. Raises SansGPUError if the file cannot be written."""
+    """Writes one JSON object per line to stdout or, atomically, to `output`.
+
+    Raises SansGPUError if the file cannot be written.
+    """
     from sansgpu.config import SansGPUError
-    from sansgpu.config.atomic import write_failures_as
+    from sansgpu.config.atomic import atomic_write, write_failures_as
 
     lines = (json.dumps(value, ensure_ascii=False) + "\n" for value in values)
     if output is None:
         for line in lines:
             show_json(line)
         return
-    with write_failures_as(SansGPUError, output), output.open("w", encoding="utf-8") as file:
+    failures = write_failures_as(SansGPUError, output)
+    with failures, atomic_write(output) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(lines)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,9 @@ from sansgpu.cli.options import (
     warn,
     write_json_lines,
 )
+
+if TYPE_CHECKING:
+    from sansgpu.data.shards import ReportProgress
 
 _GRAPH = "Task graph"
 TemperatureOption = Annotated[float, option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
@@ -57,6 +60,8 @@ def evaluate(
 
     Prints the loss, perplexity and bits per byte.
     Task qa: exact match and F1; the answers are written to the run folder.
+    Task classify: accuracy, F1 and Matthews correlation, or correlations with the scores.
+    Task tokens: precision, recall and F1 of entities, and accuracy of tags.
     Task graph: accuracy on masked tokens and leaves.
 
     Example: sansgpu eval runs/default --data notes.txt
@@ -164,9 +169,13 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 def predict(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task qa, or a Hugging Face model for it.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run of task qa, classify or tokens, or a Hugging Face model for it.")
+    ],
+    text: Annotated[str | None, option("Text to predict.")] = None,
+    text_pair: Annotated[str | None, option("With --text: second text, for a model of pairs.")] = None,
     question: Annotated[str | None, option("Question to answer.")] = None,
-    context: Annotated[str | None, option("Text that contains the answer.")] = None,
+    context: Annotated[str | None, option("With --question: text that contains the answer.")] = None,
     data: Annotated[str | None, option("Rows to predict (file, folder or Hub name).")] = None,
     null_answers: Annotated[
         bool | None,
@@ -178,35 +187,56 @@ def predict(
     objective: ObjectiveOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question from a text, or predict rows of data.
+    """Classify a text, find entities in it, answer a question from it, or predict rows of data.
 
     With --data: prints one JSON line per row.
 
-    Example: sansgpu predict runs/squad --question "Who wrote it?" --context "It was written by Ada."
+    Example: sansgpu predict runs/reviews --text "I liked it."
     """
     from sansgpu.reporting.outputs import require_file
 
-    if (data is None) == (question is None) or (question is None) != (context is None):
-        raise typer.BadParameter("give either --question with --context, or --data")
+    row = _single_row({"text": text, "text_pair": text_pair, "question": question, "context": context}, data)
     if output is not None and data is None:
         raise typer.BadParameter("--output requires --data")
     if output is not None:
         require_file(output)
-    if data is None and not (str(question).strip() and str(context).strip()):
-        raise typer.BadParameter("--question and --context must not be empty")
     options = {} if null_answers is None else {"null_answers": null_answers}
     with preparation_bar() as bar:
+        from sansgpu.jobs.predict import in_words
         from sansgpu.jobs.predict import predict as job
-        from sansgpu.jobs.predict import rows_of
 
-        rows = [{"question": question, "context": context}] if data is None else rows_of(data)
-        results = job(run, rows, snapshot, warn, bar, trust_remote_code, objective, **options)
-    if data is not None:
-        write_json_lines(results, output)
-    elif as_json:
-        print_json(results[0])
-    else:
-        show(results[0]["answer"] or "(no answer)")
+        results = job(
+            run, [row] if data is None else data, snapshot, warn, bar, trust_remote_code, objective, **options
+        )
+        if output is not None:
+            write_json_lines(_with_progress(results, bar), output)
+        elif data is None:
+            (result,) = results
+    if data is not None and output is None:
+        write_json_lines(results, None)
+    elif data is None and as_json:
+        print_json(result)
+    elif data is None:
+        show(in_words(result))
+
+
+def _with_progress(predictions: Iterable[dict[str, Any]], progress: ReportProgress) -> Iterator[dict[str, Any]]:
+    for number, prediction in enumerate(predictions, 1):
+        progress("predicting", number, 0, "row")
+        yield prediction
+
+
+_SINGLE_ROWS = (("text",), ("text", "text_pair"), ("question", "context"))  # columns of a row given by flags
+
+
+def _single_row(flags: dict[str, str | None], data: str | None) -> dict[str, str]:
+    """Returns the row that flags give; empty if `data` names a dataset. Raises BadParameter for other combinations."""
+    row = {name: value for name, value in flags.items() if value is not None}
+    if (data is not None and row) or (data is None and tuple(row) not in _SINGLE_ROWS):
+        raise typer.BadParameter("give either --text, or --question with --context, or --data")
+    if empty := next((name for name, value in row.items() if not value.strip()), None):
+        raise typer.BadParameter(f"--{empty.replace('_', '-')} must not be empty")
+    return row
 
 
 def export(

@@ -34,7 +34,8 @@ def embed(
     data: Annotated[str, option("Rows with texts (file, folder or Hub name).")],
     output: Annotated[Path, path_option("New file of vectors: .npy, or .parquet with the rows' columns.", "FILE")],
     text_column: Annotated[
-        str | None, option("Column with the text. Default: as in training, otherwise `text` or the only text.")
+        str | None,
+        option("Column with the text, or its number. Default: as in training, otherwise `text` or the only text."),
     ] = None,
     precision: Annotated[
         str, option("Precision of matrix products; auto: bf16 if that is faster here.", metavar="auto|fp32|bf16")
@@ -54,7 +55,8 @@ def embed(
         from sansgpu.jobs.embed import embed as job
 
         chosen = cast("Precision", precision)
-        count = job(run, data, output, text_column, chosen, snapshot, warn, bar, trust_remote_code)
+        column = _column(text_column)
+        count = job(run, data, output, column, chosen, snapshot, warn, bar, trust_remote_code)
     show(f"{output}: {count:,} vectors")
 
 
@@ -64,7 +66,7 @@ def search(
     words: Annotated[str, typer.Argument(metavar="WORDS", help="What to look for: a question or some words.")],
     top_k: Annotated[int, option("Number of passages to print.", min=1)] = 5,
     text_column: Annotated[
-        str | None, option("Column with the text of rows. Default: `text` or the only text.")
+        str | None, option("Column with the text of rows, or its number. Default: `text` or the only text.")
     ] = None,
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
@@ -79,10 +81,15 @@ def search(
     with preparation_bar() as bar:
         from sansgpu.jobs.search import search as job
 
-        found = job(run, folder, words, top_k, text_column, snapshot, warn, bar, trust_remote_code)
+        found = job(run, folder, words, top_k, _column(text_column), snapshot, warn, bar, trust_remote_code)
     if as_json:
         print_json({"query": words, "passages": [passage.as_json() for passage in found]})
         return
     for passage in found:
         show(f"{passage.place}  score {passage.score:.3f}")
         show("".join(f"    {line}\n" for line in passage.passage.text.splitlines()))
+
+
+def _column(name: str | None) -> str | int | None:
+    """Returns the name of a column, or its number in a file without a header."""
+    return int(name) if name is not None and name.removeprefix("-").isdecimal() else name

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from sansgpu.config.architectures import ARCHITECTURES, architecture_name
-from sansgpu.config.metrics import EMBEDDING_METRICS, MASKED_METRICS, QUESTION_METRICS, TEXT_METRICS
+from sansgpu.config.metrics import (
+    CLASS_METRICS,
+    EMBEDDING_METRICS,
+    MASKED_METRICS,
+    QUESTION_METRICS,
+    TAG_METRICS,
+    TEXT_METRICS,
+)
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.task_settings import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, CardText, TaskSettings, Values
 
@@ -87,8 +94,29 @@ def _masked_lm_problems(config: Any) -> Iterator[str]:
     yield from fine_tuning_problems(config, "texts")
 
 
+def _label_problems(config: Any) -> Iterator[str]:
+    """Yields a clause for each problem of task classify."""
+    yield from fine_tuning_problems(config)
+    if config.data.label_kind in ("multiple", "regression"):
+        keys = ("data.class_weights", "training.label_smoothing")
+        yield from config.without_effect(keys, f"data.label_kind is {config.data.label_kind}")
+    if config.data.labels is not None and config.data.label_kind != "regression":
+        least = 1 if config.data.label_kind == "multiple" else 2
+        if len(set(config.data.labels)) < max(least, len(config.data.labels)):
+            yield "data.labels needs two labels or more, each once; add the others, or leave it out"
+
+
+def _tag_problems(config: Any) -> Iterator[str]:
+    """Yields a clause for each problem of task tokens."""
+    yield from fine_tuning_problems(config)
+    if config.data.labels is not None and len(set(config.data.labels)) < max(2, len(config.data.labels)):
+        yield "data.labels needs two tags or more, each once; add the others, or leave it out"
+
+
 _EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"
 _CHAT = 'sansgpu chat MODEL --prompt "Hello!"'
+_CLASSIFY = 'sansgpu predict MODEL --text "I liked it."'
+_FIND = 'sansgpu predict MODEL --text "Ada Lovelace lived in London."'
 _EMBED = "sansgpu embed MODEL --data TEXTS --output vectors.npy"
 _ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
 
@@ -164,6 +192,33 @@ SETTINGS = {
             "question-answering",
             "QuestionAnswering",
             _ANSWER,
+        ),
+    ),
+    "classify": TaskSettings(
+        "classify",
+        ("packing", "pretrained", "rows", "adapter", "labels", "labeled texts"),
+        defaults={
+            "training": {**_FINE_TUNED, "learning_rate": 3e-5},
+            "data": {"max_length": 256, "validation_split": 0.1},
+        },
+        problems=_label_problems,
+        metrics=CLASS_METRICS,
+        card=lambda model: CardText(
+            "an encoder fine-tuned to classify texts", "text-classification", "SequenceClassification", _CLASSIFY
+        ),
+    ),
+    "tokens": TaskSettings(
+        "tokens",
+        ("windows", "packing", "pretrained", "rows", "adapter", "labels", "tags"),
+        defaults={
+            "training": {**_FINE_TUNED, "learning_rate": 5e-5},
+            "data": {"max_length": 128, "doc_stride": 32},
+        },
+        adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+        problems=_tag_problems,
+        metrics=TAG_METRICS,
+        card=lambda model: CardText(
+            "an encoder fine-tuned to tag words", "token-classification", "TokenClassification", _FIND
         ),
     ),
     "embed": TaskSettings(

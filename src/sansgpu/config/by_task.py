@@ -17,6 +17,8 @@ TASK_CLASSES = {
     "masked": "sansgpu.tasks.masked_lm:MaskedLM",
     "sft": "sansgpu.tasks.sft:SFT",
     "qa": "sansgpu.tasks.qa:QA",
+    "classify": "sansgpu.tasks.classify:Classify",
+    "tokens": "sansgpu.tasks.tokens:Tokens",
     "embed": "sansgpu.tasks.embed:TextEmbedding",
 }
 DEFAULT_TASK = "pretrain"

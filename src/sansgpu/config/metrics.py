@@ -114,3 +114,28 @@ QUESTION_METRICS = (
     percentage("has_answer_exact_match", "has answer exact match"),
     percentage("has_answer_f1", "has answer F1"),
 )
+
+
+def _share(name: str, label: str = "", short: str = "", within: str = "") -> Metric:
+    """Describes a score between 0 and 1 that is shown in per cent."""
+    return Metric(name, label, "{:.1%}", unit="%", scale=100.0, better="higher", short=short, within=within)
+
+
+CLASS_METRICS = (
+    _share("accuracy", short="accuracy"),
+    _share("macro_f1", "macro F1"),
+    _share("micro_f1", "micro F1"),
+    Metric("matthews", "Matthews correlation", better="higher"),
+    Metric("spearman", "Spearman correlation", better="higher", short="Spearman"),
+    Metric("pearson", "Pearson correlation", better="higher"),
+    Metric("rows", form="{:,.0f}", text="{value} {label}", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
+)
+TAG_METRICS = (
+    _share("entity_f1", "entity F1", "entity F1"),
+    _share("entity_precision", "precision", within="entity_f1"),
+    _share("entity_recall", "recall", within="entity_f1"),
+    _share("accuracy", "accuracy"),
+    Metric("words", form="{:,.0f}", text="{value} {label}", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
+)

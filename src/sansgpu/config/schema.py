@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, StrictInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.by_task import (
@@ -42,8 +42,15 @@ class DataConfig(Section):
     )
     dataset_config: str | None = Field(None, description="configuration of a Hugging Face dataset")
     validation_name: str | None = Field(None, description="validation dataset, with the same options as dataset_name")
-    text_column: str | None = Field(
-        None, description="column with the text. Default: `text`, `content` or the only column"
+    text_column: str | StrictInt | None = Field(
+        None,
+        description="column with the text. Default: `text`, `content` or the only column. A number, from 0, names a "
+        "column of .csv and .tsv files without a header",
+    )
+    tag_column: int | None = Field(
+        None,
+        description="column with the tags in CoNLL files, counted from 0, or from the end if negative; if set, files "
+        "with any suffix are read as CoNLL columns. Default: -1 for .conll files",
     )
     tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json or a Hugging Face tokenizer")
     vocab_size: int = Field(8192, ge=257, description="vocabulary size of a new bpe tokenizer")
@@ -51,7 +58,7 @@ class DataConfig(Section):
     max_length: int | None = Field(
         None,
         ge=2,
-        description="tokens per window, without leaves; for sft and qa the longest example. Default: model.max_seq_len",
+        description="tokens per window, without leaves; in fine-tuning the longest example. Default: model.max_seq_len",
     )
     pack_sequences: bool = Field(
         True,
@@ -115,9 +122,24 @@ class DataConfig(Section):
     null_score_diff_threshold: float = Field(
         0.0, description="predict no answer if its score exceeds the best answer's by more than this"
     )
-    label_column: str | int | None = Field(None, description="column with the label. Default: `label` or `labels`")
-    text_pair_column: str | int | None = Field(
+    label_column: str | StrictInt | None = Field(
+        None, description="column with the label. Default: `label` or `labels`"
+    )
+    text_pair_column: str | StrictInt | None = Field(
         None, description="column with the second text of a pair. Default: `text_pair` if the rows have it"
+    )
+    label_kind: Literal["auto", "single", "multiple", "regression"] = Field(
+        "auto",
+        description="single: each row has one label; multiple: a list of labels; regression: a number to predict; "
+        "auto: lists are multiple, numbers with fractions or more than 30 different numbers are regression",
+    )
+    labels: list[str] | None = Field(
+        None, description="labels in the order of the model's outputs. Default: those of the training split, sorted"
+    )
+    class_weights: Literal["none", "balanced"] = Field(
+        "none",
+        description="balanced: in training, weight each row by rows / (labels x rows with its label), so that rare "
+        "labels count as much as frequent ones",
     )
     score_scale: float | None = Field(
         None,
@@ -135,6 +157,12 @@ class DataConfig(Section):
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
     )
 
+    @property
+    def has_header(self) -> bool:
+        """Returns whether .csv and .tsv files begin with the names of columns: no key is set to a column's number."""
+        columns = {key: field for key, field in type(self).model_fields.items() if key.endswith("_column")}
+        return not any(isinstance(getattr(self, key), int) for key, field in columns.items() if field.default is None)
+
 
 class Config(Section):
     """The configuration of one run. A file may also set `TOP_LEVEL_KEYS` at the top level."""
@@ -142,8 +170,8 @@ class Config(Section):
     task: str = Field(
         DEFAULT_TASK,
         description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
-        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; "
-        "embed: vectors of texts by meaning; "
+        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; classify: labels or "
+        "scores of texts; tokens: entities and other tags of words; embed: vectors of texts by meaning; "
         "package.module:Class: your own task",
     )
     objective: str | None = Field(

@@ -50,12 +50,18 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.merge_adapter
     """,
     "conversations": "data.long_rows data.chat_template",
+    "labels": "data.labels",
+    "tags": "data.tag_column",
     "embeddings": """
         data.text_column data.text_pair_column data.label_column data.score_scale
         model.pooling training.embedding_loss training.matryoshka_dims
     """,
     "answers": """
         data.n_best_size data.max_answer_length data.null_answers data.null_score_diff_threshold
+    """,
+    "labeled texts": """
+        data.text_column data.text_pair_column data.label_column data.label_kind data.class_weights
+        training.label_smoothing
     """,
 }
 _GROUPED = frozenset(key for keys in KEY_GROUPS.values() for key in keys.split())

@@ -6,6 +6,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import shutil
 import tempfile
@@ -16,15 +17,17 @@ from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import first_line
+from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
 from sansgpu.data.rows import SourceRow, is_text, row_text
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".conll")
 PIECE_CHARS = 1 << 20
 # Limits that keep a row within about one gigabyte of memory, whatever the file contains.
 MAX_LINE = 64 << 20  # bytes or characters of a line, and characters of a CSV field
 MAX_JSON = 256 << 20  # characters of a .json file, which is parsed as a whole
 MAX_VALUES = 8_000_000  # in one JSON text; Python needs up to 100 bytes for each
+MAX_COLUMNS = 1_000_000  # of a table without a header
 MAX_DEPTH = 100  # levels of nesting in one row
 MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes that are allowed at any ratio
 
@@ -57,7 +60,9 @@ def pieces(text: str) -> Iterator[Piece]:
         yield Piece(text[start:], True)
 
 
-def read_documents(path: Path, column: str | None, skip_undecodable: bool = False) -> Iterator[Piece]:
+def read_documents(
+    path: Path, column: str | int | None, skip_undecodable: bool = False, header: bool = True
+) -> Iterator[Piece]:
     """Yields the documents of one file: .txt, .md and .py files are one document, other formats have one per row.
 
     Raises ConfigError if the content does not match the suffix. `skip_undecodable` skips files that are not UTF-8.
@@ -65,8 +70,10 @@ def read_documents(path: Path, column: str | None, skip_undecodable: bool = Fals
     try:
         if file_form(path) in TEXT_SUFFIXES:
             yield from _read_text(path)
+        elif file_form(path) == ".conll":
+            yield from _row_documents(map(as_text, _rows(path, header)), column)
         else:
-            yield from _row_documents(_rows(path), column)
+            yield from _row_documents(_rows(path, header), column)
     except UnicodeDecodeError as error:
         if not skip_undecodable:
             raise _undecodable(path, error) from None
@@ -74,23 +81,50 @@ def read_documents(path: Path, column: str | None, skip_undecodable: bool = Fals
         raise _unreadable(path, error) from None
 
 
-def read_rows(path: Path) -> Iterator[SourceRow]:
-    """Yields the rows of one file; an unreadable line of a .jsonl file is a row with a `problem`.
+def read_rows(path: Path, header: bool = True, tag_column: int | None = None) -> Iterator[SourceRow]:
+    """Yields the rows of one file; an unreadable line of a .jsonl or .tsv file is a row with a `problem`.
 
-    Raises ConfigError if the file is plain text or its content does not match the suffix.
+    Without a `header`, the columns of a .csv or .tsv file are named by their numbers, from 0. With a `tag_column` the
+    file is read as CoNLL columns, whatever its suffix. Raises ConfigError if the file is plain text or its content
+    does not match the suffix.
     """
+    if tag_column is not None:
+        yield from conll_rows(read_lines(path, blank=True), tag_column)
+        return
     if file_form(path) in TEXT_SUFFIXES:
-        raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv or .parquet file.")
+        raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
     try:
-        yield from _rows(path)
+        yield from _rows(path, header)
     except UnicodeDecodeError as error:
         raise _undecodable(path, error) from None
     except UNREADABLE as error:
         raise _unreadable(path, error) from None
 
 
-def read_lines(path: Path) -> Iterator[SourceRow]:
-    """Yields the non-empty lines of a file, split at "\\n" only; a line that is not UTF-8 has a `problem`.
+def read_text_rows(path: Path, label: str | None, column: str | int) -> Iterator[SourceRow]:
+    """Yields one row with the text of a file, under `column`, and its label; without a label, one row per line.
+
+    A file or line that is not UTF-8 text is a row with a `problem`.
+    """
+    if label is None:
+        for line in read_lines(path):
+            yield line if line.problem else line._replace(value={column: line.value.rstrip("\r\n")})
+        return
+    text = ""
+    try:
+        for piece in read_documents(path, None):
+            text += piece.text
+            _require_length(len(text), str(path))
+    except ConfigError as error:
+        yield SourceRow(str(path), None, str(error))
+    else:
+        yield SourceRow(str(path), {column: text, "label": label})
+
+
+def read_lines(path: Path, blank: bool = False) -> Iterator[SourceRow]:
+    """Yields the lines of a file, split at "\\n" only; a line that is not UTF-8 text has a `problem`.
+
+    Without `blank`, lines of white space only are left out.
 
     Raises ConfigError if a line is longer than `MAX_LINE` bytes or the file cannot be read.
     """
@@ -108,7 +142,9 @@ def read_lines(path: Path) -> Iterator[SourceRow]:
                 except UnicodeDecodeError as error:
                     yield SourceRow(where, None, f"{where} is not UTF-8 text (byte 0x{line[error.start]:02x}).")
                     continue
-                if text.strip():
+                if "\0" in text:
+                    yield SourceRow(where, None, f"{where} is not text (it contains a NUL byte).")
+                elif blank or text.strip():
                     yield SourceRow(where, text)
     except UNREADABLE as error:
         raise _unreadable(path, error) from None
@@ -117,6 +153,10 @@ def read_lines(path: Path) -> Iterator[SourceRow]:
 def _require_length(length: int, where: str) -> None:
     if length > MAX_LINE:
         raise ConfigError(f"{where} is longer than {MAX_LINE >> 20} MB; split it into several rows.")
+
+
+def _binary(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is a binary file (it contains NUL bytes); remove it from the dataset.")
 
 
 def _undecodable(path: Path, error: UnicodeDecodeError) -> ConfigError:
@@ -131,16 +171,20 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{path} cannot be read: {error}.")
 
 
-def _rows(path: Path) -> Iterator[SourceRow]:
+def _rows(path: Path, header: bool) -> Iterator[SourceRow]:
     match file_form(path):
         case ".jsonl":
             yield from _jsonl_rows(path)
         case ".json":
             yield from _json_rows(path)
-        case ".csv":
-            yield from _csv_rows(path)
+        case ".csv" if not _has_tabs(path):
+            yield from _csv_rows(path, header)
+        case ".csv" | ".tsv":
+            yield from _tsv_rows(path, header)
         case ".parquet":
             yield from _parquet_rows(path)
+        case ".conll":
+            yield from conll_rows(read_lines(path, blank=True), DEFAULT_TAG_COLUMN)
 
 
 class _BoundedGzip(io.RawIOBase):
@@ -183,7 +227,7 @@ def _read_text(path: Path) -> Iterator[Piece]:
     with _open(path) as file:
         while block := file.read(PIECE_CHARS):
             if "\0" in block:
-                raise ConfigError(f"{path} is a binary file (it contains NUL bytes); remove it from the dataset.")
+                raise _binary(path)
             *complete, last = pieces(rest + block)
             yield from complete
             rest = last.text
@@ -191,7 +235,7 @@ def _read_text(path: Path) -> Iterator[Piece]:
         yield Piece(rest, True)
 
 
-def _row_documents(rows: Iterator[SourceRow], column: str | None) -> Iterator[Piece]:
+def _row_documents(rows: Iterator[SourceRow], column: str | int | None) -> Iterator[Piece]:
     for where, row, problem in rows:
         if problem:
             raise ConfigError(problem)
@@ -256,14 +300,51 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _csv_rows(path: Path) -> Iterator[SourceRow]:
+def _has_tabs(path: Path) -> bool:
+    """Returns whether the first line contains a tab: then a .csv file is separated by tabs, as in STS-B."""
+    with _open_bytes(path) as file:
+        return b"\t" in file.readline(MAX_LINE)
+
+
+def _csv_rows(path: Path, header: bool) -> Iterator[SourceRow]:
     csv.field_size_limit(MAX_LINE)
     with _open(path) as file:
-        reader = csv.DictReader(_bounded_lines(file, path), strict=True)
+        reader = csv.reader(_bounded_lines(file, path), strict=True)
         try:
-            yield from _numbered(path, reader)
+            records = (fields for fields in reader if fields)
+            columns = next(records, []) if header else None
+            yield from _numbered(path, (_by_column(fields, columns, path) for fields in records))
         except csv.Error as error:
-            raise ConfigError(f"{path}, line {reader.reader.line_num} is not valid CSV: {error}.") from None
+            raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}.") from None
+
+
+def _tsv_rows(path: Path, header: bool) -> Iterator[SourceRow]:
+    """Yields the lines of a table without quoting. Columns beyond those of the header are left out."""
+    lines = read_lines(path)
+    first = next(lines, None) if header else None
+    columns = _tsv_fields(first.readable_value()) if first else None
+    for line in lines:
+        if line.problem:
+            yield line
+            continue
+        fields = _tsv_fields(line.value)
+        problem = None
+        if columns is not None and len(fields) < len(columns):
+            problem = f"{line.where} has {len(fields)} columns, but the header has {len(columns)}; fix or remove it."
+        yield SourceRow(line.where, _by_column(fields, columns, line.where), problem)
+
+
+def _tsv_fields(line: str) -> list[str]:
+    return line.removesuffix("\n").removesuffix("\r").split("\t")
+
+
+def _by_column(fields: list[str], columns: list[str] | None, where: object) -> dict[Any, str | None]:
+    """Returns the fields by the header's columns, of which the last may be missing; without a header, by number."""
+    if columns is None:
+        if len(fields) > MAX_COLUMNS:
+            raise ConfigError(f"{where} has more than {MAX_COLUMNS:,} columns; remove those that are not needed.")
+        return dict(enumerate(fields))
+    return dict(itertools.zip_longest(columns, fields[: len(columns)]))
 
 
 def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
@@ -271,6 +352,8 @@ def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
     while line := file.readline(MAX_LINE + 1):
         number += 1
         _require_length(len(line), f"{path}, line {number}")
+        if "\0" in line:
+            raise _binary(path)
         yield line
 
 

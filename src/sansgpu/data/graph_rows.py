@@ -30,7 +30,7 @@ class EntityText(NamedTuple):
     document: GraphDocument
 
 
-def read_graph_row(row: SourceRow, column: str | None) -> GraphDocument | EntityText | Fact:
+def read_graph_row(row: SourceRow, column: str | int | None) -> GraphDocument | EntityText | Fact:
     """Parses one row; its text, from `column`, may be empty. Raises BadRowError if the row is invalid.
 
     A DocRED document has `vertexSet`, `sents` and `labels`. A fact has `head`, `relation` and `tail` but no text. The
@@ -42,7 +42,8 @@ def read_graph_row(row: SourceRow, column: str | None) -> GraphDocument | Entity
     if value.get("vertexSet") is not None:
         return _docred_document(row)
     has_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
-    if has_triple and not any(_is_given(value.get(key)) for key in ([column] if column else ("text", "content"))):
+    text_columns = ("text", "content") if column is None else (column,)
+    if has_triple and not any(_is_given(value.get(key)) for key in text_columns):
         head, relation, tail = (_string(row, value, key) for key in FACT_KEYS)
         return Fact(head, relation, tail, _qualifiers(row))
     text = row.valid_text(row_text(value, column, row.where), "text")

@@ -117,4 +117,4 @@ def _source_items(source: Source, data: DataConfig, bad_rows: BadRows) -> Iterat
             pieces = read_documents(path, None, skip_undecodable=source.name == PYTHON_STDLIB)
             yield text_document(name, "".join(piece.text for piece in pieces))
         else:
-            yield from bad_rows.parsed(read_rows(path), read)
+            yield from bad_rows.parsed(read_rows(path, data.has_header), read)

@@ -33,7 +33,7 @@ class PassageRules:
 
     find_tokens: FindTokens
     max_tokens: int
-    column: str | None = None
+    column: str | int | None = None
 
     def read(self, path: Path) -> list[Passage]:
         """Returns the passages of a file: its paragraphs, or those of its rows. Raises ConfigError if it is invalid."""
@@ -45,7 +45,7 @@ class PassageRules:
         return passages
 
     def _row_paragraphs(self, path: Path) -> Iterator[Passage]:
-        for row in read_rows(path):
+        for row in read_rows(path, header=not isinstance(self.column, int)):
             value = row.readable_value()
             if not isinstance(value, (str, dict)):
                 raise row.error(f"it is a {type(value).__name__}, not an object with a text")

@@ -109,6 +109,11 @@ def _question(row: SourceRow) -> Question:
     return Question(_id(row), question, context, answers, not answers)
 
 
+def unanswered_question(row: SourceRow) -> Question:
+    """Parses a row whose question is to be answered. Raises BadRowError if it has no question or no context."""
+    return Question(row.where, _text(row, "question"), _text(row, "context"), (), impossible=True)
+
+
 def _text(row: SourceRow, key: str) -> str:
     text = row.value.get(key)
     if not isinstance(text, str) or not text.strip():
@@ -169,12 +174,7 @@ def make_windows(
     `tokenizer` is a fast tokenizer of transformers; if it pads on the left, the context comes before the question.
     Raises ConfigError if the overlap leaves no room for any question.
     """
-    room = max_length - int(tokenizer.num_special_tokens_to_add(pair=True))
-    if doc_stride >= room:
-        raise ConfigError(
-            f"data.doc_stride {doc_stride} leaves no room in a window of data.max_length {max_length} tokens; "
-            "lower data.doc_stride or raise data.max_length."
-        )
+    room = require_overlap_fits(tokenizer, max_length, doc_stride, pair=True)
     kept: list[Question] = []
     windows: list[QuestionWindow] = []
     for first in range(0, len(questions), BATCH):
@@ -182,6 +182,17 @@ def make_windows(
         windows += _batch_windows(batch, len(kept), tokenizer, max_length, doc_stride) if batch else []
         kept += batch
     return kept, windows
+
+
+def require_overlap_fits(tokenizer: Any, max_length: int, doc_stride: int, pair: bool) -> int:
+    """Returns the tokens of a window without special tokens. Raises ConfigError if the overlap has as many or more."""
+    room = max_length - int(tokenizer.num_special_tokens_to_add(pair=pair))
+    if doc_stride >= room:
+        raise ConfigError(
+            f"data.doc_stride {doc_stride} leaves no room in a window of data.max_length {max_length} tokens; "
+            "lower data.doc_stride or raise data.max_length."
+        )
+    return room
 
 
 def _lengths(texts: list[str], tokenizer: Any) -> list[int]:

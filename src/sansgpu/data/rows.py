@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from sansgpu.config import ConfigError
@@ -42,6 +42,20 @@ class SourceRow(NamedTuple):
         if not is_text(text):
             raise self.error(f"its {key} contains an unpaired surrogate, which is not valid text")
         return text
+
+
+class LocatedRow(dict[Any, Any]):
+    """The columns of a row, and the place `where` it was read."""
+
+    def __init__(self, row: SourceRow) -> None:
+        super().__init__(row.value)
+        self.where = row.where
+
+
+def located(rows: Iterable[Mapping[Any, Any]]) -> Iterator[SourceRow]:
+    """Yields rows with the place where each was read, or else its number."""
+    for number, row in enumerate(rows, 1):
+        yield SourceRow(row.where if isinstance(row, LocatedRow) else f"row {number}", row)
 
 
 class BadRows:
@@ -85,12 +99,25 @@ def is_text(text: str) -> bool:
     return True
 
 
-def column_names(row: dict[str, Any]) -> str:
+def column_names(row: dict[Any, Any]) -> str:
     """Returns the names of a row's columns for a message."""
     return truncate(", ".join(map(str, row)))
 
 
-def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
+def row_value(row: dict[Any, Any], column: str | int, key: str, where: str) -> Any:
+    """Returns the value in the column that the configuration's `key` names; a negative number counts from the end.
+
+    Raises BadRowError if the row has no such column.
+    """
+    if column in row:
+        return row[column]
+    from_end = len(row) + column if isinstance(column, int) and column < 0 else None
+    if from_end in row:
+        return row[from_end]
+    raise BadRowError(f"{where} has no column {truncate(str(column))}, only {column_names(row)}; set {key}.")
+
+
+def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:
     """Returns the text of one row: from `column` if given, else from `text`, `content` or the only string column."""
     if column is None:
         named = [name for name in ("text", "content") if name in row]
@@ -100,9 +127,7 @@ def row_text(row: dict[str, Any], column: str | None, where: str) -> str:
                 f"{where} has the columns {column_names(row)}; set data.text_column to the one with the text."
             )
         column = (named or strings)[0]
-    if column not in row:
-        raise BadRowError(f"{where} has no column {truncate(column)}, only {column_names(row)}; set data.text_column.")
-    text = row[column]
+    text = row_value(row, column, "data.text_column", where)
     if text is None:
         return ""
     if not isinstance(text, str):

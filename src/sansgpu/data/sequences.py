@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,11 +14,14 @@ from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
 
 @dataclass(frozen=True)
 class PackedSequences(ExampleBatch):
-    """B examples with targets per token (N,) or per example (B, K); IGNORE marks those without a loss."""
+    """B examples with targets per token (N,) or per example (B, K).
+
+    IGNORE marks targets without a loss, NaN those that are numbers.
+    """
 
     tokens: torch.Tensor  # (N,) int64
     lengths: torch.Tensor  # (B,) int64
-    targets: torch.Tensor  # (N,) or (B, K) int64
+    targets: torch.Tensor  # (N,) or (B, K) int64, or (B, K) float32
     types: torch.Tensor | None = None  # (N,) int64: token type ids, if the model has them
     numbers: torch.Tensor | None = None  # (B,) int64: indices of the examples in the dataset
 
@@ -33,7 +37,7 @@ class PackedSequences(ExampleBatch):
         return cls(
             concatenated(tokens),
             torch.tensor([len(part) for part in tokens], dtype=torch.int64),
-            torch.from_numpy(targets.astype(np.int64)) if isinstance(targets, np.ndarray) else concatenated(targets),
+            _target_tensor(targets) if isinstance(targets, np.ndarray) else concatenated(targets),
             None if types is None else concatenated(types),
             None if numbers is None else torch.from_numpy(numbers.astype(np.int64)),
         )
@@ -41,9 +45,14 @@ class PackedSequences(ExampleBatch):
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def has_target(self) -> torch.Tensor:
+        """Returns a bool for each token, or example: (N,) or (B,)."""
+        targets = self.targets.reshape(len(self.targets), -1)
+        return (~targets.isnan() if targets.is_floating_point() else targets != IGNORE).any(dim=1)
+
     def target_count(self) -> int:
         """Returns the number of tokens, or examples, that have a target."""
-        return int((self.targets.reshape(len(self.targets), -1) != IGNORE).any(dim=1).sum())
+        return int(self.has_target().sum())
 
     def token_count(self) -> int:
         return len(self.tokens)
@@ -61,7 +70,12 @@ class PackedSequences(ExampleBatch):
 
     def without_targets(self, size: int) -> PackedSequences:
         first = self.rows(0, 1)
-        return replace(first, targets=torch.full_like(first.targets, IGNORE))
+        unknown = torch.nan if first.targets.is_floating_point() else IGNORE
+        return replace(first, targets=torch.full_like(first.targets, unknown))
+
+
+def _target_tensor(targets: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(targets.astype(np.float32 if targets.dtype.kind == "f" else np.int64))
 
 
 @dataclass(frozen=True)
@@ -70,14 +84,16 @@ class LabeledSequences:
 
     tokens: Sequence[np.ndarray]
     targets: np.ndarray
+    types: Sequence[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         return np.array([len(ids) for ids in self.tokens], np.int64)
 
     def batch(self, numbers: np.ndarray) -> PackedSequences:
         """Returns the examples with these indices."""
-        return PackedSequences.of([self.tokens[number] for number in numbers], self.targets[numbers], None, numbers)
+        types = None if self.types is None else [self.types[number] for number in numbers]
+        return PackedSequences.of([self.tokens[number] for number in numbers], self.targets[numbers], types, numbers)

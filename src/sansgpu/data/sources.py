@@ -14,11 +14,13 @@ from sansgpu.config.plain_data import first_line, require_regular_file
 from sansgpu.data.files import (
     PIECE_CHARS,
     SUFFIXES,
+    TEXT_SUFFIXES,
     Piece,
     file_form,
     pieces,
     read_documents,
     read_rows,
+    read_text_rows,
 )
 from sansgpu.data.rows import SourceRow, row_text
 from sansgpu.data.stdlib import library_files
@@ -52,35 +54,41 @@ class Sources:
     test: Source | None = None
 
 
-def open_sources(data: DataConfig) -> Sources:
-    """Opens the configured sources. Raises ConfigError if the data does not exist."""
-    sources = open_parts(data.dataset_name, data)
+def open_sources(data: DataConfig, text_rows: bool = False) -> Sources:
+    """Opens the configured sources, as `open_parts` does."""
+    sources = open_parts(data.dataset_name, data, text_rows)
     if data.validation_name:
-        return replace(sources, validation=open_single(data.validation_name, data))
+        return replace(sources, validation=open_single(data.validation_name, data, text_rows))
     return sources
 
 
-def open_single(name: str, data: DataConfig) -> Source:
+def open_single(name: str, data: DataConfig, text_rows: bool = False) -> Source:
     """Opens one source to evaluate on: its validation split if it has one, else all of it."""
-    sources = open_parts(name, data)
+    sources = open_parts(name, data, text_rows)
     return sources.validation or sources.train
 
 
-def open_parts(name: str, data: DataConfig) -> Sources:
-    """Opens all splits of one source. Raises ConfigError if the data does not exist."""
+def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
+    """Opens all splits of one source. Raises ConfigError if the data does not exist.
+
+    With `text_rows`, text files have rows too: a file in a folder that is named after its label is one row with `text`
+    and `label`, and each line of any other text file is one row. Folders named train, validation and test that contain
+    the folders of labels are splits.
+    """
     if name == PYTHON_STDLIB:
         return Sources(_files_source(name, *library_files(), data), None)
     if name == PYTHON_STDLIB_CHAT:
         return Sources(_stdlib_chat(open_parts(PYTHON_STDLIB, data).train), None)
     path = Path(name).expanduser()
     if path.is_file():
-        if file_form(path) is None:
+        if file_form(path) is None and data.tag_column is None:
             raise ConfigError(f"{path} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
-        return Sources(_files_source(name, path.parent, [path], data), None)
+        labels = partial(_label, root=path.parent, depth=0) if text_rows else None
+        return Sources(_files_source(name, path.parent, [path], data, labels), None)
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
             return _hub_sources(name, data, local=True)
-        return _folder_sources(path, data)
+        return _folder_sources(path, data, text_rows)
     require_regular_file(path)
     if path.is_absolute() or name.startswith((".", "~")) or file_form(path) is not None:
         raise ConfigError(f"{name} does not exist; set data.dataset_name to a file, a folder or a dataset on the Hub.")
@@ -94,16 +102,20 @@ def _stdlib_chat(library: Source) -> Source:
     return replace(library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, size_bytes=0, rows=rows)
 
 
-def _folder_sources(root: Path, data: DataConfig) -> Sources:
+def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
     """Opens all files below `root`; if any is named train*, the names assign files to splits."""
     files = dataset_files(root)
-    named = {part: [p for p in files if _part_of(p) in names] for part, names in PARTS.items()}
+    parts = {path: _split_folder(path, root) if text_rows and _is_text(path) else _part_of(path) for path in files}
+    named = {part: [p for p in files if parts[p] in names] for part, names in PARTS.items()}
+    labels = partial(_label, root=root, depth=int(bool(named["train"]))) if text_rows else None
     if not named["train"]:
-        return Sources(_files_source(str(root), root, files, data), None)
+        return Sources(_files_source(str(root), root, files, data, labels), None)
     held_out = {*named["validation"], *named["test"]}
     named["train"] = [p for p in files if p not in held_out]
     sources = {
-        part: _files_source(_title(str(root), part), root, found, data) for part, found in named.items() if found
+        part: _files_source(_title(str(root), part), root, found, data, labels)
+        for part, found in named.items()
+        if found
     }
     return Sources(sources["train"], sources.get("validation"), sources.get("test"))
 
@@ -125,17 +137,43 @@ def _part_of(path: Path) -> str:
     return path.name.replace("-", ".").replace("_", ".").split(".")[0].lower()
 
 
-def _files_source(name: str, root: Path, files: list[Path], data: DataConfig) -> Source:
+def _is_text(path: Path) -> bool:
+    return file_form(path) in TEXT_SUFFIXES
+
+
+def _split_folder(path: Path, root: Path) -> str | None:
+    """Returns the name of the folder in `root` that contains the folder of the file's label, as in train/spam/1.txt."""
+    folders = path.relative_to(root).parts[:-1]
+    return folders[0].lower() if len(folders) > 1 else None
+
+
+def _label(path: Path, root: Path, depth: int) -> str | None:
+    """Returns the name of the folder `depth` levels below `root` that contains the file, or None."""
+    folders = path.relative_to(root).parts[:-1]
+    return folders[depth] if len(folders) > depth else None
+
+
+def _files_source(
+    name: str, root: Path, files: list[Path], data: DataConfig, label_of: Callable[[Path], str | None] | None = None
+) -> Source:
+    """Opens files. Text files have rows only if `label_of` returns their labels, or None for one row per line."""
     named = {str(path.relative_to(root)): path for path in files}
-    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS))
+    header, tag_column = data.has_header, data.tag_column
+    settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
+    fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *settings))
 
     def read() -> Iterator[Piece]:
         for path in files:
-            yield from read_documents(path, data.text_column, skip_undecodable=name == PYTHON_STDLIB)
+            yield from read_documents(path, data.text_column, name == PYTHON_STDLIB, header)
 
     def rows() -> Iterator[SourceRow]:
         for path in files:
-            yield from read_rows(path)
+            if label_of is not None and _is_text(path):
+                yield from read_text_rows(
+                    path, label_of(path), "text" if data.text_column is None else data.text_column
+                )
+            else:
+                yield from read_rows(path, header, tag_column)
 
     return Source(name, fingerprint, sum(path.stat().st_size for path in files), read, rows, named)
 
@@ -188,14 +226,29 @@ def _from_hub(name: str, data: DataConfig) -> Any:
         return datasets.load_dataset(name, data.dataset_config, cache_dir=data.cache_dir)
 
 
-def _dataset_source(name: str, dataset: Any, column: str | None) -> Source:
+def _dataset_source(name: str, dataset: Any, column: str | int | None) -> Source:
     def read() -> Iterator[Piece]:
         for number, row in enumerate(dataset, 1):
             yield from pieces(row_text(row, column, f"{name}, row {number}"))
 
     def rows() -> Iterator[SourceRow]:
+        named = {key: names for key, feature in dataset.features.items() if (names := _label_names(feature))}
         for number, row in enumerate(dataset, 1):
-            yield SourceRow(f"{name}, row {number}", row)
+            labels = {key: _by_name(row[key], names) for key, names in named.items()}
+            yield SourceRow(f"{name}, row {number}", {**row, **labels})
 
     fingerprint = hashlib.sha256(repr((dataset._fingerprint, column, PIECE_CHARS)).encode()).hexdigest()
     return Source(name, fingerprint, int(dataset.size_in_bytes or 0), read, rows)
+
+
+def _label_names(feature: Any) -> list[str]:
+    """Returns the names of a ClassLabel feature, or of a list of them; empty for any other feature."""
+    inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) else feature)
+    return list(getattr(inner, "names", None) or ())
+
+
+def _by_name(value: Any, names: list[str]) -> Any:
+    """Returns the name of a label or the names of a list of labels; None for -1, which means that there is no label."""
+    if isinstance(value, list):
+        return [_by_name(label, names) for label in value]
+    return names[value] if value is not None and 0 <= value < len(names) else None

@@ -28,7 +28,7 @@ def embed(
     target: str,
     data: str,
     output: Path,
-    text_column: str | None,
+    text_column: str | int | None,
     precision: Precision,
     snapshot: str,
     warn: Callable[[str], None],
@@ -40,9 +40,9 @@ def embed(
     Raises ConfigError if the file has another suffix, the model has no vectors, or a row has no text.
     """
     require_vector_file(output)
-    source = open_single(data, DataConfig(dataset_name=data))
     loaded = open_encoder(target, snapshot, warn, progress, precision, remote_code)
-    column = text_column or loaded.config.data.text_column
+    column = loaded.config.data.text_column if text_column is None else text_column
+    source = open_single(data, DataConfig(dataset_name=data, text_column=column), text_rows=True)
     rows, done = iter(source.rows()), 0
     with write_failures_as(SansGPUError, output), atomic_write(output) as partial:
         with open_vector_file(partial, output.suffix, loaded.objective.width) as write:
@@ -76,7 +76,7 @@ def open_encoder(
     return replace(loaded, precision=chosen)
 
 
-def _text_of(row: SourceRow, column: str | None) -> str:
+def _text_of(row: SourceRow, column: str | int | None) -> str:
     """Returns the text of a row. Raises BadRowError if it has none."""
     value = row.readable_value()
     if not isinstance(value, (str, dict)):

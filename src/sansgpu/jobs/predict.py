@@ -2,44 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
+from itertools import islice
 from typing import Any
 
 import torch
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.rows import LocatedRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
+from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 
 Row = dict[str, Any]
 
+CHUNK_ROWS = 4096  # rows in memory at a time
+
 
 def predict(
     target: str,
-    rows: Sequence[Row],
+    data: str | Sequence[Row],
     snapshot: str,
     warn: Callable[[str], None],
     progress: ReportProgress,
     remote_code: bool = False,
     objective: str | None = None,
     **options: Any,
-) -> list[Row]:
-    """Returns the model's prediction for each row. `options` are those of the model's task.
+) -> Iterator[Row]:
+    """Loads a model and returns its prediction for each row, in order. `data` is the name of a dataset, or its rows.
 
-    Raises ConfigError if the model's task predicts nothing.
+    `options` are those of the model's task. Raises ConfigError if the task predicts nothing. Rows are read and
+    predicted in chunks while the result is consumed, which raises ConfigError if there are none, or one is invalid.
     """
     loaded = open_model(target, "predict", snapshot, warn, remote_code, objective, progress)
+    if unknown := next((name for name in options if name not in signature(loaded.kind.predict).parameters), None):
+        flag = unknown.replace("_", "-")
+        raise ConfigError(f"--{flag} has no effect for a model of task {loaded.config.task}; leave it out.")
+    rows = rows_of(data, loaded.config.data) if isinstance(data, str) else iter(data)
     progress("predicting", 0, 0)
-    with torch.no_grad():
-        return list(loaded.kind.predict(loaded, rows, **options))
+    return _predictions(loaded, rows, options)
 
 
-def rows_of(data: str) -> list[Row]:
-    """Reads the rows of a dataset. Raises ConfigError if there are none, or one is not an object."""
-    rows = list(open_single(data, DataConfig(dataset_name=data)).rows())
-    if not rows:
-        raise ConfigError(f"{data} has no rows.")
-    if wrong := next((row for row in rows if not isinstance(row.value, dict)), None):
-        raise ConfigError(f"{wrong.where} is not an object with columns.")
-    return [row.value for row in rows]
+def _predictions(loaded: TrainedModel, rows: Iterator[Row], options: dict[str, Any]) -> Iterator[Row]:
+    precision_of_evaluations = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        with torch.no_grad(), precision_of_evaluations:
+            predicted = list(loaded.kind.predict(loaded, chunk, **options))
+        yield from predicted
+
+
+def rows_of(name: str, data: DataConfig) -> Iterator[LocatedRow]:
+    """Yields the rows of a dataset, with the columns that `data` names; each line of a text file is a row.
+
+    Raises ConfigError if there are none, or one is not an object.
+    """
+    source = open_single(name, data.model_copy(update={"dataset_name": name}), text_rows=True)
+    row = None
+    for row in source.rows():
+        if not isinstance(row.readable_value(), dict):
+            raise ConfigError(f"{row.where} is not an object with columns.")
+        yield LocatedRow(row)
+    if row is None:
+        raise ConfigError(f"{name} has no rows.")
+
+
+def in_words(prediction: Row) -> str:
+    """Returns a single prediction as text: an answer, a line per span, labels with their probabilities, or a score."""
+    if "answer" in prediction:
+        return str(prediction["answer"]) or "(no answer)"
+    if "spans" in prediction:
+        lines = (f"{s['start']}-{s['end']}  {s['label']}  {s['text']}  ({s['score']:.1%})" for s in prediction["spans"])
+        return "\n".join(lines) or "(no spans)"
+    if "scores" in prediction:
+        chosen = prediction["labels"] if "labels" in prediction else [prediction["label"]]
+        return ", ".join(f"{label} ({prediction['scores'][label]:.1%})" for label in chosen) or "(no label)"
+    return f"{prediction['score']:.4f}"

@@ -28,7 +28,7 @@ def search(
     folder: Path,
     query: str,
     top_k: int,
-    text_column: str | None,
+    text_column: str | int | None,
     snapshot: str,
     warn: Callable[[str], None],
     progress: ReportProgress,

@@ -6,6 +6,7 @@ scores depend on the distance between nodes. B batch, T queries, S keys, H query
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -106,9 +107,11 @@ def attention(
         return _device_attention(q, k, v, ranges, dropout, decay)
     seed = draw_seed(dropout)
     if native.takes(q) and q.shape[-1] % 2 == 0:
+        rest = (ranges.contiguous(), dropout, seed, *_decay_arguments(q, decay))
+        if not torch.compiler.is_compiling():
+            return cast(torch.Tensor, _Attention.apply(q, k, v, *rest))
         views = [_aligned(t).transpose(1, 2) for t in (q, k, v)]
-        decay_arguments = _decay_arguments(q, decay)
-        out, _ = torch.ops.sansgpu.attention_forward(*views, ranges.contiguous(), dropout, seed, *decay_arguments)
+        out, _ = torch.ops.sansgpu.attention_forward(*views, *rest)
         return cast(torch.Tensor, out).transpose(1, 2)
     # Only while compiling: torch.compiler.disable imports the compiler.
     blocked = torch.compiler.disable(_blocked_attention) if torch.compiler.is_compiling() else _blocked_attention
@@ -238,18 +241,41 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(q, k, v, *output, ranges, seed, nodes, table)
 
 
-def _gradients(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad_out: torch.Tensor, backward: Callable[..., tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, ranges, seed, nodes, table = ctx.saved_tensors
     grad_out = _aligned(grad_out.to(q.dtype))
-    *grads, table_grad = torch.ops.sansgpu.attention_backward(
-        grad_out, q, k, v, out, lse, ranges, ctx.dropout, seed, nodes, table, ctx.added
-    )
+    *grads, table_grad = backward(grad_out, q, k, v, out, lse, ranges, ctx.dropout, seed, nodes, table, ctx.added)
     return (*grads, None, None, None, None, None if table is None else table_grad, None)
+
+
+class _Attention(torch.autograd.Function):
+    """Calls the kernels without an operation of torch, whose dispatch takes longer than everything else here.
+
+    Its tensors are (B, H, T, d), because transposing outside adds a step to the backward pass for each tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        inputs = (*(_aligned(t).transpose(1, 2) for t in (q, k, v)), *rest)
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output[0].transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, *rest = _gradients(ctx, grad_outputs[0].transpose(1, 2), _backward)
+        return (*(None if grad is None else grad.transpose(1, 2) for grad in (q, k, v)), *rest)
 
 
 torch.library.register_fake("sansgpu::attention_forward", _forward_shapes)
 torch.library.register_fake("sansgpu::attention_backward", _backward_shapes)
-torch.library.register_autograd("sansgpu::attention_forward", _gradients, setup_context=_setup_context)
+torch.library.register_autograd(
+    "sansgpu::attention_forward",
+    lambda ctx, grad_out, _: _gradients(ctx, grad_out, torch.ops.sansgpu.attention_backward),
+    setup_context=_setup_context,
+)
 _library.impl("attention_forward", _forward, "CPU")
 _library.impl("attention_backward", _backward, "CPU")
 

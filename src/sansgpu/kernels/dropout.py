@@ -18,6 +18,11 @@ def draw_seed(p: float) -> torch.Tensor:
     return torch.randint(1 << 31, (1,)) if p else torch.zeros(1, dtype=torch.int64)
 
 
+def seed_number(p: float) -> int:
+    """Returns `draw_seed` as a number, without a tensor if nothing is dropped."""
+    return int(draw_seed(p)) if p else 0
+
+
 def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Computes F.dropout, seeded from torch's generator; x of any shape.
 

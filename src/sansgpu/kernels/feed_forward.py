@@ -6,10 +6,19 @@ from typing import Any, cast
 
 import torch
 
-from sansgpu.kernels.activation import Kind, activate, activate_rows, differentiate_rows
+from sansgpu.kernels import native
+from sansgpu.kernels.activation import Kind, activate
 from sansgpu.kernels.gradient_sum import GradientSum
-from sansgpu.kernels.linear import Linear, TrainedParts, autocasted, gradient_sums, parameters_of, use_kernel
-from sansgpu.kernels.matmul import matmul, sum_of_matmuls
+from sansgpu.kernels.linear import (
+    Linear,
+    autocasted,
+    gradient_sums,
+    multiply_each,
+    parameter_gradients,
+    parameters_of,
+    use_kernel,
+)
+from sansgpu.kernels.matmul import Matmul, structs, sum_of_matmuls
 
 
 def feed_forward(x: torch.Tensor, kind: Kind, up: Linear, down: Linear, gate: Linear | None = None) -> torch.Tensor:
@@ -18,8 +27,8 @@ def feed_forward(x: torch.Tensor, kind: Kind, up: Linear, down: Linear, gate: Li
     if torch.compiler.is_compiling() or not use_kernel(x, *inner, down):
         out: torch.Tensor = down(activate(kind, *[layer(x) for layer in inner]))
         return out
-    layers = [*inner, down]
-    return cast(torch.Tensor, _FeedForwardFunction.apply(x, kind, gradient_sums(layers), *parameters_of(layers)))
+    parameters = parameters_of([*inner, down])
+    return cast(torch.Tensor, _FeedForwardFunction.apply(x, kind, gradient_sums(parameters), *parameters))
 
 
 class _FeedForwardFunction(torch.autograd.Function):
@@ -31,20 +40,37 @@ class _FeedForwardFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         weights, biases = cast(tuple[torch.Tensor, ...], parameters[::2]), parameters[1::2]
         rows = x.reshape(-1, x.shape[-1])
-        first, *second = [matmul(rows, w.T, b) for w, b in zip(weights[:-1], biases[:-1], strict=True)]
-        inputs = (first, second[0] if second else None)
-        ctx.kind, ctx.shape, ctx.of_x = kind, x.shape, ctx.needs_input_grad[0]
-        ctx.trained = TrainedParts.of(parameters, ctx.needs_input_grad[3:], targets)
-        ctx.save_for_backward(rows if any(ctx.trained.weights[:-1]) else None, *inputs, *weights)
-        return matmul(activate_rows(kind, *inputs), weights[-1].T, biases[-1]).view(*x.shape[:-1], -1)
+        ups, inputs = multiply_each(rows, weights[:-1], biases[:-1])
+        first, second = inputs[0], inputs[1] if len(inputs) > 1 else None
+        activated = torch.empty_like(first)
+        down, (out,) = multiply_each(activated, weights[-1:], biases[-1:])
+        _call("feed_forward", kind, ups, down, first, second, activated)
+        ctx.of_x, _, _, *ctx.needed = ctx.needs_input_grad
+        ctx.kind, ctx.shape, ctx.targets = kind, x.shape, targets
+        ctx.save_for_backward(rows if any(ctx.needed[:-2:2]) else None, first, second, *weights)
+        return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, first, second, *weights, down = ctx.saved_tensors
         grad = grad_outputs[0].reshape(-1, grad_outputs[0].shape[-1])
-        activated = torch.empty_like(first)
-        both = differentiate_rows(ctx.kind, matmul(grad, down), first, second, activated)
-        grads = [each for each in both if each is not None]
-        gradients = ctx.trained.gradients([*grads, grad], [*[x] * len(grads), activated])
-        x_grad = sum_of_matmuls(list(zip(grads, weights, strict=True))).view(ctx.shape) if ctx.of_x else None
+        activated, activated_grad = torch.empty_like(first), torch.empty_like(first)
+        grads = [torch.empty_like(first) for _ in weights]
+        matmuls, gradients = parameter_gradients(
+            [*grads, grad], [*[x] * len(grads), activated], ctx.needed, ctx.targets
+        )
+        x_grad = None
+        if ctx.of_x:
+            x_grad = first.new_empty(ctx.shape)
+            matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
+        inputs, outputs = (activated_grad, first, second), (grads[0], grads[1] if second is not None else None)
+        of_activated = [Matmul(grad, down, activated_grad)]
+        _call("feed_forward_gradient", ctx.kind, of_activated, matmuls, *inputs, *outputs, activated)
         return x_grad, None, None, *gradients
+
+
+def _call(kernel: str, kind: Kind, before: list[Matmul], after: list[Matmul], *tensors: torch.Tensor | None) -> None:
+    """Calls a kernel of native/feed_forward.cpp; the last of the activation's tensors is its result."""
+    activated = cast(torch.Tensor, tensors[-1])
+    narrow, lists = activated.dtype == torch.bfloat16, (structs(before), len(before), structs(after), len(after))
+    native.call(kernel, narrow, *lists, int(kind), *tensors, activated.numel())

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from sansgpu.kernels.matmul import matmul, matmul_into, matmul_with_row_sums
+from sansgpu.kernels.matmul import Matmul
 
 
 class GradientSum(Protocol):
@@ -27,14 +27,17 @@ def gradient_sum(weight: torch.Tensor) -> GradientSum | None:
 
 
 def weight_gradient(
-    a: torch.Tensor, b: torch.Tensor, target: GradientSum | None, row_sums: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the gradient a (M, K) times b (K, N), or None if it was added to `target`, and the sums of a's rows."""
+    a: torch.Tensor, b: torch.Tensor, target: GradientSum | None, row_sums: torch.Tensor | None
+) -> tuple[Matmul, torch.Tensor | None]:
+    """Returns a matmul that computes a gradient a (M, K) times b (K, N), and the sums of the rows of a.
+
+    Returns the gradient, too, or None if the matmul adds it to `target`.
+    """
+    shape = a.shape[0], b.shape[1]
     if target is None or not target.summed:
-        return matmul_with_row_sums(a, b) if row_sums else (matmul(a, b), None)
+        gradient = a.new_empty(shape)
+        return Matmul(a, b, gradient, row_sums=row_sums), gradient
     add = target.gradient is not None
     if target.gradient is None:
-        target.gradient = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
-    sums = a.new_empty(a.shape[0], dtype=torch.float32) if row_sums else None
-    matmul_into(target.gradient, a, b, add, sums)
-    return None, sums
+        target.gradient = a.new_empty(shape, dtype=torch.float32)
+    return Matmul(a, b, target.gradient, add=add, row_sums=row_sums), None

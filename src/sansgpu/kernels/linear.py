@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.kernels.gradient_sum import GradientSum, gradient_sum, weight_gradient
-from sansgpu.kernels.matmul import is_native, matmul, sum_of_matmuls
+from sansgpu.kernels.matmul import Matmul, is_native, multiply, sum_of_matmuls
 
 MIN_ROWS = 256  # for fewer, packing the weight costs more than our kernel gains; generation has one row at a time
 
@@ -61,44 +60,51 @@ def parameters_of(layers: Sequence[Linear]) -> list[torch.Tensor | None]:
     return [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
 
 
-def gradient_sums(layers: Sequence[Linear]) -> list[GradientSum | None]:
-    """Returns where backward passes add the gradients of the weights."""
-    return [gradient_sum(layer.weight) for layer in layers]
+def gradient_sums(parameters: Sequence[torch.Tensor | None]) -> list[GradientSum | None]:
+    """Returns where backward passes add the gradients of the weights among `parameters_of` layers."""
+    return [gradient_sum(cast(torch.Tensor, weight)) for weight in parameters[::2]]
 
 
-@dataclass(frozen=True)
-class TrainedParts:
-    """Which parameters of some linear layers are trained, for their backward function."""
+def multiply_each(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[list[Matmul], list[torch.Tensor]]:
+    """Returns the results of layers with the input x (N, inputs), and the matmuls that compute them."""
+    results = _new_results(x, weights)
+    layers = zip(weights, results, biases, strict=True)
+    return [Matmul(x, weight.T, result, bias) for weight, result, bias in layers], results
 
-    weights: Sequence[bool]
-    biases: Sequence[torch.dtype | None]  # dtypes of those trained
-    targets: Sequence[GradientSum | None]  # where the gradient of each weight is added; None: returned to autograd
 
-    @staticmethod
-    def of(
-        parameters: Sequence[torch.Tensor | None], needed: Sequence[bool], targets: Sequence[GradientSum | None]
-    ) -> TrainedParts:
-        """Takes `parameters_of` the layers and which of them need gradients."""
-        dtypes = [bias.dtype if bias is not None else None for bias in parameters[1::2]]
-        biases = [dtype if of_bias else None for dtype, of_bias in zip(dtypes, needed[1::2], strict=True)]
-        return TrainedParts(needed[::2], biases, targets)
+def _new_results(x: torch.Tensor, weights: Sequence[torch.Tensor], *_: object) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
 
-    def gradients(self, grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Returns the gradients of all parameters from those of the layers' results (N, outputs) and their inputs."""
-        found: list[torch.Tensor | None] = []
-        for layer in zip(grads, inputs, self.weights, self.biases, self.targets, strict=True):
-            grad, x, of_weight, bias_dtype, target = layer
-            weight_grad = bias_grad = None
-            if of_weight:
-                weight_grad, bias_grad = weight_gradient(grad.T, x, target, row_sums=bias_dtype is not None)
-            elif bias_dtype is not None:
-                bias_grad = grad.sum(0, dtype=torch.float32)
-            found += [weight_grad, None if bias_grad is None or bias_dtype is None else bias_grad.to(bias_dtype)]
-        return found
+
+def parameter_gradients(
+    grads: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+    targets: Sequence[GradientSum | None],
+) -> tuple[list[Matmul], list[torch.Tensor | None]]:
+    """Returns the gradients of `parameters_of` layers, those that are `needed`, and the matmuls that compute them.
+
+    `grads` (N, outputs) are the gradients of the layers' results. A gradient that is added to its target is None. The
+    inputs (N, inputs) of layers with frozen weights are not read.
+    """
+    matmuls: list[Matmul] = []
+    found: list[torch.Tensor | None] = []
+    for grad, x, of_weight, of_bias, target in zip(grads, inputs, needed[::2], needed[1::2], targets, strict=True):
+        weight_grad, bias_grad = None, grad.new_empty(grad.shape[1], dtype=torch.float32) if of_bias else None
+        if of_weight and x is not None:
+            matmul, weight_grad = weight_gradient(grad.T, x, target, bias_grad)
+            matmuls.append(matmul)
+        elif bias_grad is not None:
+            matmuls.append(Matmul(grad.T, grad.new_ones(grad.shape[0], 1), bias_grad[:, None]))
+        found += [weight_grad, bias_grad]
+    return matmuls, found
 
 
 def _apply(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
-    results = _LinearFunction.apply(x, gradient_sums(layers), *parameters_of(layers))
+    parameters = parameters_of(layers)
+    results = _LinearFunction.apply(x, gradient_sums(parameters), *parameters)
     return cast(tuple[torch.Tensor, ...], results)
 
 
@@ -109,15 +115,75 @@ class _LinearFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = cast(tuple[torch.Tensor, ...], parameters[::2]), parameters[1::2]
         rows = x.reshape(-1, x.shape[-1])
-        ctx.trained, ctx.shape = TrainedParts.of(parameters, ctx.needs_input_grad[2:], targets), x.shape
-        ctx.save_for_backward(rows if any(ctx.trained.weights) else None, *(weights if ctx.needs_input_grad[0] else ()))
-        outputs = [matmul(rows, weight.T, bias) for weight, bias in zip(weights, biases, strict=True)]
-        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
+        of_x, _, *ctx.needed = ctx.needs_input_grad
+        ctx.targets, ctx.shape = targets, x.shape
+        ctx.save_for_backward(rows if any(ctx.needed[::2]) else None, *(weights if of_x else ()))
+        # Only the compiler needs an operation of torch, whose dispatch takes as long as the rest of the call.
+        forward = torch.ops.sansgpu.linear_forward if torch.compiler.is_compiling() else _forward
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in forward(rows, weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grad_outputs]
-        gradients = ctx.trained.gradients(grads, [x] * len(grads))
-        x_grad = sum_of_matmuls(list(zip(grads, weights, strict=True))).view(ctx.shape) if weights else None
-        return x_grad, None, *gradients
+        if torch.compiler.is_compiling():
+            found = torch.ops.sansgpu.linear_backward(grads, x, weights, ctx.needed)
+            x_grad, *gradients = (g if n else None for g, n in zip(found, [bool(weights), *ctx.needed], strict=True))
+        else:
+            x_grad, *gradients = _backward(grads, x, weights, ctx.needed, ctx.targets)
+        return None if x_grad is None else x_grad.view(ctx.shape), None, *gradients
+
+
+_library = torch.library.Library("sansgpu", "FRAGMENT")
+_library.define("linear_forward(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
+_library.define("linear_backward(Tensor[] grads, Tensor? x, Tensor[] weights, bool[] needed) -> Tensor[]")
+
+
+def _forward(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    matmuls, results = multiply_each(x, weights, biases)
+    multiply(x.dtype, *matmuls)
+    return results
+
+
+def _backward(
+    grads: Sequence[torch.Tensor],
+    x: torch.Tensor | None,
+    weights: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+    targets: Sequence[GradientSum | None],
+) -> list[torch.Tensor | None]:
+    """Returns the gradients of x, unless there are no weights, and of the parameters of the layers."""
+    matmuls, found = parameter_gradients(grads, [x] * len(grads), needed, targets)
+    x_grad = None
+    if weights:
+        x_grad = grads[0].new_empty(grads[0].shape[0], weights[0].shape[1])
+        matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad)
+    multiply(grads[0].dtype, *matmuls)
+    return [x_grad, *found]
+
+
+def _backward_operation(
+    grads: Sequence[torch.Tensor], x: torch.Tensor | None, weights: Sequence[torch.Tensor], needed: Sequence[bool]
+) -> list[torch.Tensor]:
+    """Returns empty tensors for the gradients that are not needed, because operations of torch cannot return None."""
+    found = _backward(grads, x, weights, needed, [None] * len(grads))
+    return [grads[0].new_empty(0) if grad is None else grad for grad in found]
+
+
+def _backward_shapes(
+    grads: Sequence[torch.Tensor], x: torch.Tensor | None, weights: Sequence[torch.Tensor], needed: Sequence[bool]
+) -> list[torch.Tensor]:
+    like = grads[0]
+    shapes = [like.new_empty(like.shape[0], weights[0].shape[1]) if weights else like.new_empty(0)]
+    for grad, of_weight, of_bias in zip(grads, needed[::2], needed[1::2], strict=True):
+        shapes.append(like.new_empty(grad.shape[1], x.shape[1]) if of_weight and x is not None else like.new_empty(0))
+        shapes.append(like.new_empty(grad.shape[1] if of_bias else 0, dtype=torch.float32 if of_bias else like.dtype))
+    return shapes
+
+
+_library.impl("linear_forward", _forward, "CPU")
+_library.impl("linear_backward", _backward_operation, "CPU")
+torch.library.register_fake("sansgpu::linear_forward", _new_results)
+torch.library.register_fake("sansgpu::linear_backward", _backward_shapes)

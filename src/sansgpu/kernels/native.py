@@ -39,6 +39,7 @@ FLAGS += ["-fPIC", "-fvisibility=hidden"]
 
 Argument = torch.Tensor | tuple[int, ...] | float | None
 _C_VALUES = frozenset((int, bool, float, type(None)))  # arguments that ctypes converts; asking for tensors takes longer
+_DTYPES = (torch.float32, torch.bfloat16)
 
 FAILURES = (OSError, RuntimeError, ImportError, SubprocessError)  # exceptions of compiling and of loading a library
 
@@ -70,7 +71,7 @@ def call(name: str, *arguments: Argument) -> int:
 
 def takes(*tensors: torch.Tensor) -> bool:
     """Returns True if the kernels are loaded and take these tensors: fp32 or bf16, on the CPU."""
-    return _loaded and all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+    return _loaded and all(tensor.is_cpu and tensor.dtype in _DTYPES for tensor in tensors)
 
 
 def usable(*tensors: torch.Tensor) -> bool:

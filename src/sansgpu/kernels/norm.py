@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.kernels import native
-from sansgpu.kernels.dropout import draw_seed, dropout
+from sansgpu.kernels.dropout import dropout, seed_number
 from sansgpu.kernels.linear import autocast_dtype
 
 
@@ -20,7 +20,7 @@ def residual(x: torch.Tensor, y: torch.Tensor, p: float, training: bool) -> torc
     """Computes x + dropout(y), both (..., D)."""
     if native.usable(x, y) and x.dtype == torch.float32 and x.shape == y.shape:
         p = float(p) if training else 0.0
-        return cast(torch.Tensor, _Residual.apply(x, y, p, int(draw_seed(p))))
+        return cast(torch.Tensor, _Residual.apply(x, y, p, seed_number(p)))
     return x + dropout(y, p, training)
 
 
@@ -56,7 +56,7 @@ class FusedNorm(nn.Module):
             return x, self._plain(x)
         p = float(p) if self.training else 0.0
         centered = isinstance(self, nn.LayerNorm)
-        arguments = (float(self.eps), centered, p, int(draw_seed(p)), dtype or (x.dtype if centered else torch.float32))
+        arguments = (float(self.eps), centered, p, seed_number(p), dtype or (x.dtype if centered else torch.float32))
         both = _Norm.apply(x, y, self.weight, self.bias, *arguments)
         return cast(tuple[torch.Tensor, torch.Tensor], both)
 

@@ -86,7 +86,7 @@ class Costs(ABC):
 
     @property
     def vocabulary(self) -> int:
-        """The number of different tokens."""
+        """The number of tokens in the vocabulary, by default the outputs of the head."""
         return self.products().head[1]
 
     def with_layers(self, layers: int) -> Self:

@@ -16,11 +16,10 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
-from sansgpu.config.plain_data import read_object
 from sansgpu.models.entities import NORM_EPS
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.graph_encoder import GraphEncoder
-from sansgpu.models.model_folder import require_layers, validate_model_folder
+from sansgpu.models.model_folder import folder_settings, require_layers
 from sansgpu.models.modules import INIT_STD
 from sansgpu.models.weights_file import load_weights
 
@@ -82,13 +81,7 @@ def export_graph_model(
 
 def is_graph_folder(folder: Path) -> bool:
     """Returns True if the folder holds a graph encoder in our own layout."""
-    return _settings(folder).get("model_type") == MODEL_TYPE
-
-
-def is_masked_lm_folder(folder: Path) -> bool:
-    """Returns True if the folder holds a transformers model with a masked LM head."""
-    names = _settings(folder).get("architectures")
-    return isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names)
+    return folder_settings(folder).get("model_type") == MODEL_TYPE
 
 
 def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
@@ -96,7 +89,7 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
 
     Raises ConfigError if a weight is missing or has the wrong shape.
     """
-    settings = _settings(folder)
+    settings = folder_settings(folder)
     try:
         config = ModelConfig.model_validate(settings["model"])
         weights = load_weights(folder / "model.safetensors")
@@ -111,13 +104,6 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{folder}: the weights do not fit config.json: {reason}") from None
     return model, {name: settings[name] for name in ("data", "training") if name in settings}
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").exists():
-        return {}
-    validate_model_folder(folder)
-    return read_object(folder / "config.json")
 
 
 def _to_bert(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:

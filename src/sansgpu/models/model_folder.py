@@ -34,6 +34,20 @@ def validate_model_folder(folder: Path) -> None:
             require_possible_sizes(read_json(folder / name), folder / name)
 
 
+def folder_settings(folder: Path) -> dict[str, Any]:
+    """Returns the config.json of a model folder, or no settings if there is none. Raises ConfigError."""
+    if not (folder / "config.json").exists():
+        return {}
+    validate_model_folder(folder)
+    return read_object(folder / "config.json")
+
+
+def has_architecture(folder: Path, ending: str) -> bool:
+    """Returns True if the folder holds a transformers model whose class name has this ending."""
+    names = folder_settings(folder).get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(ending) for name in names)
+
+
 def require_possible_sizes(settings: Any, source: Path) -> None:
     """Raises ConfigError if settings have sizes that no model has, or key-value heads that do not divide the heads."""
     if not isinstance(settings, dict):

@@ -46,6 +46,8 @@ _DESCRIPTION: dict[HeadKind, str] = {
     "none": "an encoder",
 }
 _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
+# Ends of the names of models whose head is made for the task, so that it is trained even beside an adapter.
+HEADS_OF_TASKS = ("QuestionAnswering", "SequenceClassification", "TokenClassification")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -66,6 +68,10 @@ class Head:
             config.id2label = dict(enumerate(self.labels))  # also sets num_labels
             config.label2id = {label: number for number, label in enumerate(self.labels)}
             config.problem_type = self.problem_type
+        text = config.get_text_config()
+        if self.kind == "sequence" and text.pad_token_id is None:  # a decoder finds the end of each row by it
+            ends = text.eos_token_id
+            config.pad_token_id = text.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
 
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
@@ -210,11 +216,11 @@ def prepare_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrai
 
 
 def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
-    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353); a QA head is trained, too."""
+    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353). A new head is trained, too."""
     from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
 
     heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not _is_inside(loaded, name)}
-    trained_heads = list(heads) if type(loaded).__name__.endswith("QuestionAnswering") else None
+    trained_heads = list(heads) if type(loaded).__name__.endswith(HEADS_OF_TASKS) else None
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=cast(Any, model.lora_alpha),  # annotated int, but floats work

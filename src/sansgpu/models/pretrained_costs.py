@@ -33,11 +33,11 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
 
 def _outputs(head: Head, vocabulary: int) -> int:
     """Returns the logits per token."""
-    if head.kind == "qa":
-        return 2  # start and end of the answer
+    if head.kind in ("causal", "masked"):
+        return vocabulary
     if head.kind == "none":
         return 1  # the loss compares vectors of texts, which is little work per token
-    return len(head.labels) if head.labels else vocabulary
+    return len(head.labels) or 2  # transformers' default, and the start and end of an answer
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,7 @@ class UnpaddedModel:
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], Flat]:
         """Returns the model's inputs, and a function that maps outputs to a row per token; tokens and types (N,)."""
-        examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        positions = torch.arange(len(tokens), device=tokens.device) - (lengths.cumsum(0) - lengths)[examples]
+        examples, positions = _places(lengths)
         if self.packs:
             inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self._offset}
             if self._by_ranges:
@@ -68,17 +67,17 @@ class UnpaddedModel:
             if types is not None:
                 inputs["token_type_ids"] = types[None]
             return inputs, lambda output: output[0]
-        shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
+        return self._padded(tokens, lengths, types), lambda output: output[examples, positions]
 
-        def padded(value: torch.Tensor, fill_value: int) -> torch.Tensor:
-            out = value.new_full(shape, fill_value)
-            out[examples, positions] = value
-            return out
-
-        inputs = {"input_ids": padded(tokens, self._pad_id), "attention_mask": padded(torch.ones_like(tokens), 0)}
+    def _padded(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Returns inputs with a padded row per example."""
+        mask = _pad(torch.ones_like(tokens), lengths)
+        inputs = {"input_ids": _pad(tokens, lengths, self._pad_id), "attention_mask": mask}
         if types is not None:
-            inputs["token_type_ids"] = padded(types, 0)
-        return inputs, lambda output: output[examples, positions]
+            inputs["token_type_ids"] = _pad(types, lengths)
+        return inputs
 
     def summed_loss(
         self,
@@ -118,6 +117,51 @@ class UnpaddedModel:
 
         starts, ends = self._by_token(lengths, start_and_end).unbind(dim=1)
         return starts, ends
+
+    def token_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
+        """Returns the logits of each token from a model that classifies tokens: (N, labels), fp32."""
+
+        def logits(indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            inputs, flat = self.inputs(tokens[indices], lengths, None if types is None else types[indices])
+            return flat(self.model(**inputs).logits).float()
+
+        return self._by_token(lengths, logits)
+
+    def sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
+        """Returns the logits of a model that classifies sequences, for each of the B examples: (B, L), fp32."""
+        examples, _ = _places(lengths)
+        groups = []
+        for indices, group in self._groups(lengths):
+            own_types = None if types is None else types[indices]
+            logits = self._sequence_logits(tokens[indices], group, own_types)
+            groups.append((examples[indices].unique(), logits.float()))
+        return _in_order(groups)
+
+    def _sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
+        """Runs the blocks on packed examples and the head on padded ones, so that the head may be any."""
+        padded = self._padded(tokens, lengths, types)
+        if not self.packs:
+            plain: torch.Tensor = self.model(**padded).logits
+            return plain
+        packed, _ = self.inputs(tokens, lengths, types)
+        base: Any = self.model.base_model
+
+        def pack(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (), {**kwargs, "attention_mask": None, **packed}
+
+        def unpack(module: nn.Module, args: Any, output: Any) -> Any:
+            output.last_hidden_state = _pad(output.last_hidden_state[0], lengths)
+            return output
+
+        hooks = [base.register_forward_pre_hook(pack, with_kwargs=True), base.register_forward_hook(unpack)]
+        if (pooler := getattr(base, "pooler", None)) is not None:  # in BERT it is a part of the base model
+            hooks.append(pooler.register_forward_pre_hook(lambda _, args: (_pad(args[0][0], lengths), *args[1:])))
+        try:
+            logits: torch.Tensor = self.model(**padded).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return logits
 
     def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the last hidden states of a model without a head: (N, D)."""
@@ -177,15 +221,23 @@ class UnpaddedModel:
         """
         lengths = self._probe_lengths(longest)
         tokens = torch.arange(sum(lengths)) * 7 % self._text.vocab_size
+        outputs: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [self._output]
+        if type(self.model).__name__.endswith("ForSequenceClassification"):
+            outputs.append(lambda tokens, lengths: self.sequence_logits(tokens, lengths, None))
         flops = 4.0 * sum(lengths) * sum(p.numel() for p in self.model.base_model.parameters())
         with _first_blocks_of(self.model, self._text) if flops > PROBE_FLOPS else nullcontext():
-            try:
-                self.packs = True
-                packed = self._output(tokens, torch.tensor(lengths))
-                self.packs = False
-                separate = [self._output(part, torch.tensor([len(part)])) for part in tokens.split(lengths)]
-            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-                return False
+            return all(self._packs_equally(output, tokens, lengths) for output in outputs)
+
+    def _packs_equally(
+        self, output: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tokens: torch.Tensor, lengths: list[int]
+    ) -> bool:
+        try:
+            self.packs = True
+            packed = output(tokens, torch.tensor(lengths))
+            self.packs = False
+            separate = [output(part, torch.tensor([len(part)])) for part in tokens.split(lengths)]
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return False
         error = (packed - torch.cat(separate)).abs().max() / packed.abs().max()
         return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(self.model), min(PROBE_TOLERANCE.values())))
 
@@ -203,6 +255,21 @@ class UnpaddedModel:
     def _output(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         inputs, flat = self.inputs(tokens, lengths)
         return flat(self.model.base_model(**inputs).last_hidden_state).float()
+
+
+def _places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each token's example and its position in it, (N,) and (N,)."""
+    examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    starts = lengths.cumsum(0) - lengths
+    return examples, torch.arange(len(examples), device=lengths.device) - starts[examples]
+
+
+def _pad(values: torch.Tensor, lengths: torch.Tensor, fill_value: int = 0) -> torch.Tensor:
+    """Converts a row per token, (N, ...), to padded rows per example, (B, T, ...)."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    out = values.new_full((len(lengths), longest, *values.shape[1:]), fill_value)
+    out[_places(lengths)] = values
+    return out
 
 
 def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

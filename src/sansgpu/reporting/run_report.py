@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from sansgpu.config import default_values
+from sansgpu.reporting.confusion import Confusion, entity_scores
 from sansgpu.reporting.events import Event
-from sansgpu.reporting.page import page
+from sansgpu.reporting.page import PlotlyFigure, page
 from sansgpu.reporting.plots import Plot, evenly
 from sansgpu.reporting.record import RunRecord
 from sansgpu.reporting.results import describe_results, evaluation_words, ran_on, size_bytes, summarize
@@ -57,7 +58,15 @@ def run_report(records: Sequence[RunRecord], held: Sequence[bool]) -> str:
         found[0] |= {"ran on": ran_on(records[0])} | (
             {"started": started} if (started := _start_time(records[0])) else {}
         )
-    sections = _sections(drawing := Drawing(runs))
+    sections: list[tuple[str, Sequence[Plot | PlotlyFigure]]] = [*_sections(drawing := Drawing(runs))]
+    confusions = [Confusion.of(record) for record in records]
+    labels = [c.scores() if c else entity_scores(r) for c, r in zip(confusions, records, strict=True)]
+    matrices = [
+        matrix.figure(number, runs[number].label if len(runs) > 1 else "")
+        for number, matrix in enumerate(confusions)
+        if matrix is not None
+    ]
+    sections += [("Labels", matrices)] if any(labels) else []
     return page(
         "report.html",
         [plot for _, plots in sections for plot in plots],
@@ -72,6 +81,7 @@ def run_report(records: Sequence[RunRecord], held: Sequence[bool]) -> str:
         },
         sections=sections,
         parts=[_part(run) for run in runs],
+        labels=labels,
     )
 
 

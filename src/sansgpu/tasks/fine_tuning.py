@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from sansgpu.config import Config, ConfigError, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
+from sansgpu.data.split import split_examples
 from sansgpu.machine.compilation import set_up_compiler
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
@@ -37,6 +38,8 @@ from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 
 class FineTuning(ObjectiveBase, ABC):
@@ -194,8 +197,7 @@ class FineTuningTask(TaskWithEvaluator):
     @classmethod
     def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
         """Loads a transformers model and, for a run, the weights of its snapshot, which holds only the trained ones."""
-        settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
-        config = source.config or Config.model_validate(settings)
+        config = source.config or cls.config_of_model(source)
         model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
         config = cls.with_vocabulary(config.model_copy(update={"model": model}))
         objective = cls.objective_class(config)
@@ -207,8 +209,44 @@ class FineTuningTask(TaskWithEvaluator):
         return objective, tokenizer, config
 
     @classmethod
+    def config_of_model(cls, source: ModelSource) -> Config:
+        """Returns the configuration of a model that is not a run. Raises ConfigError."""
+        settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
+        return Config.model_validate(settings)
+
+    @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
         loaded.objective.export_to(loaded.tokenizer, folder, merge)
+
+
+def longest_example(config: Config, tokenizer: Any) -> int:
+    """Returns the maximum tokens of an example: data.max_length, limited by the tokenizer's maximum for its model."""
+    assert config.data.max_length is not None
+    return min(config.data.max_length, int(tokenizer.model_max_length))
+
+
+def whole_groups(
+    groups: Sequence[Sequence[int]], lengths: np.ndarray, size: int, ordered: Callable[..., np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yields batches of about `size` examples; all examples of a group are in one batch.
+
+    `lengths` are those of the examples, and `ordered` is `FineTuning.ordered`.
+    """
+    longest = np.array([lengths[list(numbers)].max() for numbers in groups])
+    pending: list[int] = []
+    for group in ordered(np.arange(len(groups)), longest):
+        pending += groups[group]
+        if len(pending) >= size:
+            yield np.array(pending)
+            pending = []
+    if pending:
+        yield np.array(pending)
+
+
+def split_rows(rows: Sequence[T], contents: Sequence[bytes], share: float) -> tuple[list[T], list[T]]:
+    """Holds `share` of the rows out for validation; rows with equal contents are in the same part."""
+    train, held = split_examples(contents, np.ones(len(rows)), share)
+    return [rows[number] for number in train], [rows[number] for number in held]
 
 
 def require_rows(part: Sized, name: str) -> None:

@@ -17,7 +17,7 @@ from sansgpu.data.leafy import LeafyExample
 from sansgpu.data.mask_tokenizer import GraphCodec, from_pretrained
 from sansgpu.data.masking import MaskRules, mask_example
 from sansgpu.data.shards import ReportProgress
-from sansgpu.models.graph_folder import is_masked_lm_folder
+from sansgpu.models.model_folder import has_architecture
 from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, save_tokenizer, weights_fingerprint
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
@@ -118,7 +118,7 @@ class MaskedLM(MaskedObjective, FineTuningTask):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        return is_masked_lm_folder(Path(target).expanduser())
+        return has_architecture(Path(target).expanduser(), "ForMaskedLM")
 
     @classmethod
     def evaluation_batch(cls, config: Config) -> int:

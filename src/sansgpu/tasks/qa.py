@@ -16,14 +16,21 @@ import torch.nn.functional as F
 from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, SansGPUError
 from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
-from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions
-from sansgpu.data.rows import BadRows
+from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions, unanswered_question
+from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
-from sansgpu.data.split import split_examples
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
+from sansgpu.tasks.fine_tuning import (
+    FineTuning,
+    FineTuningTask,
+    longest_example,
+    require_rows,
+    split_rows,
+    too_few,
+    whole_groups,
+)
 from sansgpu.tasks.task import Gather, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
@@ -124,10 +131,7 @@ class QA(QAObjective, FineTuningTask):
             if len(questions) < 2:
                 raise too_few(sources.train.name, len(questions), "questions", notes)
             contents = [question.context.encode() for question in questions]
-            sizes = np.ones(len(questions))
-            train, held = (
-                [questions[n] for n in part] for part in split_examples(contents, sizes, data.validation_split)
-            )
+            train, held = split_rows(questions, contents, data.validation_split)
 
         def tokenized(part: list[Question], rows: BadRows, name: str) -> TokenizedQuestions:
             size = sum(len(question.context) for question in part)
@@ -180,13 +184,7 @@ class QA(QAObjective, FineTuningTask):
         cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], null_answers: bool | None = None
     ) -> list[dict[str, Any]]:
         """Answers each row's `question` from its `context`. `null_answers` None follows the run's configuration."""
-        for number, row in enumerate(rows, 1):
-            if any(not str(row.get(key, "")).strip() for key in ("question", "context")):
-                raise ConfigError(f"row {number} needs a question and a context; add what is missing.")
-        questions = [
-            Question(str(number), row["question"], row["context"], (), impossible=True)
-            for number, row in enumerate(rows, 1)
-        ]
+        questions = [unanswered_question(row) for row in located(rows)]
         data = loaded.config.data
         if null_answers is not None:
             data = data.model_copy(update={"null_answers": null_answers})
@@ -216,17 +214,8 @@ class QAEvaluator:
     def validation_batches(self, size: int) -> Iterator[PackedSequences]:
         """Yields about `size` windows at a time; all windows of a question are in one batch."""
         self.answers = {}
-        windows_of = self._tokenized.by_question()
-        lengths = self._tokenized.lengths
-        longest = np.array([lengths[numbers].max() for numbers in windows_of])
-        pending: list[int] = []
-        for question in self._objective.ordered(np.arange(len(windows_of)), longest):
-            pending += windows_of[question]
-            if len(pending) >= size:
-                yield self._tokenized.batch(np.array(pending))
-                pending = []
-        if pending:
-            yield self._tokenized.batch(np.array(pending))
+        groups, lengths = self._tokenized.by_question(), self._tokenized.lengths
+        yield from map(self._tokenized.batch, whole_groups(groups, lengths, size, self._objective.ordered))
 
     def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the loss, the counts of windows and questions, and the sums of exact match and F1."""
@@ -293,12 +282,6 @@ def tokenize_questions(
     questions: list[Question], config: Config, tokenizer: Any, bad_rows: BadRows
 ) -> TokenizedQuestions:
     """Tokenizes questions into windows. Those that are too long are added to the `bad_rows`."""
-    longest = _longest(config, tokenizer)
+    longest = longest_example(config, tokenizer)
     kept, windows = make_windows(questions, tokenizer, longest, config.data.doc_stride, bad_rows)
     return TokenizedQuestions(kept, windows, bad_rows)
-
-
-def _longest(config: Config, tokenizer: Any) -> int:
-    """Returns the maximum window length: data.max_length, limited by the model's maximum."""
-    assert config.data.max_length is not None
-    return min(config.data.max_length, int(tokenizer.model_max_length))

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -82,9 +83,13 @@ def _loss_function(task: Task, batch: ExampleBatch, plan: StepPlan, seed: Callab
     return GradientCache(task, plan.group, batches, seed).loss
 
 
-def _seed_dropout(seed: int, step: int, rank: int, index: int) -> None:
-    """Seeds the dropout of a micro-batch."""
-    torch.manual_seed(derive_seed(seed, "dropout", step, index, rank))
+def _seed_dropout(device: torch.device, seed: int, step: int, rank: int, index: int) -> None:
+    """Seeds the dropout of a micro-batch.
+
+    torch.manual_seed formats a stack trace for each kind of GPU, so it is called only if the device is no CPU.
+    """
+    generator: Any = torch.default_generator if device.type == "cpu" else torch
+    generator.manual_seed(derive_seed(seed, "dropout", step, index, rank))
 
 
 def train_step(
@@ -105,7 +110,7 @@ def train_step(
     Raises SansGPUError before any weight changes if the loss or the gradient norm is not finite.
     """
     phases, targets = phases or PhaseTimer(), batch.target_count()
-    seed = partial(_seed_dropout, training.seed, state.progress.step, plan.group.rank)
+    seed = partial(_seed_dropout, plan.device, training.seed, state.progress.step, plan.group.rank)
     loss_of = _loss_function(task, batch, plan, seed)
     loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
     pending = deque(batch.micro_batches(plan.micro_batch, plan.group.rank, plan.group.size))

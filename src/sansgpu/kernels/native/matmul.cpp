@@ -1,5 +1,7 @@
 // Matmuls for kernels/matmul.py.
 
+#include "matmul_list.h"
+
 #include "matmul.h"
 
 namespace sansgpu {
@@ -7,47 +9,44 @@ namespace {
 
 template <typename T>
 struct StoreWithBias {
-  T* to;
+  T* to;  // may be null
   int64_t ld;
   const float* bias;  // may be null
 
   void operator()(int64_t row, int64_t column, int64_t count, float* sums) const {
+    if (to == nullptr) return;
     if (bias != nullptr)
       for (int64_t j = 0; j < count; ++j) sums[j] += bias[column + j];
     store_row(to + row * ld + column, sums, count);
   }
 };
 
-struct StayInTotal {
-  void operator()(int64_t, int64_t, int64_t, float*) const {}
-};
-
-template <typename T>
-void run(const Product<T>& product, T* out, const float* bias) {
-  if (out == nullptr)
-    Multiplication(product, StayInTotal()).run();
-  else
-    Multiplication(product, StoreWithBias<T>{out, product.N, bias}).run();
-}
-
 template <typename T>
 Operand<T> operand(const void* at, int64_t ld, int64_t transposed) {
   return {static_cast<const T*>(at), ld, transposed != 0};
 }
 
+// Computes matmuls in order; those that do not add to the same `total` at the same time.
+template <typename T>
+void multiply(const Matmul* each, const Matmul* end) {
+  while (each < end) {
+    std::vector<Multiplication<T, StoreWithBias<T>>> together;
+    const Matmul* first = each;
+    const auto added = [&](const Matmul& one) { return one.total != nullptr && one.total == each->total; };
+    for (; each < end && std::none_of(first, each, added); ++each) {
+      const auto& [M, N, K, a, lda, a_transposed, b, ldb, b_transposed, bias, out, total, add, row_sums] = *each;
+      const Operand<T> left = operand<T>(a, lda, a_transposed), right = operand<T>(b, ldb, b_transposed);
+      together.emplace_back(Product<T>{M, N, K, left, right, total, add != 0, row_sums},
+                            StoreWithBias<T>{static_cast<T*>(out), N, bias});
+    }
+    together[0].run_together(together.data(), together.size());
+  }
+}
+
 }  // namespace
 
-// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, C is stored
-// there in fp32, or added with `add`, without a bias, and then `out`, which may be null, gets its rounded values. `bias`
-// and `row_sums` may be null; see Product.
-SANSGPU_KERNEL void matmul(int64_t narrow, int64_t M, int64_t N, int64_t K, const void* a, int64_t lda,
-                           int64_t a_transposed, const void* b, int64_t ldb, int64_t b_transposed, const float* bias,
-                           void* out, float* total, int64_t add, float* row_sums) {
-  const auto multiply = [&]<typename T>(T* to) {
-    const Operand<T> left = operand<T>(a, lda, a_transposed), right = operand<T>(b, ldb, b_transposed);
-    run<T>({M, N, K, left, right, total, add != 0, row_sums}, to, bias);
-  };
-  narrow ? multiply(static_cast<bf16*>(out)) : multiply(static_cast<float*>(out));
+SANSGPU_KERNEL void matmuls(int64_t narrow, const Matmul* list, int64_t count) {
+  narrow ? multiply<bf16>(list, list + count) : multiply<float>(list, list + count);
 }
 
 }  // namespace sansgpu

@@ -5,6 +5,8 @@
 // depend on the number of threads.
 #pragma once
 
+#include <vector>
+
 #include "parallel.h"
 #include "product.h"
 
@@ -130,49 +132,68 @@ class Multiplication {
 
   void run() { run_together(this, 1); }
 
-  // Computes `count` products with the same shapes and options at the same time.
+  // Computes `count` products at the same time. Threads draw the units of one after those of another.
   static void run_together(Multiplication* all, int64_t count) {
-    const Product<T>& c = all->c_;
-    for (int64_t k = 0; k < c.K; k += TERMS)
-      for (int64_t n = 0; n < c.N; n += all->group_)
-        for (int64_t m = 0; m < c.M; m += all->strip_) {
-          const Part part(*all, m, n, k);
-          Turns packed(count * part.packs);
-          parallel_units(count * part.units, [&](Units& units) {
-            Buffer<float> sums(2 * all->rows_ * COLUMNS);
-            for (int64_t unit; units.draw(unit);) {
-              const int64_t which = unit / part.units;
-              all[which].run_unit(part, unit % part.units, packed, which * part.packs, sums);
-            }
-            end_products();
-          });
-        }
+    int64_t passes = 0, rows = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      passes = std::max(passes, all[i].passes());
+      rows = std::max(rows, all[i].rows_);
+    }
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      std::vector<Part> parts;
+      int64_t turns = 0, units = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        if (pass >= all[i].passes()) continue;
+        parts.emplace_back(all[i], pass, turns, units);
+        turns += parts.back().packs;
+        units = parts.back().end;
+      }
+      Turns packed(turns);
+      parallel_units(units, [&](Units& drawn) {
+        Buffer<float> sums(2 * rows * COLUMNS);
+        auto part = parts.begin();
+        for (int64_t unit; drawn.draw(unit); part->of.run_unit(*part, unit - part->start, packed, sums))
+          while (unit >= part->end) ++part;
+        end_products();
+      });
+    }
   }
 
  private:
-  // A strip of rows and a group of columns, computed from the terms that begin with k. B stays packed between strips.
+  // A strip of rows and a group of columns, computed from the terms that begin with k in one parallel region. B stays
+  // packed between strips.
   struct Part {
+    Multiplication& of;
     int64_t m, n, k, down, across;  // its first row, column and term, and its numbers of tiles
-    int64_t packs_a, packs, units;  // units that pack A, that pack, and all units
+    int64_t packs_a, packs, turn;   // units that pack A, that pack, and the turn of the first
+    int64_t start, end;             // its units among those of the region
 
-    Part(const Multiplication& of, int64_t m, int64_t n, int64_t k)
-        : m(m),
-          n(n),
-          k(k),
+    Part(Multiplication& of, int64_t pass, int64_t turn, int64_t start)
+        : of(of),
+          m(pass % of.strips() * of.strip_),
+          n(pass / of.strips() % of.groups() * of.group_),
+          k(pass / of.strips() / of.groups() * TERMS),
           down(divide_up(std::min(of.strip_, of.c_.M - m), of.rows_)),
           across(divide_up(std::min(of.group_, of.c_.N - n), COLUMNS)),
           packs_a(of.pack_a_ ? down : 0),
           packs(packs_a + (m == 0 ? across : 0)),
-          units(packs + down * across) {}
+          turn(turn),
+          start(start),
+          end(start + packs + down * across) {}
   };
+
+  int64_t strips() const { return divide_up(c_.M, strip_); }
+  int64_t groups() const { return divide_up(c_.N, group_); }
+  int64_t passes() const { return strips() * groups() * divide_up(c_.K, TERMS); }
 
   // Returns the rows or columns, in whole tiles, that are packed at once.
   int64_t at_once(int64_t bytes, int64_t tile, int64_t all) const {
     return std::min(round_up(all, tile), std::max(tile, bytes / static_cast<int64_t>(sizeof(T)) / ld_ / tile * tile));
   }
 
-  // Packs or multiplies. `packed` has the turns of this product from `turn` on.
-  void run_unit(const Part& part, int64_t unit, Turns& packed, int64_t turn, float* sums) {
+  // Packs or multiplies.
+  void run_unit(const Part& part, int64_t unit, Turns& packed, float* sums) {
+    const int64_t turn = part.turn;
     if (unit < part.packs) {
       unit < part.packs_a ? pack_strip(part.m, unit, part.n, part.k) : pack_panel(part.n, unit - part.packs_a, part.k);
       return packed.pass(turn + unit);

@@ -1,0 +1,112 @@
+"""Converts the tags of words to labeled spans and back, by the rules of conlleval and seqeval.
+
+Tags are either all of an entity scheme, `O` or a prefix and a label such as `B-person`, or all plain, such as `NOUN`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+OUTSIDE = "O"
+_ENTITY_TAG = re.compile(r"[BIES]-.")
+Scheme = Literal["plain", "IOB1", "IOB2", "BIOES"]
+
+
+class WordSpan(NamedTuple):
+    """Words [start, stop) with a label."""
+
+    start: int
+    stop: int
+    label: str
+
+
+class SpanCounts(NamedTuple):
+    """Correct, predicted and gold spans."""
+
+    right: int
+    predicted: int
+    gold: int
+
+
+def has_entities(tags: Iterable[str]) -> bool:
+    """Returns whether tags, or the labels of a model, are of an entity scheme."""
+    return any(_ENTITY_TAG.match(tag) for tag in tags)
+
+
+def tag_flaw(tag: str, entities: bool) -> str | None:
+    """Returns a clause about a tag that does not belong to the others, or None."""
+    if not tag:
+        return "a tag is empty"
+    if entities and tag != OUTSIDE and not has_entities((tag,)):
+        return f"its tag {tag!r} is neither {OUTSIDE} nor begins with B-, I-, E- or S- like the other tags"
+    return None
+
+
+def spans_of(tags: Sequence[str], entities: bool = True) -> list[WordSpan]:
+    """Returns the spans of a sentence; with plain tags, each word whose tag is not `O` is one."""
+    if not entities:
+        return [WordSpan(n, n + 1, tag) for n, tag in enumerate(tags) if tag != OUTSIDE]
+    spans: list[WordSpan] = []
+    before = ""  # prefix of the word before
+    for number, tag in enumerate(tags):
+        prefix, _, label = tag.partition("-")
+        continues = prefix in ("I", "E") and before in ("B", "I") and spans[-1].label == label
+        if continues:
+            spans[-1] = spans[-1]._replace(stop=number + 1)
+        elif prefix != OUTSIDE:
+            spans.append(WordSpan(number, number + 1, label))
+        before = prefix
+    return spans
+
+
+def iob2_tags(spans: Iterable[WordSpan], words: int) -> tuple[str, ...]:
+    """Returns the tags of a sentence in which the first word of each span has `B-` and the others have `I-`."""
+    tags = [OUTSIDE] * words
+    for span in spans:
+        tags[span.start : span.stop] = [f"B-{span.label}", *[f"I-{span.label}"] * (span.stop - span.start - 1)]
+    return tuple(tags)
+
+
+def scheme_of(sentences: Iterable[Sequence[str]]) -> Scheme:
+    """Determines the scheme of a dataset's tags.
+
+    In IOB1 a span begins with `I-`, except directly after another one of the same label. In IOB2 it begins with `B-`.
+    """
+    seen: Counter[str] = Counter()
+    for tags in sentences:
+        for before, tag in zip((OUTSIDE, *tags), tags, strict=False):
+            prefix, _, label = tag.partition("-")
+            follows = before in (f"B-{label}", f"I-{label}")
+            seen[prefix if prefix in ("E", "S") or follows or prefix == OUTSIDE else f"{prefix} begins"] += 1
+            seen["entities"] += has_entities((tag,))
+    if not seen["entities"]:
+        return "plain"
+    if seen["E"] or seen["S"]:
+        return "BIOES"
+    return "IOB1" if seen["I begins"] and not seen["B begins"] else "IOB2"
+
+
+def labels_of(tags: Iterable[str]) -> list[str]:
+    """Returns the labels of a model for these tags: `O` first, then B- and I- of each entity label, or sorted tags."""
+    found = set(tags)
+    if not has_entities(found):
+        return sorted(found, key=lambda tag: (tag != OUTSIDE, tag))
+    names = sorted({tag.partition("-")[2] for tag in found if tag != OUTSIDE})
+    return [OUTSIDE, *(f"{prefix}-{name}" for name in names for prefix in "BI")]
+
+
+def span_counts(gold: Sequence[WordSpan], predicted: Sequence[WordSpan]) -> dict[str, SpanCounts]:
+    """Returns the counts of a sentence by label. A span is correct if its words and its label are."""
+    right = set(gold) & set(predicted)
+    by_part = [Counter(span.label for span in part) for part in (right, predicted, gold)]
+    labels = sorted({label for counts in by_part for label in counts})
+    return {label: SpanCounts(*(counts[label] for counts in by_part)) for label in labels}
+
+
+def scores(right: float, predicted: float, gold: float) -> dict[str, float]:
+    """Returns precision, recall and F1; a score without anything to count is 0."""
+    precision, recall = right / max(predicted, 1.0), right / max(gold, 1.0)
+    return {"precision": precision, "recall": recall, "f1": 2 * right / max(predicted + gold, 1.0)}

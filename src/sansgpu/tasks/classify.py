@@ -1,0 +1,319 @@
+"""Trains a model to classify texts or pairs of texts, or to predict a number for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config.plain_data import read_text
+from sansgpu.data.labeled import (
+    LabeledText,
+    LabelKind,
+    Labels,
+    find_labels,
+    read_texts,
+    tokenize_texts,
+    unlabeled_text,
+    with_targets,
+)
+from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.sequences import LabeledSequences, PackedSequences
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import open_single, open_sources
+from sansgpu.models.pretrained import Head, ProblemType, load_tokenizer_of, pretrained_config, weights_fingerprint
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, longest_example, require_rows, split_rows, too_few
+from sansgpu.tasks.label_metrics import label_metrics
+from sansgpu.tasks.task import Sums
+from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
+from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
+
+PREDICTION_TOKENS = 8192  # of a batch; more save no time, because the matrix products are large enough
+PREDICTION_ROWS = 256
+SCORE = "score"  # name of the only output of a regression
+_PROBLEM_TYPES: dict[LabelKind, ProblemType] = {
+    "single": "single_label_classification",
+    "multiple": "multi_label_classification",
+    "regression": "regression",
+}
+_KINDS = {problem: kind for kind, problem in _PROBLEM_TYPES.items()}
+
+
+@dataclass(frozen=True)
+class LabeledCorpus(TokenizedCorpus[LabeledSequences]):
+    """Labeled texts for training and validation."""
+
+    labels: Labels
+
+    def preview(self) -> str | None:
+        """Returns the text of the first row and its labels in brackets."""
+        target = self.train.targets[0]
+        if self.labels.kind == "single":
+            shown = self.labels.names[int(target[0])]
+        elif self.labels.kind == "multiple":
+            shown = ", ".join(name for name, given in zip(self.labels.names, target, strict=True) if given)
+        else:
+            shown = f"{float(target[0]):g}"
+        return f"{self.tokenizer.decode(self.train.tokens[0])} ⟦{shown}⟧"
+
+
+class ClassifyObjective(FineTuning):
+    """A model with a head for sequences, and its loss."""
+
+    head_kind = "sequence"
+    class_weights: torch.Tensor | None = None  # (L,); only training has them
+
+    @classmethod
+    def head_of(cls, config: Config) -> Head:
+        """Returns the head. Without data, which has not been read for an estimate, it has two labels."""
+        if config.data.label_kind == "regression":
+            return Head(cls.head_kind, (SCORE,), "regression")
+        problem = _PROBLEM_TYPES["single" if config.data.label_kind == "auto" else config.data.label_kind]
+        return Head(cls.head_kind, tuple(config.data.labels or ("0", "1")), problem)
+
+    @property
+    def label_kind(self) -> LabelKind:
+        return _KINDS[cast(ProblemType, self.head.problem_type)]
+
+    def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
+        smoothing = self.config.training.label_smoothing
+        return self.losses(self.logits(batch), batch, smoothing, self.class_weights).sum()
+
+    def logits(self, batch: PackedSequences) -> torch.Tensor:
+        """Returns the logits of each example, (B, L) in fp32."""
+        return self.unpadded.sequence_logits(batch.tokens, batch.lengths, batch.types)
+
+    def losses(
+        self, logits: torch.Tensor, batch: PackedSequences, smoothing: float = 0.0, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the loss of each example, (B,): cross-entropy, mean binary cross-entropy, or squared error."""
+        known = batch.has_target()
+        targets = batch.targets.masked_fill(~known[:, None], 0)
+        if self.label_kind == "single":
+            on_device = None if weights is None else weights.to(logits.device)
+            losses = F.cross_entropy(logits, targets[:, 0], on_device, reduction="none", label_smoothing=smoothing)
+        elif self.label_kind == "multiple":
+            losses = F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none").mean(dim=1)
+        else:
+            losses = (logits[:, 0] - targets[:, 0]).square()
+        return losses * known
+
+
+class Classify(ClassifyObjective, FineTuningTask):
+    """`task: classify`."""
+
+    settings = SETTINGS["classify"]
+    verbs = ("evaluate", "predict", "export")
+    objective_class = ClassifyObjective
+    evaluator: ClassifyEvaluator
+
+    def __init__(self, config: Config, corpus: LabeledCorpus, effective_batch: int) -> None:
+        super().__init__(config)
+        self.corpus, self._effective_batch = corpus, effective_batch
+        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
+        self.flops_per_token = self.flops_of_token(corpus.example_tokens)
+        self.evaluator = ClassifyEvaluator(self, corpus.validation, 0)
+        if config.data.class_weights == "balanced":
+            self.class_weights = balanced_weights(corpus.train.targets[:, 0], len(corpus.labels.names))
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
+        """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
+        sources, data = open_sources(config.data), config.data
+        tokenizer = load_tokenizer_of(config.model)
+        notes: list[str] = []
+        train_rows, held_rows = BadRows(data.on_bad_row), BadRows(data.on_bad_row)
+        texts = read_texts(sources.train.rows(), data, train_rows)
+        if len(texts) < 2:
+            train_rows.report(notes.append)
+            raise too_few(sources.train.name, len(texts), "rows", notes)
+        labels = find_labels(texts, data, sources.train.name)
+        notes += [labels.note] if labels.note else []
+        config = _with_labels(config, labels)
+        if sources.validation is not None:
+            train, held = texts, read_texts(sources.validation.rows(), data, held_rows)
+        else:
+            train, held = split_rows(texts, [f"{t.text}\0{t.pair}".encode() for t in texts], data.validation_split)
+
+        def tokenized(part: list[LabeledText], rows: BadRows, name: str) -> LabeledSequences:
+            size = sum(len(text.text) for text in part)
+            progress("tokenizing", size, size)
+            made = tokenize_labeled(part, labels, config, tokenizer, rows, lambda note: notes.append(f"{name} {note}"))
+            rows.report(lambda note: notes.append(f"{name} rows: {note}"))
+            return made
+
+        parts = tokenized(train, train_rows, "training"), tokenized(held, held_rows, "validation")
+        if not all(len(part) for part in parts):
+            raise too_few(sources.train.name, len(texts), "rows", notes)
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(parts[0])}-{parts[0].lengths.sum()}"
+        return config, LabeledCorpus(*parts, notes, fingerprint, tokenizer, labels)
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
+        """Builds `size` texts of random tokens with the first label."""
+        outputs = len(cls.head_of(config).labels) if config.data.label_kind == "multiple" else 1
+        dtype = np.float32 if config.data.label_kind == "regression" else np.int64
+        return PackedSequences.of(cls.random_tokens(config, size, tokens), np.zeros((size, outputs), dtype))
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return 32
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        """Returns whether a folder holds a transformers model that classifies sequences."""
+        file = Path(target).expanduser() / "config.json"
+        if not file.is_file():
+            return False
+        try:
+            settings = json.loads(read_text(file))
+        except (ConfigError, ValueError):
+            return False
+        names = settings.get("architectures") if isinstance(settings, dict) else None
+        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+    @classmethod
+    def config_of_model(cls, source: ModelSource) -> Config:
+        """Returns a configuration with the labels in the model's config.json."""
+        config = super().config_of_model(source)
+        settings: Any = pretrained_config(config.model.model_copy(update={"trust_remote_code": source.remote_code}))
+        names = tuple(str(name) for _, name in sorted(settings.id2label.items()))
+        kind = _KINDS.get(settings.problem_type) or ("regression" if len(names) == 1 else "single")
+        return _with_labels(config, Labels(kind, () if kind == "regression" else names))
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> ClassifyEvaluator:
+        if request.data is None:
+            part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
+        else:
+            data = loaded.config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
+            source, bad_rows = open_single(request.data, data), BadRows(data.on_bad_row)
+            texts = read_texts(source.rows(), data, bad_rows)
+            labels = _labels_of(loaded.objective)
+            part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)
+            bad_rows.report(lambda note: request.warn(f"{source.name}: {note}"))
+            require_rows(part, source.name)
+            skipped = bad_rows.count
+        return ClassifyEvaluator(loaded.objective, part, skipped)
+
+    @classmethod
+    def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the label and the probability of each label for every row, or the number that is predicted for it."""
+        data, objective = loaded.config.data, cast(ClassifyObjective, loaded.objective)
+        texts = [unlabeled_text(SourceRow(f"row {number}", row), data) for number, row in enumerate(rows, 1)]
+        made = tokenize_texts(texts, loaded.tokenizer, longest_example(loaded.config, loaded.tokenizer))
+        part = LabeledSequences(made.ids, np.zeros((len(texts), 1), np.int64), made.types)
+        labels, logits = _labels_of(objective), torch.empty(len(texts), len(objective.head.labels))
+        for numbers in _similar_lengths(part.lengths):
+            logits[torch.from_numpy(numbers)] = objective.logits(part.batch(numbers).to(loaded.device)).cpu()
+        return [prediction(row, labels) for row in logits]
+
+
+def _with_labels(config: Config, labels: Labels) -> Config:
+    """Returns a configuration that records the labels. Raises ConfigError if other settings do not fit them."""
+    data = config.data.model_copy(update={"labels": list(labels.names), "label_kind": labels.kind})
+    config = config.model_copy(update={"data": data})
+    if found := next(iter(config.settings.problems(config)), None):
+        raise ConfigError(f"{found}.")
+    return config
+
+
+def _labels_of(objective: ClassifyObjective) -> Labels:
+    kind = objective.label_kind
+    return Labels(kind, () if kind == "regression" else objective.head.labels)
+
+
+def tokenize_labeled(
+    texts: list[LabeledText], labels: Labels, config: Config, tokenizer: Any, bad_rows: BadRows, note: Any
+) -> LabeledSequences:
+    """Tokenizes texts, passing the number of truncated ones to `note`. Rows with unknown labels are bad rows."""
+    kept, targets = with_targets(texts, labels, bad_rows)
+    longest = longest_example(config, tokenizer)
+    made = tokenize_texts(kept, tokenizer, longest)
+    if made.truncated:
+        note(f"texts: {made.truncated:,} of {len(kept):,} are longer than {longest} tokens and are truncated.")
+    return LabeledSequences(made.ids, targets, made.types)
+
+
+def balanced_weights(targets: np.ndarray, labels: int) -> torch.Tensor:
+    """Returns the weight of each label, (L,), by which all labels have the same total weight and the mean is 1."""
+    counts = np.bincount(targets, minlength=labels)
+    return torch.from_numpy(len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))).float()
+
+
+def _similar_lengths(lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the indices of examples of similar length that make up one batch."""
+    order = np.argsort(-lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        size = int(np.clip(PREDICTION_TOKENS // lengths[order[start]], 1, PREDICTION_ROWS))
+        yield order[start : start + size]
+        start += size
+
+
+def prediction(logits: torch.Tensor, labels: Labels) -> dict[str, Any]:
+    """Returns the prediction for one example from its logits, (L,)."""
+    if labels.kind == "regression":
+        return {"score": float(logits[0])}
+    single = labels.kind == "single"
+    scores = dict(zip(labels.names, (logits.softmax(0) if single else logits.sigmoid()).tolist(), strict=True))
+    if single:
+        return {"label": labels.names[int(logits.argmax())], "scores": scores}
+    return {"labels": [name for name, score in scores.items() if score > 0.5], "scores": scores}
+
+
+class ClassifyEvaluator:
+    """Predicts the labels of texts and computes metrics from all of them."""
+
+    def __init__(self, objective: ClassifyObjective, part: LabeledSequences, skipped: int) -> None:
+        self._objective, self._part, self._skipped = objective, part, skipped
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._objective.model
+
+    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
+        order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
+        for start in range(0, len(order), size):
+            yield self._part.batch(order[start : start + size])
+
+    def evaluate(self, batch: PackedSequences) -> Sums:
+        """Returns the loss, without label smoothing and class weights, and each row's prediction under its number.
+
+        Several labels are one entry each, `ROW LABEL`. Sums over ranks therefore hold the predictions of all rows.
+        """
+        assert batch.numbers is not None
+        logits = self._objective.logits(batch)
+        sums = {"loss": float(self._objective.losses(logits, batch).sum()), "rows": float(len(batch))}
+        kind = self._objective.label_kind
+        for number, row in zip(batch.numbers.tolist(), logits.cpu(), strict=True):
+            if kind == "multiple":
+                sums[f"{number}"] = 0.0
+                sums |= {f"{number} {label}": 1.0 for label in torch.nonzero(row > 0).flatten().tolist()}
+            else:
+                sums[f"{number}"] = float(row.argmax() if kind == "single" else row[0])
+        return sums
+
+    def metrics(self, sums: Sums) -> dict[str, Any]:
+        """Computes the loss per row and the metrics of the kind of labels."""
+        numbers = sorted(int(name) for name in sums if name.isdigit())
+        labels = _labels_of(self._objective)
+        targets = torch.from_numpy(self._part.targets[numbers])
+        if labels.kind == "multiple":
+            values = [[sums.get(f"{n} {label}", 0.0) for label in range(len(labels.names))] for n in numbers]
+        else:
+            values = [[sums[f"{n}"]] for n in numbers]
+        predicted = torch.tensor(values, dtype=torch.float64).to(targets.dtype)
+        loss = sums["loss"] / sums["rows"]
+        return {"loss": loss, **label_metrics(labels, predicted, targets), "rows": sums["rows"]}
+
+    def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Adds the number of bad rows, which have no prediction."""
+        return {**metrics, "skipped": float(self._skipped)}

@@ -1,0 +1,114 @@
+"""`sansgpu predict --data` reads rows of every form, predicts them in chunks, and writes all of them or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sansgpu.cli import run as cli
+from sansgpu.config import DataConfig
+from sansgpu.jobs import predict as job
+from sansgpu.jobs.predict import rows_of
+from tests.processes import messages, use_cache
+from tests.tasks.folders import model_folder
+
+Captured = pytest.CaptureFixture[str]
+ROWS = [{"question": f"Which fox is {word}?", "context": f"The {word} fox sleeps."} for word in ("red", "old", "new")]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, tmp_path / "cache")
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def predicted(capsys: Captured, rows: Path, *more: str) -> str:
+    capsys.readouterr()
+    assert cli(["predict", str(model_folder("bert")), "--data", str(rows), *more]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: Captured, rows: Path, *more: str) -> str:
+    capsys.readouterr()
+    assert cli(["predict", str(model_folder("bert")), "--data", str(rows), *more]) == 2
+    (line,) = messages(capsys.readouterr().err)
+    return line
+
+
+def test_rows_are_predicted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """The rows, their order and the predictions do not depend on the size of the chunks."""
+    monkeypatch.setattr(job, "CHUNK_ROWS", 2)
+    rows, output = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "new/out.jsonl"
+    in_chunks = predicted(capsys, rows)
+    assert predicted(capsys, rows, "--output", str(output)) == ""
+    assert output.read_text(encoding="utf-8") == in_chunks
+    monkeypatch.undo()
+    use_cache(monkeypatch, tmp_path / "cache")
+    at_once = predicted(capsys, rows)
+    assert [_answer(line) for line in at_once.splitlines()] == [_answer(line) for line in in_chunks.splitlines()]
+    assert len(at_once.splitlines()) == 3
+
+
+def _answer(line: str) -> tuple[str, float]:
+    row = json.loads(line)
+    return row["answer"], pytest.approx(row["probability"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"question": "Who?"}, "rows.jsonl, line 3: no context; fix or remove the row."),
+        ({"question": 5, "context": "a"}, "rows.jsonl, line 3: no question; fix or remove the row."),
+        ([1], "rows.jsonl, line 3 is not an object with columns."),
+        ({"question": "fox " * 600, "context": "a"}, "rows.jsonl, line 3 has "),
+    ],
+)
+def test_a_bad_row_of_a_later_chunk_is_named_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, row: Any, sentence: str
+) -> None:
+    monkeypatch.setattr(job, "CHUNK_ROWS", 2)
+    rows, output = written(tmp_path / "rows.jsonl", [*ROWS[:2], row]), tmp_path / "out.jsonl"
+    assert sentence in refused(capsys, rows, "--output", str(output))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["rows.jsonl"]
+
+
+def test_lines_that_cannot_be_read_are_named(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "rows.tsv").write_bytes(b"question\tcontext\nWho?\n")
+    assert "rows.tsv, line 2 has 1 columns, but the header has 2" in refused(capsys, tmp_path / "rows.tsv")
+    (tmp_path / "rows.jsonl").write_bytes(b"{\n")
+    assert "rows.jsonl, line 1 is not valid JSON" in refused(capsys, tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_bytes(b"\n")
+    assert refused(capsys, tmp_path / "rows.jsonl").endswith("rows.jsonl has no rows.")
+    (tmp_path / "lines.txt").write_bytes(b"Who?\n")
+    assert "lines.txt, line 1: no question" in refused(capsys, tmp_path / "lines.txt")
+
+
+def test_a_table_is_answered(tmp_path: Path, capsys: Captured) -> None:
+    rows = written(tmp_path / "rows.jsonl", ROWS)
+    lines = ["question\tcontext", *("\t".join(row.values()) for row in ROWS)]
+    (tmp_path / "rows.tsv").write_text("\n".join(lines), encoding="utf-8")
+    assert predicted(capsys, tmp_path / "rows.tsv") == predicted(capsys, rows)
+
+
+def test_each_line_of_a_text_file_is_a_row_with_the_column_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("one\n\ntwo", encoding="utf-8")
+    for column in ("text", "sentence", 5, -1):
+        rows = rows_of(str(tmp_path / "lines.txt"), DataConfig(text_column=column))
+        assert [(row, row.where) for row in rows] == [
+            ({column: "one"}, f"{tmp_path}/lines.txt, line 1"),
+            ({column: "two"}, f"{tmp_path}/lines.txt, line 3"),
+        ]
+
+
+def test_rows_of_a_table_without_a_header_have_the_columns_of_the_training(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_text("a\tb\nc\td\n", encoding="utf-8")
+    rows = list(rows_of(str(tmp_path / "rows.tsv"), DataConfig(text_column=1)))
+    assert rows == [{0: "a", 1: "b"}, {0: "c", 1: "d"}]
+    assert list(rows_of(str(tmp_path / "rows.tsv"), DataConfig())) == [{"a": "c", "b": "d"}]

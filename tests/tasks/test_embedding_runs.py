@@ -1,0 +1,179 @@
+"""Runs of embedding models resume, export Sentence Transformers folders, and write vectors; errors are one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+from sansgpu.cli import run as cli
+from tests.processes import digests
+from tests.tasks.fine_tuned import Captured, events_of, sentence
+from tests.tasks.folders import model_folder
+from tests.tasks.texts import embed_settings, text_rows
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+TEXTS = ["red old house", "a", "new cat " * 40, "The fox is brown."]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedding")
+    for form in ("pairs", "triplets", "scores", "labels"):
+        text_rows(folder / f"{form}.jsonl", form)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": t, "n": n}) + "\n" for n, t in enumerate(TEXTS)))
+    return folder
+
+
+def command(home: Path, run: str, form: str = "pairs", model: str = "bert", **changes: object) -> list[str]:
+    rows = home / f"{form}.jsonl"
+    asked = embed_settings(model_folder(model), rows, **{"data__validation_split": 0.2, **changes})
+    return ["train", *(part for pair in asked for part in ("--set", pair)), "--output-dir", str(home / run)]
+
+
+def made(home: Path, run: str, *more: Any, **changes: object) -> Path:
+    if not (home / run / "final").exists():
+        assert cli(command(home, run, *more, **changes)) == 0
+    return home / run
+
+
+def vectors(target: Path, home: Path, output: Path, *more: str) -> np.ndarray:
+    asked = ["embed", str(target), "--data", str(home / "texts.jsonl"), "--output", str(output), "--precision", "fp32"]
+    assert cli([*asked, *more]) == 0
+    found: np.ndarray = np.load(output)
+    return found
+
+
+def test_a_run_resumes_exactly(home: Path, capsys: Captured) -> None:
+    run = made(home, "resumed", "triplets")
+    before = digests(run)
+    assert cli([*command(home, "resumed", "triplets"), "--resume", "2"]) == 0
+    assert {name: digest for name, digest in digests(run).items() if "abandoned" not in name} == before
+    losses = [event["loss"] for event in events_of(run, "eval")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [("bert", {}), ("qwen2", {}), ("modernbert", {"model__pooling": "cls"}), ("bert", {"model__adapter": "lora"})],
+)
+def test_sentence_transformers_and_transformers_load_the_final_folder(
+    home: Path, tmp_path: Path, model: str, changes: dict[str, object]
+) -> None:
+    run = made(home, f"{model}{len(str(changes))}", "pairs", model, **changes)
+    theirs = SentenceTransformer(str(run / "final"), device="cpu")
+    expected = theirs.encode(TEXTS)
+    assert np.abs(np.linalg.norm(expected, axis=1) - 1).max() < 1e-5
+    for number, target in enumerate((run, run / "final")):
+        np.testing.assert_allclose(vectors(target, home, tmp_path / f"{number}.npy"), expected, atol=1e-5)
+    with torch.no_grad():
+        AutoModel.from_pretrained(run / "final")(torch.tensor([[5, 6, 7]]))
+    assert "SentenceTransformer" in (run / "final/README.md").read_text(encoding="utf-8")
+
+
+def test_a_sentence_transformers_folder_is_fine_tuned_as_it_is(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    base = made(home, "modernbert24", "pairs", "modernbert", model__pooling="cls") / "final"
+    asked = command(home, "again", model__name_or_path=base)
+    asked = [
+        part for pair in zip(asked[1::2], asked[2::2], strict=True) if "max_length" not in pair[1] for part in pair
+    ]
+    assert cli(["train", *asked]) == 0
+    settings = json.loads((home / "again/final/1_Pooling/config.json").read_text())
+    assert settings["pooling_mode_cls_token"]
+    assert not settings["pooling_mode_mean_tokens"]
+    assert json.loads((home / "again/final/sentence_bert_config.json").read_text())["max_seq_length"] == 24
+    capsys.readouterr()
+    assert cli(["eval", str(home / "again/final"), "--data", str(home / "scores.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert -1 <= found["spearman"] <= 1
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')
+    for file in base.iterdir():
+        if file.is_file() and file.name != "modules.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert cli(["embed", str(tmp_path), "--data", "x.jsonl", "--output", str(tmp_path / "a.npy")]) == 2
+    capsys.readouterr()
+    assert cli(command(home, "dense", model__name_or_path=tmp_path)) == 2
+    assert "names the module Dense" in sentence(capsys)
+
+
+@pytest.mark.parametrize(("form", "metric"), [("pairs", "mrr"), ("labels", "ndcg_at_10"), ("scores", "spearman")])
+def test_metrics(home: Path, form: str, metric: str, capsys: Captured) -> None:
+    run = made(home, f"measured-{form}", form)
+    last = events_of(run, "eval")[-1]
+    assert 0 <= abs(last[metric]) <= 1
+    capsys.readouterr()
+    assert cli(["eval", str(run), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again[metric] == pytest.approx(last[metric], abs=1e-6)
+    assert again["loss"] == pytest.approx(last["loss"], abs=1e-5)
+
+
+def test_vectors_keep_the_columns_of_their_rows(home: Path, tmp_path: Path) -> None:
+    run = made(home, "measured-pairs", "pairs")
+    expected = vectors(run, home, tmp_path / "a.npy")
+    assert cli(["embed", str(run), "--data", str(home / "texts.jsonl"), "--output", str(tmp_path / "a.parquet")]) == 0
+    table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
+    assert table.column_names == ["text", "n", "embedding"]
+    assert table["text"].to_pylist() == TEXTS
+    np.testing.assert_allclose(np.array(table["embedding"].to_pylist()), expected, atol=0.02)  # perhaps in bf16
+    assert expected.dtype == np.float32
+
+
+def test_vectors_are_written_as_a_whole_or_not_at_all(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    run, output = made(home, "measured-pairs", "pairs"), tmp_path / "a.npy"
+    rows = tmp_path / "rows.jsonl"
+    for text, problem in (('" "', "line 2: its text is empty"), ("3", "line 2: column text contains a int")):
+        rows.write_text('{"text": "red"}\n{"text": ' + text + "}\n")
+        capsys.readouterr()
+        assert cli(["embed", str(run), "--data", str(rows), "--output", str(output)]) == 2
+        assert problem in sentence(capsys)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
+    assert cli(["embed", str(run), "--data", str(rows), "--output", str(tmp_path / "a.txt")]) == 2
+    assert "must end in .npy or .parquet" in sentence(capsys)
+    rows.write_text('{"title": "red", "body": "old"}\n')
+    assert cli(["embed", str(run), "--data", str(rows), "--output", str(output)]) == 2
+    assert "set --text-column" in sentence(capsys)
+
+
+BAD = {
+    '{"anchor": "red", "positive": " "}': "line 2: its positive is empty",
+    '{"anchor": "red"}': "line 2: it has no positive",
+    '{"anchor": "red", "positive": "old", "negative": ["new", 3]}': "its negative contains 3, which is not text",
+    '{"text1": "red", "text2": "old"}': "line 2: it has no score",
+    '{"text1": "red", "text2": "old", "score": "high"}': "line 2: its score is 'high', not a number",
+    '{"text1": "red", "text2": "old", "score": 1}': "two texts and a score, but the rows before it have an anchor",
+    '{"text": "red"}': "line 2: it has no label",
+    '{"title": "red"}': "line 2 has the columns title; rows need anchor and positive",
+    "3": "line 2: it is a int, not an object with texts",
+}
+
+
+@pytest.mark.parametrize("row", BAD)
+def test_a_bad_row_is_one_sentence(home: Path, tmp_path: Path, row: str, capsys: Captured) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"anchor": "red", "positive": "old"}\n' + row + "\n")
+    assert cli(command(home, "bad", data__dataset_name=rows)) == 2
+    assert BAD[row] in sentence(capsys)
+
+
+def test_data_that_cannot_be_learned_from(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "red", "label": "a"}\n{"text": "old", "label": "a"}\n')
+    assert cli(command(home, "bad", data__dataset_name=rows, data__validation_name=rows)) == 2
+    assert "every row has the label a" in sentence(capsys)
+    assert cli(command(home, "bad", training__embedding_loss="triplet")) == 2
+    assert "line 1: it has no negative" in sentence(capsys)
+    assert cli(command(home, "bad", training__embedding_loss="cosine")) == 2
+    assert "does not fit the rows, which have an anchor and a positive" in sentence(capsys)
+    assert cli(command(home, "bad", training__matryoshka_dims=[65])) == 2
+    assert "have 64 features" in sentence(capsys)
+    assert cli(command(home, "bad", "scores", data__score_scale=2)) == 2
+    assert "is not between -2 and data.score_scale 2" in sentence(capsys)
