@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
 from sansgpu.cli import run as cli
 from tests.processes import messages, settings, use_cache, write_corpus
@@ -133,6 +135,22 @@ def test_other_heads_have_their_own_outputs(capsys: Captured, tmp_path: Path, he
     transformers.AutoTokenizer.from_pretrained(model_folder("bert")).save_pretrained(tmp_path / "model")
     file, _ = exported(capsys, tmp_path / "model", "--output", tmp_path / "out")
     assert_close(file, model, names, tmp_path, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_a_sentence_transformers_folder_has_vectors(capsys: Captured, tmp_path: Path, mode: str) -> None:
+    transformer = Transformer(str(model_folder("bert")), max_seq_length=64)
+    modules = [transformer, Pooling(64, pooling_mode=mode), Normalize()]
+    model = SentenceTransformer(modules=modules, device="cpu")
+    model.save(str(tmp_path / "model"))
+    file, checked = exported(capsys, tmp_path / "model", "--output", tmp_path / "out")
+    assert "lowest cosine similarity 1.0000" in checked
+    texts = ["the red fox", "a much longer text about quiet dark round words", "so"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent)
+    (found,) = run_elsewhere(file, [tokenizer(texts, padding=True, return_tensors="pt")], tmp_path)
+    assert found.keys() == {"last_hidden_state", "sentence_embedding"}
+    np.testing.assert_allclose(found["sentence_embedding"], model.encode(texts), atol=1e-5)
+    assert (file.parent / "1_Pooling/config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from sansgpu.config.plain_data import first_line, read_object
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.model_folder import validate_model_folder
 from sansgpu.models.pretrained import AUTO_CLASSES, Head, HeadKind, load_pretrained, load_tokenizer_of, save_tokenizer
+from sansgpu.models.sentence_embedding import EmbeddingLayout, read_layout, write_layout
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
@@ -86,7 +87,8 @@ def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bo
     tokenizer = load_tokenizer_of(settings)
     model = load_pretrained(settings, Head(head), seed=0).eval()
     model.set_attn_implementation("eager")
-    traced = _TracedModel(model, head, tokenizer.model_input_names).eval()
+    layout = read_layout(settings) if head == "none" else None
+    traced = _TracedModel(model, head, tokenizer.model_input_names, layout).eval()
     found: list[OnnxCheck] = []
 
     def write(partial: Path) -> None:
@@ -101,6 +103,8 @@ def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bo
             )
         model.config.save_pretrained(partial)
         save_tokenizer(tokenizer, partial)
+        if layout is not None:
+            write_layout(layout, int(model.config.get_text_config().hidden_size), partial)
 
     write_folder_atomically(folder, write)
     return found[0]
@@ -132,9 +136,12 @@ def decoder_error(name: str) -> ConfigError:
 class _TracedModel(torch.nn.Module):
     """A transformers model with tensors as inputs, named as the tokenizer names them, and a tuple of outputs."""
 
-    def __init__(self, model: PreTrainedModel, head: HeadKind, inputs: list[str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, head: HeadKind, inputs: list[str], layout: EmbeddingLayout | None
+    ) -> None:
         super().__init__()
-        self.model, self.head, self.outputs = model, head, _OUTPUTS[head]
+        self.model, self.head, self.layout = model, head, layout
+        self.outputs = (*_OUTPUTS[head], *(["sentence_embedding"] if layout else []))
         self.inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in inputs]
 
     def forward(
@@ -142,7 +149,8 @@ class _TracedModel(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         found: Any = self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **types)
-        return tuple(found[name] for name in self.outputs)
+        tensors = tuple(found[name] for name in _OUTPUTS[self.head])
+        return tensors if self.layout is None else (*tensors, _pool(tensors[0], attention_mask, self.layout))
 
     def random_inputs(self, texts: int, tokens: int) -> Arrays:
         """Draws texts of `tokens` random tokens, or fewer if the model's context is shorter. All but one are padded."""
@@ -161,9 +169,21 @@ class _TracedModel(torch.nn.Module):
         mask = inputs["attention_mask"].bool()
         if self.head == "qa":  # (B, T): the places in each text
             return [row[known] for row, known in zip(output, mask, strict=True)]
-        if self.head == "sequence":  # (B, L)
+        if output.ndim == 2:  # (B, L) or (B, D)
             return list(output)
         return list(output[mask])  # (B, T, L)
+
+
+def _pool(hidden: torch.Tensor, mask: torch.Tensor, layout: EmbeddingLayout) -> torch.Tensor:
+    """Returns the vector of each text, (B, D), from hidden states with padding at the end, (B, T, D)."""
+    mask = mask.to(hidden.dtype)[..., None]
+    if layout.pooling == "mean":
+        vectors = (hidden * mask).sum(1) / mask.sum(1)
+    elif layout.pooling == "cls":
+        vectors = hidden[:, 0]
+    else:  # the token whose mask differs from that of the next
+        vectors = (hidden * (mask - F.pad(mask[:, 1:], (0, 0, 0, 1)))).sum(1)
+    return F.normalize(vectors, dim=-1) if layout.normalize else vectors
 
 
 @contextmanager
