@@ -37,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-SLOW = ("bench", "fine-tuning", "graph", "plan", "resume", "scaling", "tune", "use")  # pages that take long
+SLOW = ("bench", "fine-tuning", "graph", "plan", "resume", "scaling", "search", "tune", "use")  # pages that take long
 
 
 def timed(page: Path) -> object:

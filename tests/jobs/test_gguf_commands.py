@@ -127,7 +127,7 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         ((plain, "--type", "f16"), "--type requires --format gguf"),
         ((plain, *as_gguf, "--type", "q4_k"), "--type is q4_k, but must be one of f32, f16, bf16, q8_0"),
         ((home / "qwen", *as_gguf, "--merge"), "--merge and --no-merge require --format hf"),
-        ((plain, "--format", "onnx"), "--format is onnx, but must be hf or gguf"),
+        ((plain, "--format", "tflite"), "--format is tflite, but must be hf, gguf or onnx"),
         ((plain, *as_gguf, "--output", tmp_path / "notes.txt"), "exists and was not written by this command"),
         ((plain, *as_gguf, "--output", tmp_path), "is a folder"),
         ((plain, *as_gguf, "--snapshot", "9999"), "9999"),

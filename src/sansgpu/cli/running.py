@@ -20,7 +20,7 @@ from sansgpu.cli.start import bench, doctor, plan
 from sansgpu.cli.tokenizer import tokenizer
 from sansgpu.cli.train import train, tune
 from sansgpu.cli.use import chat, evaluate, export, generate, predict
-from sansgpu.cli.vectors import embed
+from sansgpu.cli.vectors import embed, search
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
 _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
@@ -29,7 +29,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Look": {"runs": list_runs, "report": report, "snapshots": snapshots},
     "Use": {
         "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "extract": extract, "embed": embed,
-        "export": export, "tokenizer": tokenizer,
+        "search": search, "export": export, "tokenizer": tokenizer,
     },
     "Scale": {"k8s": k8s},
 }  # fmt: skip

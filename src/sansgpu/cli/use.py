@@ -18,6 +18,7 @@ from sansgpu.cli.options import (
     RemoteCodeOption,
     RunArgument,
     SnapshotOption,
+    complain,
     flag,
     option,
     path_option,
@@ -241,16 +242,24 @@ def _single_row(flags: dict[str, str | None], data: str | None) -> dict[str, str
 def export(
     run: RunArgument,
     form: Annotated[
-        str, option("hf: a Hugging Face folder. gguf: a file for llama.cpp.", OUTPUT, "--format", metavar="hf|gguf")
+        str,
+        option(
+            "hf: a Hugging Face folder. gguf: a file for llama.cpp. onnx: an encoder for onnxruntime.",
+            OUTPUT,
+            "--format",
+            metavar="hf|gguf|onnx",
+        ),
     ] = "hf",
     kind: Annotated[
         str | None,
-        option("With gguf: data type of matrices. Default: f16.", OUTPUT, "--type", metavar="f32|f16|bf16|q8_0"),
+        option(
+            "Data type of matrices. gguf: f32, f16 (default), bf16, q8_0. onnx: f32 (default), int8.", OUTPUT, "--type"
+        ),
     ] = None,
     snapshot: SnapshotOption = "latest",
     output: Annotated[
         Path | None,
-        path_option("Output. Default: RUN/export or RUN/NAME-TYPE.gguf.", "PATH"),
+        path_option("Output. Default: RUN/export, RUN/NAME-TYPE.gguf or RUN/onnx-TYPE.", "PATH"),
     ] = None,
     merge: Annotated[
         bool | None,
@@ -259,21 +268,28 @@ def export(
     trust_remote_code: RemoteCodeOption = False,
     objective: ObjectiveOption = None,
 ) -> None:
-    """Export a Hugging Face folder or a GGUF file.
+    """Export a Hugging Face folder, a GGUF file or an ONNX file.
+
+    With onnx, RUN may also be a Hugging Face folder, such as the final/ of a run.
 
     Example: sansgpu export runs/default --format gguf --type q8_0 --snapshot best
     """
-    if form not in ("hf", "gguf"):
-        raise typer.BadParameter(f"--format is {form}, but must be hf or gguf")
+    if form not in ("hf", "gguf", "onnx"):
+        raise typer.BadParameter(f"--format is {form}, but must be hf, gguf or onnx")
     if form == "hf" and kind is not None:
-        raise typer.BadParameter("--type requires --format gguf")
-    if form == "gguf" and merge is not None:
-        raise typer.BadParameter("--merge and --no-merge require --format hf; a GGUF file always holds the whole model")
+        raise typer.BadParameter("--type requires --format gguf or onnx")
+    if form != "hf" and merge is not None:
+        raise typer.BadParameter("--merge and --no-merge require --format hf; other files always hold the whole model")
     with preparation_bar() as bar:
-        from sansgpu.jobs.export import export_gguf, export_run
+        from sansgpu.jobs.export import export_gguf, export_onnx, export_run
 
         if form == "gguf":
             written = export_gguf(run, snapshot, output, kind or "f16", warn, bar, trust_remote_code, objective)
+        elif form == "onnx":
+            chosen = snapshot, output, kind or "f32", warn, bar, trust_remote_code, objective
+            written, check = export_onnx(run, *chosen)
         else:
             written = export_run(run, snapshot, output, merge, warn, bar, trust_remote_code, objective)
+    if form == "onnx":
+        complain(f"checked with onnxruntime: {check}")
     show(written)

@@ -1,4 +1,4 @@
-"""The `sansgpu embed` command."""
+"""The commands that use vectors of texts: `sansgpu embed` and `sansgpu search`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,30 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from sansgpu.cli.options import RemoteCodeOption, SnapshotOption, option, path_option, preparation_bar, show, warn
+from sansgpu.cli.options import (
+    JsonOption,
+    RemoteCodeOption,
+    SnapshotOption,
+    option,
+    path_option,
+    preparation_bar,
+    print_json,
+    show,
+    warn,
+)
 
 if TYPE_CHECKING:
     from sansgpu.config.training import Precision
 
 
+EncoderArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Run of task embed, Sentence Transformers folder or Hugging Face encoder."),
+]
+
+
 def embed(
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="Run of task embed, Sentence Transformers folder or Hugging Face encoder."),
-    ],
+    run: EncoderArgument,
     data: Annotated[str, option("Rows with texts (file, folder or Hub name).")],
     output: Annotated[Path, path_option("New file of vectors: .npy, or .parquet with the rows' columns.", "FILE")],
     text_column: Annotated[
@@ -45,6 +58,36 @@ def embed(
         column = _column(text_column)
         count = job(run, data, output, column, chosen, snapshot, warn, bar, trust_remote_code)
     show(f"{output}: {count:,} vectors")
+
+
+def search(
+    run: EncoderArgument,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of texts, or one file.")],
+    words: Annotated[str, typer.Argument(metavar="WORDS", help="What to look for: a question or some words.")],
+    top_k: Annotated[int, option("Number of passages to print.", min=1)] = 5,
+    text_column: Annotated[
+        str | None, option("Column with the text of rows, or its number. Default: `text` or the only text.")
+    ] = None,
+    snapshot: SnapshotOption = "latest",
+    trust_remote_code: RemoteCodeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the passages of texts that are nearest in meaning to some words.
+
+    The first search embeds every file. Later ones embed only files that changed.
+
+    Example: sansgpu search runs/embedder docs "how to resume a run"
+    """
+    with preparation_bar() as bar:
+        from sansgpu.jobs.search import search as job
+
+        found = job(run, folder, words, top_k, _column(text_column), snapshot, warn, bar, trust_remote_code)
+    if as_json:
+        print_json({"query": words, "passages": [passage.as_json() for passage in found]})
+        return
+    for passage in found:
+        show(f"{passage.place}  score {passage.score:.3f}")
+        show("".join(f"    {line}\n" for line in passage.passage.text.splitlines()))
 
 
 def _column(name: str | None) -> str | int | None:

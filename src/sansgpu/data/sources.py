@@ -104,10 +104,7 @@ def _stdlib_chat(library: Source) -> Source:
 
 def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
     """Opens all files below `root`; if any is named train*, the names assign files to splits."""
-    hidden = (p for p in sorted(root.rglob("*")) if p.is_file() and file_form(p))
-    files = [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-    if not files:
-        raise ConfigError(f"{root} has no file with a supported suffix ({' '.join(SUFFIXES)}, each also with .gz).")
+    files = dataset_files(root)
     parts = {path: _split_folder(path, root) if text_rows and _is_text(path) else _part_of(path) for path in files}
     named = {part: [p for p in files if parts[p] in names] for part, names in PARTS.items()}
     labels = partial(_label, root=root, depth=int(bool(named["train"]))) if text_rows else None
@@ -121,6 +118,15 @@ def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
         if found
     }
     return Sources(sources["train"], sources.get("validation"), sources.get("test"))
+
+
+def dataset_files(root: Path) -> list[Path]:
+    """Returns the files below `root` that can be read, sorted, without hidden ones. Raises ConfigError for none."""
+    found = (p for p in sorted(root.rglob("*")) if p.is_file() and file_form(p))
+    files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    if not files:
+        raise ConfigError(f"{root} has no file with a supported suffix ({' '.join(SUFFIXES)}, each also with .gz).")
+    return files
 
 
 def _title(name: str, part: str) -> str:

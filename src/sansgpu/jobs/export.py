@@ -1,9 +1,10 @@
-"""Export of a snapshot as a Hugging Face folder or a GGUF file."""
+"""Export of a snapshot as a Hugging Face folder, a GGUF file or an ONNX file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.wording import counted
@@ -11,6 +12,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
 from sansgpu.models.gguf_file import TYPES, ModelDescription, write_gguf
+from sansgpu.models.onnx_file import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.reporting.marks import read_mark
 from sansgpu.reporting.outputs import GGUF, require_file, require_folder
 from sansgpu.reporting.unmarked import is_unmarked
@@ -101,3 +103,66 @@ def _about(run: Path, config: Config, step: int | None) -> ModelDescription:
         dataset=Path(config.data.dataset_name).name,
         base_model=Path(base).name if base else None,
     )
+
+
+def export_onnx(
+    target: Path,
+    snapshot: str,
+    output: Path | None,
+    kind: str,
+    warn: Callable[[str], None],
+    progress: ReportProgress,
+    remote_code: bool = False,
+    objective: str | None = None,
+) -> tuple[Path, OnnxCheck]:
+    """Writes an encoder as an ONNX file into a folder (default: RUN/onnx-KIND).
+
+    Takes a run or a Hugging Face folder. Returns the file's path and how close its results are to torch's. Raises
+    ConfigError if the model is not an encoder.
+    """
+    require_onnx()
+    if kind not in FILES:
+        raise ConfigError(f"--type is {kind}, but --format onnx needs one of {', '.join(FILES)}.")
+    is_run = (target / "config.yaml").is_file()
+    if not is_run:
+        _require_plain_folder(target, snapshot, output, objective)
+    folder = output or target / f"onnx-{kind}"
+    if output is None:
+        require_run(target)
+    require_folder(folder, "model", "--output")
+    _require_no_other_run(folder, target if is_run else target.resolve().parent)
+    with TemporaryDirectory() as temporary:
+        source = target
+        if is_run:
+            source = Path(temporary) / "model"
+            _write_encoder(target, snapshot, source, warn, progress, remote_code, objective)
+        progress(f"writing {folder}", 0, 0)
+        check = write_onnx(source, str(target), folder, kind, remote_code)
+    return folder / FILES[kind], check
+
+
+def _require_plain_folder(target: Path, snapshot: str, output: Path | None, objective: str | None) -> None:
+    """Raises ConfigError unless `target` is a Hugging Face folder, and the options are for one."""
+    if not (target / "config.json").is_file():
+        raise ConfigError(f"{target} is neither a run nor a Hugging Face folder: it has no config.yaml or config.json.")
+    if output is None:
+        raise ConfigError(f"{target} is not a run; give a folder to write to with --output.")
+    if snapshot != "latest" or objective is not None:
+        raise ConfigError(f"{target} is not a run; leave out --snapshot and --objective.")
+
+
+def _write_encoder(
+    run: Path,
+    snapshot: str,
+    folder: Path,
+    warn: Callable[[str], None],
+    progress: ReportProgress,
+    remote_code: bool,
+    objective: str | None,
+) -> None:
+    """Writes a run's snapshot as a Hugging Face folder, with an adapter merged. Raises ConfigError for a decoder."""
+    config, _ = open_run(run)
+    if "generate" in kind_of_run(run, config, "export", objective).verbs:
+        raise decoder_error(str(run))
+    loaded = open_model(str(run), "export", snapshot, warn, remote_code, objective, progress)
+    loaded.kind.export_model(loaded, folder, True)

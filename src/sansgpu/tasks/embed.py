@@ -17,7 +17,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.text_groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, weights_fingerprint
 from sansgpu.models.pretrained_costs import PretrainedCosts
 from sansgpu.models.sentence_embedding import EmbeddingLayout, pool, read_layout, write_layout
 from sansgpu.tasks.embedding_data import (
@@ -99,7 +99,10 @@ class EmbeddingObjective(FineTuning):
 
 
 def _longest(config: Config) -> int:
-    return int(load_tokenizer_of(config.model).model_max_length)
+    """Returns the most tokens that the model can read; not every tokenizer knows them."""
+    places = getattr(pretrained_config(config.model).get_text_config(), "max_position_embeddings", None)
+    length = int(load_tokenizer_of(config.model).model_max_length)
+    return min(length, places) if places else length
 
 
 def _changed(config: Config, section: str, **values: Any) -> Config:

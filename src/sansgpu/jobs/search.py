@@ -1,0 +1,82 @@
+"""Search for passages by their meaning."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sansgpu.config import ConfigError
+from sansgpu.config.plain_data import require_regular_file
+from sansgpu.data.files import SUFFIXES, file_form
+from sansgpu.data.passage_index import FoundPassage, PassageIndex, require_usearch
+from sansgpu.data.passages import PassageRules, Spans
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import dataset_files
+from sansgpu.jobs.embed import open_encoder
+from sansgpu.machine.compiled import compiled_cache, compiled_in, make_private
+from sansgpu.tasks.embed import encode_texts
+from sansgpu.tasks.trained_model import TrainedModel
+
+
+def search(
+    target: str,
+    folder: Path,
+    query: str,
+    top_k: int,
+    text_column: str | int | None,
+    snapshot: str,
+    warn: Callable[[str], None],
+    progress: ReportProgress,
+    remote_code: bool = False,
+) -> list[FoundPassage]:
+    """Returns the passages of the files in a folder, or of one file, that are nearest in meaning to a query.
+
+    Keeps an index in the user's cache. Raises ConfigError if the query is empty or there is nothing to search.
+    """
+    require_usearch()
+    if not query.strip():
+        raise ConfigError("the words to search for must not be empty.")
+    files = _files_of(folder)
+    loaded = open_encoder(target, snapshot, warn, progress, remote_code=remote_code)
+    tokenizer = loaded.tokenizer
+    room = loaded.config.window - tokenizer.num_special_tokens_to_add()
+    rules = PassageRules(partial(_token_spans, tokenizer), room, text_column)
+    root = compiled_in(compiled_cache(warn)) / "search"  # private, because a native library parses the index
+    make_private(root)
+    key = hashlib.sha256(f"{_fingerprint(loaded)}\0{folder.resolve()}".encode()).hexdigest()[:32]
+    index = PassageIndex(root / key, rules, partial(encode_texts, loaded))
+    index.open(files, warn, progress)
+    progress("searching", 0, 0)
+    return index.search(query, top_k)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if folder.is_dir():
+        return dataset_files(folder)
+    require_regular_file(folder)
+    if not folder.exists():
+        raise ConfigError(f"{folder} does not exist; give a folder of texts, or a file.")
+    if file_form(folder) is None:
+        raise ConfigError(f"{folder} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
+    return [folder]
+
+
+def _token_spans(tokenizer: Any, texts: list[str]) -> list[Spans]:
+    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False)
+    spans: list[Spans] = encoded["offset_mapping"]
+    return spans
+
+
+def _fingerprint(loaded: TrainedModel) -> str:
+    """Returns a hash of everything that the vectors of a model depend on."""
+    settings = loaded.objective.layout, loaded.precision, loaded.config.window
+    digest = hashlib.sha256(repr(settings).encode() + loaded.tokenizer.backend_tokenizer.to_str().encode())
+    for name, weight in sorted(loaded.objective.model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

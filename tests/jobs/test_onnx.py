@@ -1,0 +1,185 @@
+"""`sansgpu export --format onnx`, and its files in onnxruntime."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+from sansgpu.cli import run as cli
+from tests.processes import messages, settings, use_cache, write_corpus
+from tests.tasks.fine_tuned import made, sentence
+from tests.tasks.folders import model_folder, squad
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+Captured = pytest.CaptureFixture[str]
+Outputs = dict[str, NDArray[Any]]
+# Runs a file on each batch of inputs in a process that does not know sansgpu or torch.
+ELSEWHERE = """
+import sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+names = [output.name for output in session.get_outputs()]
+for path in sys.argv[2:]:
+    numpy.savez(path + ".out.npz", **dict(zip(names, session.run(None, dict(numpy.load(path))))))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("onnx")
+    squad(folder / "squad.json")
+    write_corpus(folder / "corpus.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        use_cache(patch, folder / "cache")
+        for architecture in ("bert", "roberta"):
+            made(folder, architecture, "qa", model__name_or_path=model_folder(architecture), training__max_steps=2)
+        made(folder, "adapted", "qa", model__adapter="lora", training__max_steps=2)
+        for name, chosen in {"decoder": {}, "graph": {"task": "graph"}}.items():
+            own = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=1, **chosen)
+            assert cli(["train", *own, "--output-dir", str(folder / name)]) == 0
+    return folder
+
+
+def exported(capsys: Captured, model: Path, *options: object) -> tuple[Path, str]:
+    """Returns the written file and the sentence about its check."""
+    capsys.readouterr()
+    assert cli(["export", str(model), "--format", "onnx", *map(str, options)]) == 0, capsys.readouterr().err
+    captured = capsys.readouterr()
+    (checked,) = messages(captured.err)
+    return Path(captured.out.strip()), checked
+
+
+def run_elsewhere(file: Path, batches: list[Any], folder: Path) -> list[Outputs]:
+    paths = [folder / f"{number}.npz" for number in range(len(batches))]
+    for path, batch in zip(paths, batches, strict=True):
+        np.savez(path, **{name: value.numpy() for name, value in batch.items()})
+    subprocess.run([sys.executable, "-c", ELSEWHERE, file, *paths], check=True, cwd=folder)
+    return [dict(np.load(f"{path}.out.npz")) for path in paths]
+
+
+def assert_close(file: Path, model: Any, names: set[str], folder: Path, tolerance: float) -> None:
+    """Compares a file with a transformers model on batches of two shapes, one of them with padding."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent)
+    texts = (["the red fox"], ["which colour has the fox", "a much longer text about quiet dark round words", "so"])
+    batches = [tokenizer(part, padding=True, return_tensors="pt") for part in texts]
+    assert (batches[1]["attention_mask"] == 0).any()
+    for batch, found in zip(batches, run_elsewhere(file, batches, folder), strict=True):
+        assert found.keys() == names
+        with torch.no_grad():
+            expected = model.eval()(**batch)
+        mask = batch["attention_mask"].bool().numpy()
+        for name, values in found.items():
+            wanted = expected[name].numpy()
+            assert values.shape == wanted.shape
+            per_token = values.shape[:2] == mask.shape
+            np.testing.assert_allclose(
+                *((values[mask], wanted[mask]) if per_token else (values, wanted)), atol=tolerance
+            )
+
+
+def answering(folder: Path) -> Any:
+    return transformers.AutoModelForQuestionAnswering.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_a_run_and_its_final_folder_become_the_same_file(home: Path, capsys: Captured, tmp_path: Path) -> None:
+    file, checked = exported(capsys, home / "bert")
+    assert file == home / "bert/onnx-f32/model.onnx"
+    assert re.fullmatch(r"checked with onnxruntime: largest difference .*, 100.0% of the predictions equal", checked)
+    assert_close(file, answering(home / "bert/final"), {"start_logits", "end_logits"}, tmp_path, 1e-5)
+    assert json.loads((file.parent / "config.json").read_text())["model_type"] == "bert"
+    again, _ = exported(capsys, home / "bert/final", "--output", tmp_path / "again")
+    assert again.read_bytes() == file.read_bytes()
+    assert str(Path(transformers.__file__).parent).encode() not in file.read_bytes()
+
+
+def test_an_adapter_is_merged(home: Path, capsys: Captured, tmp_path: Path) -> None:
+    file, _ = exported(capsys, home / "adapted", "--output", tmp_path / "out")
+    assert_close(file, answering(home / "adapted/final"), {"start_logits", "end_logits"}, tmp_path, 1e-5)
+
+
+def test_int8_weights_are_a_quarter_and_nearly_agree(home: Path, capsys: Captured, tmp_path: Path) -> None:
+    file, checked = exported(capsys, home / "roberta", "--type", "int8")
+    assert file == home / "roberta/onnx-int8/model_quantized.onnx"
+    assert "of the predictions equal" in checked
+    assert_close(file, answering(home / "roberta/final"), {"start_logits", "end_logits"}, tmp_path, 0.05)
+    assert file.stat().st_size < 0.5 * (home / "roberta/final/model.safetensors").stat().st_size
+    assert sorted(path.name for path in file.parent.iterdir() if not path.name.startswith(".")) == [
+        "config.json", "model_quantized.onnx", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("head", "names"),
+    [
+        ("ForSequenceClassification", {"logits"}),
+        pytest.param("ForTokenClassification", {"logits"}, marks=pytest.mark.long),
+        ("", {"last_hidden_state"}),
+    ],
+)
+def test_other_heads_have_their_own_outputs(capsys: Captured, tmp_path: Path, head: str, names: set[str]) -> None:
+    auto = getattr(transformers, f"AutoModel{head}")
+    model = auto.from_pretrained(model_folder("bert"), **({"num_labels": 3} if head else {}))
+    model.save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(model_folder("bert")).save_pretrained(tmp_path / "model")
+    file, _ = exported(capsys, tmp_path / "model", "--output", tmp_path / "out")
+    assert_close(file, model, names, tmp_path, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_a_sentence_transformers_folder_has_vectors(capsys: Captured, tmp_path: Path, mode: str) -> None:
+    transformer = Transformer(str(model_folder("bert")), max_seq_length=64)
+    modules = [transformer, Pooling(64, pooling_mode=mode), Normalize()]
+    model = SentenceTransformer(modules=modules, device="cpu")
+    model.save(str(tmp_path / "model"))
+    file, checked = exported(capsys, tmp_path / "model", "--output", tmp_path / "out")
+    assert "lowest cosine similarity 1.0000" in checked
+    texts = ["the red fox", "a much longer text about quiet dark round words", "so"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent)
+    (found,) = run_elsewhere(file, [tokenizer(texts, padding=True, return_tensors="pt")], tmp_path)
+    assert found.keys() == {"last_hidden_state", "sentence_embedding"}
+    np.testing.assert_allclose(found["sentence_embedding"], model.encode(texts), atol=1e-5)
+    assert (file.parent / "1_Pooling/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("decoder", (), "is a decoder, but --format onnx needs an encoder; export its run with --format gguf."),
+        ("decoder/final", ("--output", "new"), "is a decoder, but --format onnx needs an encoder"),
+        ("graph", (), "config.json names the architecture none."),
+        ("bert", ("--type", "f16"), "--type is f16, but --format onnx needs one of f32, int8."),
+        ("bert", ("--no-merge",), "--merge and --no-merge require --format hf"),
+        ("bert/final", (), "is not a run; give a folder to write to with --output."),
+        ("bert/final", ("--output", "new", "--snapshot", "best"), "is not a run; leave out --snapshot"),
+        ("nowhere", (), "is neither a run nor a Hugging Face folder"),
+        ("bert", ("--output", "corpus.jsonl"), "is a file, not a folder"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(
+    home: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, model: str, options: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.chdir(home)
+    before = sorted(home.rglob("*"))
+    capsys.readouterr()
+    assert cli(["export", model, "--format", "onnx", *options]) == 2
+    assert expected in sentence(capsys)
+    assert sorted(home.rglob("*")) == before
+
+
+def test_a_missing_package_is_named(home: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    capsys.readouterr()
+    assert cli(["export", str(home / "bert"), "--format", "onnx"]) == 2
+    assert sentence(capsys).endswith("needs onnx, onnxscript and onnxruntime; pip install 'sansgpu[onnx]'.")
