@@ -72,7 +72,7 @@ def search(
     trust_remote_code: RemoteCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the passages of texts that are nearest in meaning to some words.
+    """Find passages of texts by their meaning.
 
     The first search embeds every file. Later ones embed only files that changed.
 
