@@ -37,7 +37,8 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-SLOW = ("bench", "fine-tuning", "graph", "plan", "resume", "scaling", "search", "tune", "use")  # pages that take long
+# Pages whose commands take long.
+SLOW = ("bench", "classify", "fine-tuning", "graph", "plan", "resume", "scaling", "search", "tune", "use")
 
 
 def timed(page: Path) -> object:

@@ -100,6 +100,8 @@ def test_a_line_without_its_columns_is_a_bad_row(
 
 def test_a_folder_without_train_tsv_is_an_ordinary_folder(folder: Path, write: Write) -> None:
     (folder / "train.tsv").rename(folder / "entity2text.txt")
+    for name in ("dev.tsv", "test.tsv"):
+        (folder / name).unlink()
     write(GOOD)
     assert [d.id for d in read(folder)] == ["good", "entity2text.txt", "relation2text.txt"]
 

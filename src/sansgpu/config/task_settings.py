@@ -79,9 +79,9 @@ class CardText:
     pipeline_tag: str = ""  # pipeline tag of the Hugging Face Hub
     auto_class: str = ""  # suffix of the `AutoModelFor` class; "": transformers cannot load the model
     command: str = ""  # sansgpu command that uses the model, with the placeholder `MODEL`
-    library: str = ""  # Python library that loads the model, if it is not transformers
     layout: str = ""  # layout of the weights of a model trained from scratch
     note: str = ""  # a sentence about its use
+    library: str = ""  # Python library that loads the model, if it is not transformers
 
 
 @dataclass(frozen=True)

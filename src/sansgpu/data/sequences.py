@@ -33,7 +33,10 @@ class PackedSequences(ExampleBatch):
         types: Sequence[np.ndarray] | None = None,
         numbers: np.ndarray | None = None,
     ) -> PackedSequences:
-        """Concatenates one array per example; `targets` are arrays of the same lengths, or one (B, K) array."""
+        """Concatenates one array per example; `targets` are arrays of the same lengths, or one (B, K) array.
+
+        Targets in float32 are numbers to predict; others are classes.
+        """
         return cls(
             concatenated(tokens),
             torch.tensor([len(part) for part in tokens], dtype=torch.int64),
@@ -75,7 +78,7 @@ class PackedSequences(ExampleBatch):
 
 
 def _target_tensor(targets: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(targets.astype(np.float32 if targets.dtype.kind == "f" else np.int64))
+    return torch.from_numpy(targets if targets.dtype == np.float32 else targets.astype(np.int64))
 
 
 @dataclass(frozen=True)
