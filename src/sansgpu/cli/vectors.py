@@ -63,7 +63,7 @@ def embed(
 def search(
     run: EncoderArgument,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of texts, or one file.")],
-    words: Annotated[str, typer.Argument(metavar="WORDS", help="What to look for: a question or some words.")],
+    words: Annotated[str, typer.Argument(metavar="WORDS", help="Question or words to search for.")],
     top_k: Annotated[int, option("Number of passages to print.", min=1)] = 5,
     text_column: Annotated[
         str | None, option("Column with the text of rows, or its number. Default: `text` or the only text.")

@@ -100,17 +100,21 @@ def _label_problems(config: Any) -> Iterator[str]:
     if config.data.label_kind in ("multiple", "regression"):
         keys = ("data.class_weights", "training.label_smoothing")
         yield from config.without_effect(keys, f"data.label_kind is {config.data.label_kind}")
-    if config.data.labels is not None and config.data.label_kind != "regression":
-        least = 1 if config.data.label_kind == "multiple" else 2
-        if len(set(config.data.labels)) < max(least, len(config.data.labels)):
-            yield "data.labels needs two labels or more, each once; add the others, or leave it out"
+    if config.data.label_kind != "regression":
+        yield from _repeated_labels(config, "labels", 1 if config.data.label_kind == "multiple" else 2)
 
 
 def _tag_problems(config: Any) -> Iterator[str]:
     """Yields a clause for each problem of task tokens."""
     yield from fine_tuning_problems(config)
-    if config.data.labels is not None and len(set(config.data.labels)) < max(2, len(config.data.labels)):
-        yield "data.labels needs two tags or more, each once; add the others, or leave it out"
+    yield from _repeated_labels(config, "tags", 2)
+
+
+def _repeated_labels(config: Any, what: str, least: int) -> Iterator[str]:
+    """Yields a clause if data.labels names a label twice, or fewer than `least`."""
+    labels = config.data.labels
+    if labels is not None and len(set(labels)) < max(least, len(labels)):
+        yield f"data.labels needs two {what} or more, each once; add the others, or leave it out"
 
 
 _EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"

@@ -42,7 +42,7 @@ class LabeledText:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the labels of a dataset are. `names` are in the order of the model's outputs; a regression has none."""
+    """The kind of a dataset's labels, and their names in the order of the model's outputs, empty for a regression."""
 
     kind: LabelKind
     names: tuple[str, ...]

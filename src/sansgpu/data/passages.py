@@ -11,7 +11,7 @@ from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, 
 from sansgpu.data.rows import row_text
 
 SHORT_WORDS = 12  # a paragraph with fewer words, such as a heading, is joined with the next one
-MAX_CHARS = 1 << 16  # of a paragraph; lines that no empty line ever ends
+MAX_CHARS = 1 << 16  # longest paragraph; a file without empty lines would be a single one
 BATCH = 512  # paragraphs tokenized at a time
 
 Spans = Sequence[tuple[int, int]]  # (begin, end) of each token in a text

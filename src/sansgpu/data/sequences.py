@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -79,6 +80,36 @@ class PackedSequences(ExampleBatch):
 
 def _target_tensor(targets: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(targets if targets.dtype == np.float32 else targets.astype(np.int64))
+
+
+class Window(Protocol):
+    """A tokenized part of a text."""
+
+    @property
+    def ids(self) -> np.ndarray: ...  # (T,) int32
+
+    @property
+    def type_ids(self) -> np.ndarray | None: ...  # (T,) int8, if the tokenizer has them
+
+
+class WindowedTexts:
+    """Base of texts that are tokenized into windows."""
+
+    windows: Sequence[Window]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each window."""
+        return np.array([len(window.ids) for window in self.windows], np.int64)
+
+    def packed(self, numbers: np.ndarray, targets: Sequence[np.ndarray] | np.ndarray) -> PackedSequences:
+        """Concatenates the windows with these indices."""
+        windows = [self.windows[number] for number in numbers]
+        types = [window.type_ids for window in windows if window.type_ids is not None]
+        return PackedSequences.of([window.ids for window in windows], targets, types or None, numbers)
 
 
 @dataclass(frozen=True)

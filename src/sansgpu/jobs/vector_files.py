@@ -14,7 +14,7 @@ from sansgpu.config.plain_data import first_line
 from sansgpu.data.rows import SourceRow
 from sansgpu.reporting.outputs import require_file
 
-COLUMN = "embedding"  # of a .parquet file
+COLUMN = "embedding"  # the column of a .parquet file that holds the vectors
 
 WriteVectors = Callable[[Sequence[SourceRow], np.ndarray], None]  # writes a chunk of rows and their vectors (rows, D)
 

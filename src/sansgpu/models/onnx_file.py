@@ -24,7 +24,7 @@ from sansgpu.models.sentence_embedding import EmbeddingLayout, read_layout, writ
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
 
-FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # as Optimum names them
+FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # by type of the weights; Optimum uses the same names
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # largest difference of an f32 file from the torch model, relative to values above 1
 # Outputs of transformers' models by kind of head.
@@ -38,7 +38,7 @@ _OUTPUTS: dict[HeadKind, tuple[str, ...]] = {
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 _CHECKED_SHAPES = ((1, 7), (12, 160))  # texts and tokens; the second exceeds the usual window of local attention
 _TRACED_SHAPE = (2, 16)
-_RESERVED_POSITIONS = 2  # of a context, which RoBERTa does not use
+_RESERVED_POSITIONS = 2  # RoBERTa cannot use the first two positions of its context
 _LARGE_BYTES = 3 << 29  # models that need several files, because a file of ONNX is limited to 2 GB
 
 Arrays = dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ class OnnxCheck:
     """
 
     largest_difference: float
-    largest_value: float  # of the torch model's outputs
+    largest_value: float  # the largest absolute value in the outputs of the torch model
     equal_argmax: float | None
     lowest_cosine: float | None
 

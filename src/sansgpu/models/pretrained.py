@@ -49,7 +49,8 @@ _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
-ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]  # as in transformers
+# The values of `problem_type` in a config of transformers.
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from sansgpu.models.pretrained import model_file
 Pooling = Literal["mean", "cls", "last"]
 MODULES, POOLING, NORMALIZE = "modules.json", "1_Pooling", "2_Normalize"
 VERSIONED = "config_sentence_transformers.json"
-SETTINGS = "sentence_bert_config.json"  # of the transformer
+SETTINGS = "sentence_bert_config.json"  # holds the settings of the transformer module
 # Names of the pooling modes in 1_Pooling/config.json, in the form that all versions read and in that of version 5.4 on.
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import SETTINGS, Config, ConfigError
-from sansgpu.config.plain_data import read_text
 from sansgpu.data.labeled import (
     LabeledText,
     LabelKind,
@@ -28,6 +26,7 @@ from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
+from sansgpu.models.model_folder import has_architecture
 from sansgpu.models.pretrained import Head, ProblemType, load_tokenizer_of, pretrained_config, weights_fingerprint
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, longest_example, require_rows, split_rows, too_few
 from sansgpu.tasks.label_metrics import label_metrics
@@ -35,7 +34,7 @@ from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
-PREDICTION_TOKENS = 8192  # of a batch; more save no time, because the matrix products are large enough
+PREDICTION_TOKENS = 8192  # tokens of a batch; more save no time, because the matrix products are large enough
 PREDICTION_ROWS = 256
 SCORE = "score"  # name of the only output of a regression
 _PROBLEM_TYPES: dict[LabelKind, ProblemType] = {
@@ -169,15 +168,7 @@ class Classify(ClassifyObjective, FineTuningTask):
     @classmethod
     def recognizes(cls, target: str) -> bool:
         """Returns whether a folder holds a transformers model that classifies sequences."""
-        file = Path(target).expanduser() / "config.json"
-        if not file.is_file():
-            return False
-        try:
-            settings = json.loads(read_text(file))
-        except (ConfigError, ValueError):
-            return False
-        names = settings.get("architectures") if isinstance(settings, dict) else None
-        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+        return has_architecture(Path(target).expanduser(), "ForSequenceClassification")
 
     @classmethod
     def config_of_model(cls, source: ModelSource) -> Config:

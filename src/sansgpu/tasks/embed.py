@@ -35,9 +35,9 @@ from sansgpu.tasks.embedding_losses import LossName, embedding_loss, loss_for
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
-USUAL_TEXTS = 2  # of an example, where the data is not known
+USUAL_TEXTS = 2  # texts of an example, assumed if the data has not been read
 DEFAULT_LENGTH = 256  # tokens of the longest text, where the model does not say
-ENCODED_TOKENS = 4096  # of a forward pass of `encode_texts`: enough for full speed, few enough for the cache
+ENCODED_TOKENS = 4096  # tokens of a forward pass of `encode_texts`: enough for full speed, few enough for the cache
 
 
 class EmbeddingObjective(FineTuning):

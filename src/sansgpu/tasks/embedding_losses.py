@@ -17,8 +17,8 @@ from sansgpu.data.text_groups import TextGroups
 from sansgpu.kernels.linear import linear
 
 LossName = Literal["ranking", "cosine", "triplet"]
-SCALE = 20.0  # of cosine similarities in the softmax, as in MultipleNegativesRankingLoss
-MARGIN = 5.0  # of Euclidean distances, as in TripletLoss
+SCALE = 20.0  # factor of cosine similarities in the softmax, the default of MultipleNegativesRankingLoss
+MARGIN = 5.0  # by which the distance to a negative must be larger, the default of TripletLoss
 
 
 def loss_for(rows: Sequence[TextRow], asked: str) -> LossName:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions, unanswered_question
 from sansgpu.data.rows import BadRows, located
-from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
@@ -39,19 +38,12 @@ PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.jso
 
 
 @dataclass(frozen=True)
-class TokenizedQuestions:
+class TokenizedQuestions(WindowedTexts):
     """Questions with their tokenized windows, and the bad rows that were left out."""
 
     questions: list[Question]
     windows: list[QuestionWindow]
     bad_rows: BadRows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(window.ids) for window in self.windows], np.int64)
 
     def by_question(self) -> list[list[int]]:
         """Returns the indices of each question's windows."""
@@ -63,9 +55,8 @@ class TokenizedQuestions:
     def batch(self, numbers: np.ndarray) -> PackedSequences:
         """Returns the windows with these indices; targets are the start and end positions of the answer, (B, 2)."""
         windows = [self.windows[number] for number in numbers]
-        types = [w.type_ids for w in windows if w.type_ids is not None]
-        places = np.array([(w.start, w.end) for w in windows], np.int64).reshape(-1, 2)
-        return PackedSequences.of([w.ids for w in windows], places, types or None, numbers)
+        places = np.array([(window.start, window.end) for window in windows], np.int64).reshape(-1, 2)
+        return self.packed(numbers, places)
 
 
 @dataclass(frozen=True)

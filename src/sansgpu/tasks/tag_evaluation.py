@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.rows import BadRows
-from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.data.tag_spans import SpanCounts, has_entities, scores, span_counts, spans_of
 from sansgpu.data.tag_windows import TagWindow, make_tag_windows
 from sansgpu.data.tagged import TaggedText, with_targets
@@ -36,20 +35,13 @@ class TagModel(Protocol):
 
 
 @dataclass(frozen=True)
-class TaggedWindows:
+class TaggedWindows(WindowedTexts):
     """Texts with their tokenized windows, and the bad rows that were left out."""
 
     texts: list[TaggedText]
     targets: list[np.ndarray]  # index of each word's label; all 0 if the texts have no tags
     windows: list[TagWindow]
     bad_rows: BadRows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(window.ids) for window in self.windows], np.int64)
 
     def notes(self) -> Iterator[str]:
         """Yields a note if texts were cut into several windows."""
@@ -66,11 +58,10 @@ class TaggedWindows:
     def batch(self, numbers: np.ndarray) -> PackedSequences:
         """Returns the windows with these indices; the target of a word is at its first token."""
         windows = [self.windows[number] for number in numbers]
-        types = [window.type_ids for window in windows if window.type_ids is not None]
         targets = [np.full(len(window.ids), IGNORE, np.int64) for window in windows]
         for target, window in zip(targets, windows, strict=True):
             target[window.places] = self.targets[window.text][window.words]
-        return PackedSequences.of([window.ids for window in windows], targets, types or None, numbers)
+        return self.packed(numbers, targets)
 
 
 def tokenize_texts(

@@ -46,7 +46,7 @@ struct Head {
 // What is known of each token; all are (N,).
 struct Tokens {
   float* logits;           // the logit of the target
-  float* shifts;           // what is subtracted from all logits of the token before their exponentials
+  float* shifts;           // a token's logits are reduced by its shift before the exponential function
   float* larger;           // the largest logit above the shift, or NONE
   int64_t* above;          // logits above the target's, or equal and before it; may be null
 };
