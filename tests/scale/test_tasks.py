@@ -50,9 +50,12 @@ def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
         "lora": {"task": "sft", **sft, "model.adapter": "lora"},
         "tokens": {**bert, "data.dataset_name": conll(home / "tags.conll"), "data.validation_split": 0.2},
         "classify": {**bert, "data.dataset_name": labeled_rows(home / "labeled.jsonl")},
+        "few_shot": {
+            "task": "classify", **bert, "data.dataset_name": home / "labeled.jsonl", "training.few_shot": "true",
+        },
         "qa": {**bert, "data.dataset_name": squad(home / "squad.json", impossible=True), "data.doc_stride": 16},
         "embed": {**bert, "data.dataset_name": text_rows(home / "texts.jsonl", "triplets", 24)},
-    }
+    }  # fmt: skip
 
 
 def runs(home: Path, ranks: int) -> dict[str, list[str]]:

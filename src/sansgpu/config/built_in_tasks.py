@@ -27,6 +27,14 @@ _FINE_TUNED: Values = {
     "weight_decay": 0.0,
     "beta2": 0.999,
 }
+# Few-shot classification: a run of seconds, evaluated at its end. Each epoch has few steps, because rows are few.
+_FEW_SHOT: Values = {
+    "learning_rate": 2e-5,
+    "warmup_steps": 2,
+    "gradient_accumulation_steps": 32,
+    "num_epochs": 20,
+    "eval_steps": 0,
+}
 _GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}
 # Keys that have an effect only with fusion, an entity embedding or leaves.
 _FUSION_KEYS = ("model.relation_rank", "model.relation_dropout")
@@ -102,6 +110,19 @@ def _label_problems(config: Any) -> Iterator[str]:
         yield from config.without_effect(keys, f"data.label_kind is {config.data.label_kind}")
     if config.data.label_kind != "regression":
         yield from _repeated_labels(config, "labels", 1 if config.data.label_kind == "multiple" else 2)
+
+
+def _few_shot_problems(config: Any) -> Iterator[str]:
+    """Yields a clause for each problem of task classify with training.few_shot."""
+    yield from fine_tuning_problems(config)
+    if config.data.label_kind in ("multiple", "regression"):
+        yield (
+            f"training.few_shot needs rows with one label each, but data.label_kind is {config.data.label_kind}; leave "
+            "out training.few_shot, or set data.label_kind to single"
+        )
+    if config.model.adapter != "none" and not config.model.merge_adapter:
+        yield "training.few_shot fits a classifier to the merged model; set model.merge_adapter to true"
+    yield from _repeated_labels(config, "labels", 2)
 
 
 def _tag_problems(config: Any) -> Iterator[str]:
@@ -206,9 +227,28 @@ SETTINGS = {
             "data": {"max_length": 256, "validation_split": 0.1},
         },
         problems=_label_problems,
+        with_few_shot="few_shot",
         metrics=CLASS_METRICS,
         card=lambda model: CardText(
             "an encoder fine-tuned to classify texts", "text-classification", "SequenceClassification", _CLASSIFY
+        ),
+    ),
+    "few_shot": TaskSettings(
+        "classify",
+        ("packing", "pretrained", "rows", "adapter", "labels", "few-shot"),
+        defaults={
+            "training": {**_FINE_TUNED, **_FEW_SHOT},
+            "data": {"max_length": 256, "validation_split": 0.1},
+        },
+        adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+        problems=_few_shot_problems,
+        label="classify with training.few_shot",
+        metrics=CLASS_METRICS,
+        card=lambda model: CardText(
+            "a classifier of texts, fine-tuned on pairs of labeled examples",
+            "text-classification",
+            command=_CLASSIFY,
+            library="sentence-transformers",
         ),
     ),
     "tokens": TaskSettings(

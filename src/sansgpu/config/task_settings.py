@@ -61,8 +61,9 @@ KEY_GROUPS = {
     """,
     "labeled texts": """
         data.text_column data.text_pair_column data.label_column data.label_kind data.class_weights
-        training.label_smoothing
+        training.label_smoothing training.few_shot
     """,
+    "few-shot": "data.text_column data.label_column data.label_kind model.pooling training.few_shot",
 }
 _GROUPED = frozenset(key for keys in KEY_GROUPS.values() for key in keys.split())
 
@@ -95,9 +96,10 @@ class TaskSettings:
     problems: Callable[[Any], Iterable[str]] = _no_problems  # yields a clause for each inconsistency of a Config
     label: str = ""  # the configuration that selects the task, for messages. Default: `task`
     with_pretrained: str | None = None  # kind that replaces this one if model.name_or_path is set
+    with_few_shot: str | None = None  # kind that replaces this one if training.few_shot is true
     varying_length: bool = True  # False if all examples are windows of equal length
     has_leaves: bool = False  # True if the tokens of an example have leaf slots
-    metrics: tuple[Metric, ...] = ()  # all but the loss, in the order shown, with those of `with_pretrained`
+    metrics: tuple[Metric, ...] = ()  # all but the loss, in the order shown, with those of kinds that replace this one
     card: Callable[[Values], CardText] | None = None  # makes the card text from the section `model`
 
     @cached_property

@@ -6,7 +6,7 @@ from datetime import datetime
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, StrictBool, model_validator
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.plain_data import truncate
@@ -141,6 +141,11 @@ class TrainingConfig(Section):
         None,
         min_length=1,
         description="add up the loss over vectors that are cut to these lengths, so that shortened vectors work, too",
+    )
+    few_shot: StrictBool = Field(
+        False,
+        description="learn labels from a few examples of each, as SetFit does: train the model until the vectors of "
+        "examples with the same label are similar, then fit a classifier to the vectors",
     )
     precision: Precision = Field(
         "auto", description="auto: bf16 if the device supports it natively and computes it faster"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError
 from sansgpu.config.plain_data import first_line, read_object
 from sansgpu.models.folder_writer import write_folder_atomically
+from sansgpu.models.linear_head import LinearHead, read_linear_head
 from sansgpu.models.model_folder import validate_model_folder
 from sansgpu.models.pretrained import AUTO_CLASSES, Head, HeadKind, load_pretrained, load_tokenizer_of, save_tokenizer
 from sansgpu.models.sentence_embedding import EmbeddingLayout, read_layout, write_layout
@@ -88,7 +89,8 @@ def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bo
     model = load_pretrained(settings, Head(head), seed=0).eval()
     model.set_attn_implementation("eager")
     layout = read_layout(settings) if head == "none" else None
-    traced = _TracedModel(model, head, tokenizer.model_input_names, layout).eval()
+    classifier = read_linear_head(settings) if layout else None
+    traced = _TracedModel(model, head, tokenizer.model_input_names, layout, classifier).eval()
     found: list[OnnxCheck] = []
 
     def write(partial: Path) -> None:
@@ -105,6 +107,8 @@ def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bo
         save_tokenizer(tokenizer, partial)
         if layout is not None:
             write_layout(layout, int(model.config.get_text_config().hidden_size), partial)
+        if classifier is not None:
+            classifier.save(partial)
 
     write_folder_atomically(folder, write)
     return found[0]
@@ -137,11 +141,17 @@ class _TracedModel(torch.nn.Module):
     """A transformers model with tensors as inputs, named as the tokenizer names them, and a tuple of outputs."""
 
     def __init__(
-        self, model: PreTrainedModel, head: HeadKind, inputs: list[str], layout: EmbeddingLayout | None
+        self,
+        model: PreTrainedModel,
+        head: HeadKind,
+        inputs: list[str],
+        layout: EmbeddingLayout | None,
+        classifier: LinearHead | None,
     ) -> None:
         super().__init__()
-        self.model, self.head, self.layout = model, head, layout
-        self.outputs = (*_OUTPUTS[head], *(["sentence_embedding"] if layout else []))
+        self.model, self.head, self.layout, self.classifier = model, head, layout, classifier
+        more = [*(["sentence_embedding"] if layout else []), *(["logits"] if classifier else [])]
+        self.outputs = (*_OUTPUTS[head], *more)
         self.inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in inputs]
 
     def forward(
@@ -150,7 +160,12 @@ class _TracedModel(torch.nn.Module):
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         found: Any = self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **types)
         tensors = tuple(found[name] for name in _OUTPUTS[self.head])
-        return tensors if self.layout is None else (*tensors, _pool(tensors[0], attention_mask, self.layout))
+        if self.layout is None:
+            return tensors
+        vectors = _pool(tensors[0], attention_mask, self.layout)
+        if self.classifier is None:
+            return (*tensors, vectors)
+        return (*tensors, vectors, F.linear(vectors, self.classifier.weight, self.classifier.bias))
 
     def random_inputs(self, texts: int, tokens: int) -> Arrays:
         """Draws texts of `tokens` random tokens, or fewer if the model's context is shorter. All but one are padded."""

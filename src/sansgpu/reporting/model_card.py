@@ -40,6 +40,16 @@ from sentence_transformers import SentenceTransformer
 model = SentenceTransformer("MODEL")
 vectors = model.encode(["A text.", "Another text."])
 ```"""
+_FEW_SHOT_CODE = """```python
+from safetensors.numpy import load_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoConfig
+
+vectors = SentenceTransformer("MODEL").encode(["A text.", "Another text."], normalize_embeddings=True)
+head, names = load_file("MODEL/head.safetensors"), AutoConfig.from_pretrained("MODEL").id2label
+logits = vectors @ head["weight"].T + head["bias"]
+labels = [names[number] for number in logits.argmax(1)]
+```"""
 _OWN = {PYTHON_STDLIB: "The source of Python's standard library",
         PYTHON_STDLIB_CHAT: "Questions and answers made from the docstrings of Python's standard library",
         PYTHON_STDLIB_GRAPH: "The source of Python's standard library and the triples in it"}  # fmt: skip
@@ -194,7 +204,7 @@ def _facts(card: _Model) -> dict[str, str]:
 def _loading_code(model: _Model) -> str:
     """Returns Python code that loads the model, or "" if no library but sansgpu can."""
     if model.text.library == "sentence-transformers" and not model.adapter:
-        return _SENTENCE_CODE
+        return _FEW_SHOT_CODE if model.text.pipeline_tag == "text-classification" else _SENTENCE_CODE
     if not model.text.auto_class:
         return ""
     name = ("AutoPeftModelFor" if model.adapter else "AutoModelFor") + model.text.auto_class

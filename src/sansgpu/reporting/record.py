@@ -65,7 +65,8 @@ class RunRecord:
     @cached_property
     def settings(self) -> TaskSettings:
         """The settings that the run's task declares."""
-        return settings_of(kind_of(str(self.config.get("task")), self.section("model").get("name_or_path")))
+        name, few_shot = self.section("model").get("name_or_path"), self.section("training").get("few_shot")
+        return settings_of(kind_of(str(self.config.get("task")), name, few_shot))
 
     @property
     def name(self) -> str:

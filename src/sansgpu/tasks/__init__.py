@@ -10,6 +10,7 @@ from sansgpu.tasks.task import (
     Collecting,
     Corpus,
     Evaluator,
+    FittedHead,
     Gather,
     GatheringEvaluator,
     Objective,
@@ -56,6 +57,6 @@ def task_of(config: Config) -> TaskKind:
 
 
 __all__ = [
-    "TASKS", "Collecting", "Corpus", "Evaluator", "Gather", "GatheringEvaluator", "Objective", "StepWideObjective",
-    "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
+    "TASKS", "Collecting", "Corpus", "Evaluator", "FittedHead", "Gather", "GatheringEvaluator", "Objective",
+    "StepWideObjective", "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
 ]  # fmt: skip

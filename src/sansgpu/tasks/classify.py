@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,14 @@ from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.models.model_folder import has_architecture
-from sansgpu.models.pretrained import Head, ProblemType, load_tokenizer_of, pretrained_config, weights_fingerprint
+from sansgpu.models.pretrained import (
+    Head,
+    HeadKind,
+    ProblemType,
+    load_tokenizer_of,
+    pretrained_config,
+    weights_fingerprint,
+)
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, longest_example, require_rows, split_rows, too_few
 from sansgpu.tasks.label_metrics import label_metrics
 from sansgpu.tasks.task import Sums
@@ -66,7 +73,7 @@ class LabeledCorpus(TokenizedCorpus[LabeledSequences]):
 class ClassifyObjective(FineTuning):
     """A model with a head for sequences, and its loss."""
 
-    head_kind = "sequence"
+    head_kind: ClassVar[HeadKind] = "sequence"
     class_weights: torch.Tensor | None = None  # (L,); only training has them
 
     @classmethod
@@ -133,11 +140,13 @@ class Classify(ClassifyObjective, FineTuningTask):
         if len(texts) < 2:
             train_rows.report(notes.append)
             raise too_few(sources.train.name, len(texts), "rows", notes)
+        cls.require_readable(texts)
         labels = find_labels(texts, data, sources.train.name)
         notes += [labels.note] if labels.note else []
         config = _with_labels(config, labels)
         if sources.validation is not None:
             train, held = texts, read_texts(sources.validation.rows(), data, held_rows)
+            cls.require_readable(held)
         else:
             train, held = split_rows(texts, [f"{t.text}\0{t.pair}".encode() for t in texts], data.validation_split)
 
@@ -153,6 +162,10 @@ class Classify(ClassifyObjective, FineTuningTask):
             raise too_few(sources.train.name, len(texts), "rows", notes)
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(parts[0])}-{parts[0].lengths.sum()}"
         return config, LabeledCorpus(*parts, notes, fingerprint, tokenizer, labels)
+
+    @classmethod
+    def require_readable(cls, texts: Sequence[LabeledText]) -> None:
+        """Raises BadRowError if the task cannot read one of the texts."""
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
@@ -187,6 +200,7 @@ class Classify(ClassifyObjective, FineTuningTask):
             data = loaded.config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
             source, bad_rows = open_single(request.data, data, text_rows=True), BadRows(data.on_bad_row)
             texts = read_texts(source.rows(), data, bad_rows)
+            cls.require_readable(texts)
             labels = _labels_of(loaded.objective)
             part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)
             bad_rows.report(lambda note: request.warn(f"{source.name}: {note}"))
@@ -199,6 +213,7 @@ class Classify(ClassifyObjective, FineTuningTask):
         """Returns the label and the probability of each label for every row, or the number that is predicted for it."""
         data, objective = loaded.config.data, cast(ClassifyObjective, loaded.objective)
         texts = [unlabeled_text(row, data) for row in located(rows)]
+        cls.require_readable(texts)
         made = tokenize_texts(texts, loaded.tokenizer, longest_example(loaded.config, loaded.tokenizer))
         part = LabeledSequences(made.ids, np.zeros((len(texts), 1), np.int64), made.types)
         labels, logits = _labels_of(objective), torch.empty(len(texts), len(objective.head.labels))

@@ -19,7 +19,7 @@ from sansgpu.data.text_groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, weights_fingerprint
 from sansgpu.models.pretrained_costs import PretrainedCosts
-from sansgpu.models.sentence_embedding import EmbeddingLayout, pool, read_layout, write_layout
+from sansgpu.models.sentence_embedding import EmbeddingLayout, Pooling, pool, read_layout, write_layout
 from sansgpu.tasks.embedding_data import (
     EmbeddingCorpus,
     TextShape,
@@ -47,7 +47,7 @@ class EmbeddingObjective(FineTuning):
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
         super().__init__(config, random, layers)
-        self.layout = _layout(config, "last" if self.unpadded.causal else "mean")
+        self.layout = embedding_layout(config, self.unpadded.causal)
         self.width = int(self.model.config.get_text_config().hidden_size)
         self.dims: Sequence[int] = config.training.matryoshka_dims or ()
         if self.dims and max(self.dims) > self.width:
@@ -66,11 +66,8 @@ class EmbeddingObjective(FineTuning):
         return pool(self.unpadded.hidden_states(tokens, lengths), lengths, self.layout)
 
     def outputs(self, batch: TextGroups) -> torch.Tensor:
-        self._in_forward = torch.is_grad_enabled()
-        try:
+        with self.forward_pass():
             return self.vectors(batch.tokens, batch.lengths)
-        finally:
-            self._in_forward = False
 
     def step_loss(self, outputs: torch.Tensor, batches: Sequence[TextGroups]) -> torch.Tensor:
         return embedding_loss(self.loss_name, self.dims, outputs, TextGroups.joined(batches))
@@ -109,9 +106,10 @@ def _changed(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def _layout(config: Config, usual: Any) -> EmbeddingLayout:
-    """Returns the configured layout, by default that of the model; `usual` is the pooling of others."""
+def embedding_layout(config: Config, causal: bool) -> EmbeddingLayout:
+    """Returns the configured layout, by default that of the model, or else the one usual for its attention."""
     model, known = config.model, read_layout(config.model)
+    usual: Pooling = "last" if causal else "mean"
     normalize = known.normalize if known else config.training.embedding_loss != "triplet"
     pooling = model.pooling if model.pooling != "auto" else known.pooling if known else usual
     return EmbeddingLayout(pooling, normalize, config.data.max_length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -86,12 +87,18 @@ class FineTuning(ObjectiveBase, ABC):
     def summed_loss(self, batch: Any) -> torch.Tensor:
         """Computes the task's loss, (), summed over targets."""
 
-    def loss(self, batch: Any) -> torch.Tensor:
-        self._in_forward = True
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Calls the callback of `between_blocks` in the forward pass inside, if that computes gradients."""
+        self._in_forward = torch.is_grad_enabled()
         try:
-            return self.summed_loss(batch)
+            yield
         finally:
             self._in_forward = False
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with self.forward_pass():
+            return self.summed_loss(batch)
 
     def compile(self, on: bool) -> None:
         """Compiles each block separately, with dynamic sequence lengths."""

@@ -63,6 +63,14 @@ class StepWideObjective(Protocol):
 
 
 @runtime_checkable
+class FittedHead(Protocol):
+    """A task whose model has a head that is not trained, but fitted to what the trained weights compute."""
+
+    def fit_head(self, micro_batch: int, device: torch.device) -> None:
+        """Fits the head to the training data, a pure function of the weights and the data, equal on every rank."""
+
+
+@runtime_checkable
 class GatheringEvaluator(Protocol):
     """An evaluator whose metrics are no sums over examples, such as a rank correlation."""
 

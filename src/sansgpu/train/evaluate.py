@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks import Evaluator, GatheringEvaluator, Sums, add_sums
+from sansgpu.tasks import Evaluator, FittedHead, GatheringEvaluator, Sums, Task, add_sums
 from sansgpu.train.step import StepPlan
 
 
@@ -22,6 +23,25 @@ def eval_token_ratio(
     if training.eval_batches is not None:
         tokens = min(tokens, training.eval_batches * micro_batch * example_tokens)
     return tokens / (effective_batch(training) * example_tokens)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module, plan: StepPlan) -> Iterator[None]:
+    """Disables dropout and gradients, and computes in the plan's precision."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), plan.autocast():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def fit_head(task: Task, plan: StepPlan) -> None:
+    """Fits the head of a task that has a fitted one to the current weights."""
+    if isinstance(task, FittedHead):
+        with _evaluating(task.model, plan):
+            task.fit_head(plan.micro_batch, plan.device)
 
 
 def evaluate(
@@ -37,24 +57,19 @@ def evaluate(
     """
     sums: Sums = {}
     group = plan.group
-    was_training = task.model.training
-    task.model.eval()
-    try:
-        with torch.no_grad(), plan.autocast():
-            chosen = islice(task.validation_batches(plan.micro_batch), batches)
-            for done in count(step=group.size):
-                progress("evaluating", done, 0, "batch")
-                if not (turn := list(islice(chosen, group.size))):
-                    break
-                if group.all_reduce_max(float(stop())):
-                    return None
-                # In a short last round all ranks still run a forward pass, but each batch counts once.
-                batch = turn[min(group.rank, len(turn) - 1)]
-                found = task.evaluate(batch.to(plan.device))
-                if group.rank < len(turn):
-                    add_sums(sums, found)
-    finally:
-        task.model.train(was_training)
+    with _evaluating(task.model, plan):
+        chosen = islice(task.validation_batches(plan.micro_batch), batches)
+        for done in count(step=group.size):
+            progress("evaluating", done, 0, "batch")
+            if not (turn := list(islice(chosen, group.size))):
+                break
+            if group.all_reduce_max(float(stop())):
+                return None
+            # In a short last round all ranks still run a forward pass, but each batch counts once.
+            batch = turn[min(group.rank, len(turn) - 1)]
+            found = task.evaluate(batch.to(plan.device))
+            if group.rank < len(turn):
+                add_sums(sums, found)
     if isinstance(task, GatheringEvaluator):
         task.gather(group.all_gather_rows)
     return task.metrics(group.all_reduce_sums(sums))

@@ -20,7 +20,7 @@ from sansgpu.reporting.jsonl import read_record
 from sansgpu.tasks import Collecting, Task
 from sansgpu.train.branches import record_of
 from sansgpu.train.control import RunControl
-from sansgpu.train.evaluate import evaluate
+from sansgpu.train.evaluate import evaluate, fit_head
 from sansgpu.train.resume import Metrics, load_snapshot
 from sansgpu.train.run_length import RunLength
 from sansgpu.train.run_log import RunLog, SystemStatistics
@@ -81,6 +81,7 @@ class Trainer:
             task.between_blocks(self._guard.check)
         self._show = progress
         self._metrics: Metrics | None = None  # of an evaluation at the current step
+        self._head_step: int | None = None  # the step whose weights a fitted head was fitted to
 
     @property
     def _progress(self) -> Progress:
@@ -238,6 +239,7 @@ class Trainer:
         if self._metrics is not None:
             return
         progress, training, start = self._progress, self._training, time.perf_counter()
+        self._fit_head()
         self._metrics = finite(evaluate(self._task, self._plan, training.eval_batches, stop, self._show))
         if self._metrics is None:
             return
@@ -251,7 +253,14 @@ class Trainer:
         if loss is not None and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.best_step = loss, progress.step
 
+    def _fit_head(self) -> None:
+        """Fits a head that is not trained, so that evaluations and snapshots have that of the current weights."""
+        if self._head_step != self._progress.step:
+            fit_head(self._task, self._plan)
+            self._head_step = self._progress.step
+
     def _save(self) -> None:
+        self._fit_head()
         self._saver.save(self._metrics, self._environment, is_last=self._length.is_finished())
 
     def _rescue(self) -> None:
