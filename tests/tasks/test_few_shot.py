@@ -99,9 +99,15 @@ def test_the_exported_classifier_is_scikit_learns_on_the_exported_vectors(home: 
     assert known["labels"][0] == found["label"]
 
 
-def test_a_plan_knows_the_steps(home: Path, capsys: Captured) -> None:
-    (plan,) = printed(capsys, "plan", *settings(home / "rows.jsonl", training__max_steps=7), "--json")
-    assert plan["total_steps"] == 7
+@pytest.mark.parametrize(("asked", "steps", "size"), [(32, 1, 12), (8, 2, 6), (5, 3, 4)])
+def test_the_rows_are_divided_evenly_among_the_steps_of_an_epoch(
+    home: Path, asked: int, steps: int, size: int, capsys: Captured
+) -> None:
+    chosen = {"training__batch_size": "auto", "training__gradient_accumulation_steps": asked}
+    long = {"training__max_steps": "null", "training__num_epochs": 10}
+    (plan,) = printed(capsys, "plan", *settings(home / "rows.jsonl", **chosen, **long), "--json")
+    assert plan["total_steps"] == 10 * steps
+    assert plan["batch_size"] * plan["gradient_accumulation_steps"] == size
     assert plan["fits"]
 
 

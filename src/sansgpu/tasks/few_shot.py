@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from sansgpu.config import SETTINGS, Config, ConfigError
 from sansgpu.data.labeled import LabeledText
+from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels.linear import linear
@@ -102,7 +103,7 @@ class FewShot(FewShotObjective, Classify):
                 f"{config.data.dataset_name}: all training rows have the label {corpus.labels.names[found[0]]!r}, "
                 "because the others are held out for validation; add rows or set data.validation_name."
             )
-        return config, corpus
+        return with_even_steps(config, len(corpus.train)), corpus
 
     @classmethod
     def require_readable(cls, texts: Sequence[LabeledText]) -> None:
@@ -126,6 +127,16 @@ class FewShot(FewShotObjective, Classify):
         head = logistic_regression(vectors, torch.from_numpy(part.targets[order, 0]), len(self.head.labels))
         getattr(self.model, _WEIGHT).copy_(head.weight)
         getattr(self.model, _BIAS).copy_(head.bias)
+
+
+def with_even_steps(config: Config, rows: int) -> Config:
+    """Divides the rows of an epoch evenly among its steps, so that steps are as long as planned. Few rows fill one."""
+    training = config.training
+    if training.batch_size != "auto":
+        return config
+    steps = steps_per_epoch(rows, training.gradient_accumulation_steps)
+    even = training.model_copy(update={"gradient_accumulation_steps": -(-rows // steps)})
+    return config.model_copy(update={"training": even})
 
 
 def pair_loss(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
