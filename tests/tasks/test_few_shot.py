@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sklearn.linear_model import LogisticRegression
 
@@ -217,6 +218,25 @@ def test_settings_that_do_not_fit_are_refused(
     home: Path, tmp_path: Path, changes: dict[str, object], said: str, capsys: Captured
 ) -> None:
     assert said in refusal(capsys, tmp_path, home / "rows.jsonl", **changes)
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ({"weight": np.ones((2, 64), np.float32), "bias": np.ones(2, np.float32)}, "does not fit the model's 3 labels"),
+        ({"weight": np.ones((3, 64), np.float32)}, "has no matrix `weight` and vector `bias`"),
+        (b"{", "holds no weights that can be read"),
+    ],
+)
+def test_a_damaged_classifier_is_refused(home: Path, tmp_path: Path, head: Any, said: str, capsys: Captured) -> None:
+    folder = shutil.copytree(learned(home) / "final", tmp_path / "final")
+    if isinstance(head, bytes):
+        (folder / "head.safetensors").write_bytes(head)
+    else:
+        save_file(head, folder / "head.safetensors")
+    capsys.readouterr()
+    assert cli(["predict", str(folder), "--text", "red"]) == 2
+    assert said in sentence(capsys)
 
 
 def test_commands_refuse_what_the_model_cannot_do(home: Path, tmp_path: Path, capsys: Captured) -> None:

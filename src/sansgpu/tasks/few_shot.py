@@ -28,6 +28,7 @@ from sansgpu.models.linear_head import LINEAR_HEAD, LinearHead, read_linear_head
 from sansgpu.models.sentence_embedding import pool, write_layout
 from sansgpu.tasks.classify import Classify, ClassifyObjective, LabeledCorpus
 from sansgpu.tasks.embed import embedding_layout
+from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.trained_model import ModelSource
 
 INVERSE_REGULARIZATION = 1.0  # `C` of scikit-learn's LogisticRegression, its default
@@ -43,13 +44,10 @@ class FewShotObjective(ClassifyObjective):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.layout = replace(embedding_layout(self.config, self.unpadded.causal), normalize=True)
-        width, labels = int(self.model.config.get_text_config().hidden_size), len(self.head.labels)
-        head = read_linear_head(self.config.model)
-        if head is None or head.weight.shape != (labels, width):
-            head = LinearHead(torch.zeros(labels, width), torch.zeros(labels))
-        self._set_head(head)
+        self.width, labels = int(self.model.config.get_text_config().hidden_size), len(self.head.labels)
+        self.set_head(LinearHead(torch.zeros(labels, self.width), torch.zeros(labels)))
 
-    def _set_head(self, head: LinearHead) -> None:
+    def set_head(self, head: LinearHead) -> None:
         self.model.register_buffer(_WEIGHT, head.weight)
         self.model.register_buffer(_BIAS, head.bias)
 
@@ -81,10 +79,10 @@ class FewShotObjective(ClassifyObjective):
             self._exported_head = head
             super().export_to(tokenizer, folder, merge)
         finally:
-            self._set_head(head)
+            self.set_head(head)
 
     def write_more(self, folder: Path) -> None:
-        write_layout(self.layout, self._exported_head.weight.shape[1], folder)
+        write_layout(self.layout, self.width, folder)
         self._exported_head.save(folder)
 
 
@@ -118,6 +116,19 @@ class FewShot(FewShotObjective, Classify):
     def config_of_model(cls, source: ModelSource) -> Config:
         config = super().config_of_model(source)
         return config.model_copy(update={"training": config.training.model_copy(update={"few_shot": True})})
+
+    @classmethod
+    def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
+        objective, tokenizer, config = super().load(source)
+        if source.snapshot is None and isinstance(objective, FewShotObjective):
+            head, labels = read_linear_head(config.model), len(objective.head.labels)
+            if head is None or head.weight.shape != (labels, objective.width):
+                raise ConfigError(
+                    f"{source.target}: {LINEAR_HEAD} does not fit the model's {labels} labels and {objective.width} "
+                    "features; export it again."
+                )
+            objective.set_head(head)
+        return objective, tokenizer, config
 
     def fit_head(self, micro_batch: int, device: torch.device) -> None:
         part = self.corpus.train
