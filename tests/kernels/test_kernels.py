@@ -1,5 +1,7 @@
 """Every kernel against plain float64 code, at random shapes, forward and backward; compiled C++ and plain torch."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +14,7 @@ from sansgpu.kernels.attention import attention, bidirectional_ranges, causal_ra
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, reference_cross_entropy
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.newton_schulz import newton_schulz, reference_newton_schulz
-from sansgpu.kernels.update import add_product, global_norm
+from sansgpu.kernels.update import AdamWStep, WeightUpdate, adamw_in_torch, add_product, global_norm
 from tests.kernels.updates import adamw
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -237,6 +239,29 @@ def test_adamw_and_the_norm(kernels: str, rows: int, columns: int, narrow: bool,
         assert torch.equal(working, weight.bfloat16())
     both = [gradient, weight]
     assert global_norm(both) == pytest.approx(sum(float(t.double().square().sum()) for t in both) ** 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_updates_rows_that_have_had_a_gradient(kernels: str, dtype: torch.dtype, weight_decay: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, seen = torch.randn(40, 100, generator=generator), torch.tensor([0, 7, 8, 39])
+    start, expected = weight.clone(), weight.clone()
+    first, second, expected_first, expected_second = (torch.zeros_like(weight) for _ in range(4))
+    working = weight.to(torch.bfloat16)
+    common: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
+    for step in range(1, 4):  # the second of which has no gradient at all
+        gradient = torch.zeros_like(weight)
+        if step != 2:
+            gradient[seen] = torch.randn(4, 100, generator=generator)
+        gradient = gradient.to(dtype)
+        adamw(weight, first, second, gradient, working, step=step, weight_decay=weight_decay, **common)
+        one = WeightUpdate(expected, (expected_first, expected_second), gradient, None, weight_decay)
+        adamw_in_torch(one, AdamWStep(number=step, **common))
+    for ours, theirs in ((weight, expected), (first, expected_first), (second, expected_second)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(working, weight.to(torch.bfloat16), rtol=0, atol=0)
+    assert torch.equal(weight[1], start[1]) == (weight_decay == 0)
 
 
 @RANDOM

@@ -10,6 +10,7 @@ from torch import nn
 
 from sansgpu.kernels import native
 from sansgpu.kernels.norm import FusedNorm
+from sansgpu.models import patches
 from sansgpu.models.fused_layers import FusedGELU, FusedTanhGELU
 from sansgpu.models.patches import patch_model
 
@@ -17,12 +18,15 @@ SIZES = {
     "vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "use_cache": False,
 }  # fmt: skip
+ENCODERS = ("Bert", "Roberta", "DistilBert", "MPNet", "RobertaPreLayerNorm")
+BERT_LAYERS = {"SelfAttention", "SelfOutput", "Output", "Layer"}
+DISTILBERT = {"dim": 16, "n_heads": 2, "n_layers": 2, "hidden_dim": 40}
 
 
 def tiny(name: str, **changes: object) -> Any:
     config = getattr(transformers, f"{name}Config")(**SIZES | changes)
     torch.manual_seed(0)
-    auto = transformers.AutoModelForMaskedLM if name == "Bert" else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForMaskedLM if name in ENCODERS else transformers.AutoModelForCausalLM
     model = auto.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():  # norms that differ from 1
@@ -49,7 +53,16 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
         ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms follow the branches
         ("Gemma", {}, {"GELUTanh", "GemmaAttention"}),  # its norms multiply by 1 + weight
         ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
-        ("Bert", {}, {"LayerNorm", "GELUActivation"}),
+        ("Bert", {}, {"LayerNorm", "GELUActivation", *(f"Bert{part}" for part in BERT_LAYERS)}),
+        ("Bert", {"hidden_act": "relu"}, {"LayerNorm", "BertSelfAttention", "BertSelfOutput", "BertOutput"}),
+        ("Roberta", {}, {"LayerNorm", "GELUActivation", *(f"Roberta{part}" for part in BERT_LAYERS)}),
+        (
+            "DistilBert",
+            DISTILBERT,
+            {"LayerNorm", "GELUActivation", "DistilBertSelfAttention", "FFN", "TransformerBlock"},
+        ),
+        ("MPNet", {}, {"LayerNorm", "GELUActivation", "MPNetOutput"}),  # its attention has a bias by distance
+        ("RobertaPreLayerNorm", {}, {"LayerNorm", "GELUActivation", "RobertaPreLayerNormSelfAttention"}),
     ],
 )
 @pytest.mark.parametrize("how", ["fp32", "bf16", "torch"])
@@ -62,7 +75,7 @@ def test_a_patched_model_computes_the_same(
     ours = copy.deepcopy(plain)
     patch_model(ours)
     assert replaced(ours, plain) == fused
-    inputs = torch.randint(1, 60, (2, 11), generator=torch.Generator().manual_seed(1))
+    inputs = torch.randint(2, 60, (16, 20), generator=torch.Generator().manual_seed(1))  # enough rows for our matmuls
     found = []
     for model in (plain, ours):
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "bf16"):
@@ -72,6 +85,27 @@ def test_a_patched_model_computes_the_same(
     tolerance = 3e-2 if how == "bf16" else 1e-5
     for expected, mine in zip(*found, strict=True):
         assert (mine - expected).norm() <= tolerance * (expected.norm() + found[0][1].norm())
+
+
+@pytest.mark.parametrize(("name", "changes"), [("Bert", {}), ("DistilBert", DISTILBERT)])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_fused_encoder_layers_drop_what_plain_ones_drop(
+    name: str, changes: dict[str, object], bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = tiny(name, **changes)
+    plain = copy.deepcopy(fused)
+    patch_model(fused)
+    monkeypatch.setattr(patches, "fuse_encoder_layers", lambda model: None)
+    patch_model(plain)
+    inputs, found = torch.randint(2, 60, (16, 20), generator=torch.Generator().manual_seed(1)), []
+    for model in (plain, fused):
+        with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            torch.manual_seed(3)
+            loss = model(input_ids=inputs, labels=inputs).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.float() for p in model.parameters())])
+    for expected, ours in zip(*found, strict=True):
+        assert (ours - expected).norm() <= (2e-2 if bf16 else 1e-5) * (expected.norm() + found[0][1].norm())
 
 
 def test_outputs_of_layers_are_still_recorded() -> None:

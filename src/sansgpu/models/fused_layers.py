@@ -7,8 +7,6 @@ RMSNorm of Gemma, for instance, has the same parts as that of Qwen, but multipli
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,6 +15,7 @@ from torch import nn
 
 from sansgpu.kernels.activation import gelu, gelu_tanh, swiglu
 from sansgpu.kernels.norm import FusedNorm, RMSNorm, residual
+from sansgpu.models.trials import AttentionPart, Part, agree, random_tensor, replaced_parts
 
 
 class PretrainedRMSNorm(RMSNorm):
@@ -122,8 +121,8 @@ def _gelu_of(module: nn.Module) -> type[nn.Module] | None:
 def _is_swiglu(module: nn.Module) -> bool:
     if set(module._modules) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
-    gate, up, down, x = _Part(1.5), _Part(2.5), _Part(0.5), random_tensor(3, 8)
-    with _replaced(module, {"gate_proj": gate, "up_proj": up, "down_proj": down}):
+    gate, up, down, x = Part(1.5), Part(2.5), Part(0.5), random_tensor(3, 8)
+    with replaced_parts(module, {"gate_proj": gate, "up_proj": up, "down_proj": down}):
         return agree(lambda: module.forward(x), lambda: down(F.silu(gate(x)) * up(x)))
 
 
@@ -132,53 +131,12 @@ def _is_pre_norm_layer(module: nn.Module) -> bool:
     norms = [module._modules.get(name) for name in ("input_layernorm", "post_attention_layernorm")]
     if set(module._modules) != parts or not all(isinstance(norm, FusedNorm) for norm in norms):
         return False
-    first, attention, second, mlp, x = _Part(1.5), _AttentionPart(2.5), _Part(0.5), _Part(0.7), random_tensor(1, 3, 8)
+    first, attention, second, mlp, x = Part(1.5), AttentionPart(2.5), Part(0.5), Part(0.7), random_tensor(1, 3, 8)
 
     def expected() -> torch.Tensor:
         total: torch.Tensor = x + attention(first(x))[0]
         return total + cast(torch.Tensor, mlp(second(total)))
 
     stubs = {"input_layernorm": first, "self_attn": attention, "post_attention_layernorm": second, "mlp": mlp}
-    with _replaced(module, stubs):
+    with replaced_parts(module, stubs):
         return agree(lambda: module.forward(x), expected)
-
-
-class _Part(nn.Module):
-    """Takes the place of a part of a module in a trial."""
-
-    def __init__(self, number: float) -> None:
-        super().__init__()
-        self.number = number
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        return torch.sin(self.number * hidden_states + self.number)
-
-
-class _AttentionPart(_Part):
-    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> Any:
-        return super().forward(hidden_states), None
-
-
-@contextmanager
-def _replaced(module: nn.Module, parts: Mapping[str, nn.Module]) -> Iterator[None]:
-    before = dict(module._modules)
-    module._modules.update(parts)
-    try:
-        yield
-    finally:
-        module._modules.update(before)
-
-
-def random_tensor(*shape: int) -> torch.Tensor:
-    """Returns the same random values in every call."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def agree(found: Callable[[], object], expected: Callable[[], torch.Tensor]) -> bool:
-    """Returns True if a trial gives what is expected; False if it fails, as that of any other code may."""
-    try:
-        value = found()
-    except Exception:
-        return False
-    return isinstance(value, torch.Tensor) and torch.allclose(value, expected(), rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longes
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Literal, Self
 
 from torch import nn
 
@@ -23,14 +23,20 @@ from sansgpu.models.costing import (
     numbers_of,
     shapes_of,
 )
+from sansgpu.models.encoder_layers import BertLayer, DistilBertBlock
 from sansgpu.models.fused_layers import PreNormLayer
 from sansgpu.models.modules import blocks_of
 
 # Bytes per token that a block saves for its backward pass, per unit of D, and per unit of F for each (D, F) matrix, by
 # precision. Measured on the layouts of Qwen2 and BERT, not compiled.
 _SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
-# The same for blocks that `fuse_layers` replaces.
-_FUSED_SAVED_BYTES = {"bf16": (24, 3), "fp32": (36, 6)}
+# The same for blocks that `patch_model` replaces.
+_FUSED_SAVED_BYTES = {
+    "decoder": {"bf16": (24, 3), "fp32": (36, 6)},
+    "encoder": {"bf16": (20, 2), "fp32": (32, 4)},
+}
+
+FusedBlocks = Literal["decoder", "encoder"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class ModuleShape:
     trained: int
     trained_matrices: int  # in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
-    fused: bool  # `fuse_layers` has replaced the blocks
+    fused: FusedBlocks | None  # the blocks that `patch_model` has put in place of others
 
     def with_layers(self, layers: int) -> ModuleShape:
         """Returns the shape with at most `layers` blocks."""
@@ -96,8 +102,14 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
         products=tuple(shapes_of((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
-        fused=isinstance(blocks[0], PreNormLayer),
+        fused=_fused(blocks[0]),
     )
+
+
+def _fused(block: nn.Module) -> FusedBlocks | None:
+    if isinstance(block, PreNormLayer):
+        return "decoder"
+    return "encoder" if isinstance(block, (BertLayer, DistilBertBlock)) else None
 
 
 @dataclass(frozen=True)
@@ -154,8 +166,8 @@ class ModuleCosts(Costs):
 
     def saved_bytes(self, how: Execution) -> int:
         shape = self.shape
-        fused = shape.fused and how.kernels != "torch"
-        width, inner = (_FUSED_SAVED_BYTES if fused else _SAVED_BYTES)[how.precision]
+        fused = shape.fused if how.kernels != "torch" else None
+        width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[how.precision]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
         return how.tokens(self.window) * per_token

@@ -11,6 +11,7 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.norm import LayerNorm
 from sansgpu.models.attention_interface import use_our_attention
+from sansgpu.models.encoder_layers import fuse_encoder_layers
 from sansgpu.models.fused_layers import fuse_layers
 from sansgpu.models.rotary_attention import fuse_rotary_attention
 
@@ -48,5 +49,6 @@ def patch_model(model: PreTrainedModel) -> list[str]:
     patch_layers(model)
     fuse_layers(model)
     fuse_rotary_attention(model)
+    fuse_encoder_layers(model)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return unpatched + [f"layers of type {name}" for name in others]

@@ -12,8 +12,8 @@ from sansgpu.config import ModelConfig
 from sansgpu.machine.memory import Execution
 from sansgpu.models.adapters import add_adapter
 from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
-from sansgpu.models.fused_layers import fuse_layers
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
+from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import Head, meta_model
 
 _PROCESS_BYTES = 430 << 20  # the process with torch, transformers and peft
@@ -31,7 +31,7 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     if settings.adapter != "none":
         with torch.device("meta"):
             add_adapter(model, settings, 0)
-    fuse_layers(model)
+    patch_model(model)
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)

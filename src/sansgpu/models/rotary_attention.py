@@ -16,7 +16,8 @@ from torch import nn
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.attention_interface import NAME, attention_forward
-from sansgpu.models.fused_layers import agree, random_tensor, with_forward
+from sansgpu.models.fused_layers import with_forward
+from sansgpu.models.trials import LinearPart, agree, random_tensor
 
 PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
 
@@ -80,18 +81,7 @@ def _stubs(module: Any, norms: list[Any]) -> dict[str, nn.Module]:
     """Returns small parts for a trial of an attention layer with one key-value head."""
     queries, dim = module.num_key_value_groups * module.head_dim, module.head_dim
     sizes = {"q_proj": (8, queries), "k_proj": (8, dim), "v_proj": (8, dim), "o_proj": (queries, 8)}
-    parts: dict[str, nn.Module] = {name: _LinearPart(*size, place) for place, (name, size) in enumerate(sizes.items())}
+    parts: dict[str, nn.Module] = {name: LinearPart(*size, place) for place, (name, size) in enumerate(sizes.items())}
     for name, norm in zip(NORMS, norms, strict=False):
         parts[name] = RMSNorm(dim, norm.eps)
     return parts
-
-
-class _LinearPart(nn.Module):
-    """Takes the place of a linear layer in a trial."""
-
-    def __init__(self, inputs: int, outputs: int, number: int) -> None:
-        super().__init__()
-        self.weight = torch.sin((number + 1) * random_tensor(inputs, outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight

@@ -35,14 +35,20 @@ from sansgpu.models.pretrained import (
     pretrained_config,
     weights_fingerprint,
 )
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, longest_example, require_rows, split_rows, too_few
+from sansgpu.tasks.fine_tuning import (
+    FineTuning,
+    FineTuningTask,
+    longest_example,
+    passes,
+    require_rows,
+    split_rows,
+    too_few,
+)
 from sansgpu.tasks.label_metrics import label_metrics
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
-PREDICTION_TOKENS = 8192  # tokens of a batch; more save no time, because the matrix products are large enough
-PREDICTION_ROWS = 256
 SCORE = "score"  # name of the only output of a regression
 _PROBLEM_TYPES: dict[LabelKind, ProblemType] = {
     "single": "single_label_classification",
@@ -217,7 +223,7 @@ class Classify(ClassifyObjective, FineTuningTask):
         made = tokenize_texts(texts, loaded.tokenizer, longest_example(loaded.config, loaded.tokenizer))
         part = LabeledSequences(made.ids, np.zeros((len(texts), 1), np.int64), made.types)
         labels, logits = _labels_of(objective), torch.empty(len(texts), len(objective.head.labels))
-        for numbers in _similar_lengths(part.lengths):
+        for numbers in passes(part.lengths):
             logits[torch.from_numpy(numbers)] = objective.logits(part.batch(numbers).to(loaded.device)).cpu()
         return [prediction(row, labels) for row in logits]
 
@@ -252,16 +258,6 @@ def balanced_weights(targets: np.ndarray, labels: int) -> torch.Tensor:
     """Returns the weight of each label, (L,), by which all labels have the same total weight and the mean is 1."""
     counts = np.bincount(targets, minlength=labels)
     return torch.from_numpy(len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))).float()
-
-
-def _similar_lengths(lengths: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the indices of examples of similar length that make up one batch."""
-    order = np.argsort(-lengths, kind="stable")
-    start = 0
-    while start < len(order):
-        size = int(np.clip(PREDICTION_TOKENS // lengths[order[start]], 1, PREDICTION_ROWS))
-        yield order[start : start + size]
-        start += size
 
 
 def prediction(logits: torch.Tensor, labels: Labels) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,12 +32,11 @@ from sansgpu.tasks.embedding_data import (
 )
 from sansgpu.tasks.embedding_evaluation import EmbeddingEvaluator
 from sansgpu.tasks.embedding_losses import LossName, embedding_loss, loss_for
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, passes, require_rows, too_few
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 USUAL_TEXTS = 2  # texts of an example, assumed if the data has not been read
 DEFAULT_LENGTH = 256  # tokens of the longest text, where the model does not say
-ENCODED_TOKENS = 4096  # tokens of a forward pass of `encode_texts`: enough for full speed, few enough for the cache
 
 
 class EmbeddingObjective(FineTuning):
@@ -242,23 +241,9 @@ def encode_texts(loaded: TrainedModel, texts: Sequence[str]) -> np.ndarray:
     vectors = np.empty((len(texts), loaded.objective.width), np.float32)
     autocast = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
     with torch.inference_mode(), autocast:
-        for numbers in _passes(tokens):
-            flat = torch.from_numpy(np.concatenate([tokens[n] for n in numbers]).astype(np.int64))
-            lengths = torch.tensor([len(tokens[n]) for n in numbers])
-            vectors[numbers] = loaded.objective.vectors(flat.to(loaded.device), lengths.to(loaded.device)).cpu().numpy()
+        lengths = np.array([len(ids) for ids in tokens])
+        for numbers in passes(lengths):
+            flat = torch.from_numpy(np.concatenate([tokens[n] for n in numbers]).astype(np.int64)).to(loaded.device)
+            own_lengths = torch.from_numpy(lengths[numbers]).to(loaded.device)
+            vectors[numbers] = loaded.objective.vectors(flat, own_lengths).cpu().numpy()
     return vectors
-
-
-def _passes(tokens: Sequence[np.ndarray]) -> Iterator[list[int]]:
-    """Yields the texts of each forward pass: about `ENCODED_TOKENS` tokens of texts of similar lengths."""
-    order = np.argsort([-len(ids) for ids in tokens], kind="stable").tolist()
-    numbers: list[int] = []
-    size = 0
-    for number in order:
-        if numbers and size + len(tokens[number]) > ENCODED_TOKENS:
-            yield numbers
-            numbers, size = [], 0
-        numbers.append(number)
-        size += len(tokens[number])
-    if numbers:
-        yield numbers

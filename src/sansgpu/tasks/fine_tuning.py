@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+PASS_TOKENS = 4096  # tokens of a forward pass outside training: enough for full speed, few enough for the cache
 
 
 class FineTuning(ObjectiveBase, ABC):
@@ -228,6 +229,18 @@ def longest_example(config: Config, tokenizer: Any) -> int:
     """Returns the maximum tokens of an example: data.max_length, limited by the tokenizer's maximum for its model."""
     assert config.data.max_length is not None
     return min(config.data.max_length, int(tokenizer.model_max_length))
+
+
+def passes(lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the indices of the examples of each forward pass outside training.
+
+    They are of similar lengths, and have about `PASS_TOKENS` tokens even if they are padded.
+    """
+    order, start = np.argsort(-lengths, kind="stable"), 0
+    while start < len(order):
+        size = max(1, PASS_TOKENS // max(1, int(lengths[order[start]])))
+        yield order[start : start + size]
+        start += size
 
 
 def whole_groups(

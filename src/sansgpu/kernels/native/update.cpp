@@ -69,6 +69,25 @@ void update(const AdamW a, W* weight, float* first, float* second, const G* grad
   }
 }
 
+constexpr int64_t PIECE = 256;  // weights that are tested together for whether an update changes them
+
+template <typename T>
+bool is_zero(const T* x, int64_t count) {
+  std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t> word, all = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(&word, x + i, sizeof word);
+    all |= word;
+  }
+  return !all;
+}
+
+// Returns true if an update leaves the weights and their moments as they are, as it does most of an embedding, whose
+// tokens have not occurred yet. Reading the zeros takes less time than writing them again.
+template <typename G>
+bool is_unchanged(const AdamW& a, const float* first, const float* second, const G* grad, int64_t count) {
+  return a.decay == 0.0f && is_zero(first, count) && is_zero(grad, count) && is_zero(second, count);
+}
+
 // A weight as kernels/update.py describes it. `working` may be null; `moments` are two or, in 8 bits, four tensors.
 struct Weight {
   void* weight;
@@ -250,10 +269,14 @@ SANSGPU_KERNEL void adamw(int64_t count, const Weight* weights, const double* de
   const AdamW settings(lr, beta1, beta2, eps, step, scale);
   for_each_weight(count, weights, decays, settings, [](const Block& block, const Weight& w, const AdamW& own) {
     float *first = static_cast<float*>(w.moments[0]), *second = static_cast<float*>(w.moments[1]);
-    const int64_t at = block.start;
+    const uint32_t row = Random(w.seed).row(block.index);
     with_types(w, [&](auto* weight, const auto* grad) {
-      update(own, weight + at, first + at, second + at, grad + at, w.working ? w.working + at : nullptr, block.count,
-             Random(w.seed).row(block.index), 0);
+      for (int64_t place = 0; place < block.count; place += PIECE) {
+        const int64_t at = block.start + place, count = std::min(PIECE, block.count - place);
+        if (is_unchanged(own, first + at, second + at, grad + at, count)) continue;
+        update(own, weight + at, first + at, second + at, grad + at, w.working ? w.working + at : nullptr, count, row,
+               place);
+      }
     });
   });
 }
