@@ -176,6 +176,21 @@ def test_a_resumed_adapter_is_that_of_the_run_that_was_not_interrupted(home: Pat
     assert steps[0] == steps[1]
 
 
+def test_a_plan_counts_padding_only_where_texts_are_padded(tmp_path: Path, capsys: Captured) -> None:
+    texts = ["red " * 60, *("red house" for _ in range(63))]
+    data = written(tmp_path / "rows.jsonl", [{"text": text, "label": n % 2} for n, text in enumerate(texts)])
+
+    def activations(architecture: str, pack: bool) -> int:
+        chosen = settings(data, model__name_or_path=model_folder(architecture), data__pack_sequences=pack)
+        chosen += ["--set", "training.batch_size=32", "--set", f"data.validation_name={data}"]
+        planned: int = json.loads(printed(capsys, "plan", *chosen, "--json"))["memory_bytes"]["activations"]
+        return planned
+
+    packed, padded = activations("bert", pack=True), activations("bert", pack=False)
+    assert padded > 3 * packed, "a batch of 32 rows as long as the longest, instead of a random batch"
+    assert activations("modernbert", pack=True) > 3 * packed, "its local attention does not allow packing"
+
+
 def test_an_adapter_has_a_trained_head_and_merges_into_the_same_model(home: Path, tmp_path: Path) -> None:
     run = made(home, "lora", model__adapter="lora")
     with safe_open(run / "snapshots/step-000004/model.safetensors", "pt") as file:

@@ -51,6 +51,7 @@ class ModuleShape:
     trained_matrices: int  # in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
     fused: bool  # `fuse_layers` has replaced the blocks
+    packs: bool = True  # several examples can share a row
 
     def with_layers(self, layers: int) -> ModuleShape:
         """Returns the shape with at most `layers` blocks."""
@@ -158,7 +159,7 @@ class ModuleCosts(Costs):
         width, inner = (_FUSED_SAVED_BYTES if fused else _SAVED_BYTES)[how.precision]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
-        return how.tokens(self.window) * per_token
+        return self.micro_batch_tokens(how) * per_token
 
     def head_bytes(self, how: Execution) -> int:
-        return cross_entropy_bytes(how, how.tokens(self.window), self.products().head, trained=True)
+        return cross_entropy_bytes(how, self.micro_batch_tokens(how), self.products().head, trained=True)
