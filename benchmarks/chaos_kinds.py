@@ -64,6 +64,8 @@ def make_kinds(folder: Path) -> list[Kind]:
     embed["model.name_or_path"] = qa["model.name_or_path"]
     classify = {**tuned, "task": "classify", "data.dataset_name": _write(folder / "labeled.jsonl", _labeled())}
     classify["model.name_or_path"] = qa["model.name_or_path"]
+    tokens = {**tuned, "task": "tokens", "data.dataset_name": _write(folder / "tagged.jsonl", _tagged())}
+    tokens |= {"model.name_or_path": qa["model.name_or_path"], "data.doc_stride": 16}
     lora = {"model.adapter": "lora", "model.lora_dropout": 0.1}
     together = {**text, "model.dropout": 0}
     return [
@@ -81,6 +83,7 @@ def make_kinds(folder: Path) -> list[Kind]:
         Kind("qa", qa),
         Kind("embed", embed),
         Kind("classify", classify),
+        Kind("tokens", tokens),
         Kind("2 processes", together, 2),
         Kind("2 processes, optimizer sharded", {**together, "training.sharding": "optimizer"}, 2),
         Kind("2 processes, all sharded", {**together, "training.sharding": "full"}, 2),
@@ -113,6 +116,13 @@ def _labeled(count: int = 40) -> Iterable[dict[str, Any]]:
     for _ in range(count):
         text = _sentence(draw, draw.randint(3, 30))
         yield {"text": text, "label": "red" if "red" in text else "other"}
+
+
+def _tagged(count: int = 40) -> Iterable[dict[str, Any]]:
+    draw = random.Random(4)
+    for _ in range(count):
+        words = _sentence(draw, draw.randint(3, 60)).split()
+        yield {"tokens": words, "tags": ["B-color" if word in WORDS[:3] else "O" for word in words]}
 
 
 def _graphs(count: int = 20) -> Iterable[dict[str, Any]]:

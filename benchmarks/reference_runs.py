@@ -55,7 +55,7 @@ def results_of(kind: Kind, run: Path) -> Results:
             results["generate"] = _sansgpu("generate", str(run), *asked)
         case "qa":
             results["predict"] = _json("predict", str(run), *QUESTION, "--json")
-        case "classify":
+        case "classify" | "tokens":
             results["predict"] = _json("predict", str(run), "--text", "a red fox", "--json")
         case "graph" if kind.settings.get("model.leaves") != 0:
             results["extract"] = _sansgpu("extract", str(run), "--text", "the red one", "--head", "red", "--top", "2")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import transformers
 import yaml
 from benchmarks.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from tests.processes import TINY, settings, write_corpus
-from tests.tasks.folders import chat_rows, squad
+from tests.tasks.folders import chat_rows, conll, labeled_rows, squad, tagged_rows
 from tests.tasks.graphs import rows as graph_rows
+from tests.tasks.texts import text_rows
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,11 @@ class Bases:
     gguf: Path
     decoder: Path  # Hugging Face folders
     encoder: Path
-    chats: Path
     questions: Path
     graph: Path
+    tags: Path  # CoNLL columns
+    rows: dict[str, list[Path]]  # JSONL files of each task
+    trained: dict[str, Path]  # Hugging Face folders with the head of a task
 
     @property
     def final(self) -> Path:
@@ -48,18 +53,45 @@ def make_bases(home: Path) -> Bases:
     if not run.exists():
         assert cli(["train", *settings(**chosen), "--output-dir", str(run)]) == 0
         assert cli(["export", str(run), "--format", "gguf", "--output", str(home / "model.gguf")]) == 0
-    graph = home / "graph.jsonl"
-    graph.write_text("".join(json.dumps(row) + "\n" for row in graph_rows()))
+    graph = _written(home / "graph.jsonl", graph_rows())
+    tokens, spans = tagged_rows()
+    rows = {
+        "pretrain": [corpus],
+        "graph": [graph],
+        "sft": [chat_rows(home / "chats.jsonl")],
+        "classify": [
+            labeled_rows(home / f"{kind}.jsonl", kind, pairs=kind == "single")
+            for kind in ("single", "multiple", "regression")
+        ],
+        "tokens": [_written(home / "tokens.jsonl", tokens), _written(home / "spans.jsonl", spans)],
+        "embed": [text_rows(home / f"{form}.jsonl", form, 24) for form in ("pairs", "triplets", "scores", "labels")],
+    }
+    encoder = make_folder(home / "encoder", "bert")
+    heads = {"classify": "ForSequenceClassification", "tokens": "ForTokenClassification"}
     return Bases(
         corpus=corpus,
         run=run,
         gguf=home / "model.gguf",
         decoder=make_folder(home / "decoder", "llama"),
-        encoder=make_folder(home / "encoder", "bert"),
-        chats=chat_rows(home / "chats.jsonl"),
+        encoder=encoder,
         questions=squad(home / "questions.json"),
         graph=graph,
+        tags=conll(home / "tags.conll"),
+        rows=rows,
+        trained={"embed": encoder, **{task: _with_head(encoder, home / task, head) for task, head in heads.items()}},
     )
+
+
+def _written(path: Path, rows: Iterable[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _with_head(encoder: Path, folder: Path, head: str) -> Path:
+    """Copies a model folder to `folder`, with a random head of two labels."""
+    shutil.copytree(encoder, folder)
+    getattr(transformers, f"AutoModel{head}").from_pretrained(encoder).save_pretrained(folder)
+    return folder
 
 
 def nested(values: dict[str, object]) -> dict[str, object]:

@@ -29,13 +29,15 @@ def writes(name: str, content: bytes | str) -> Callable[[Path], object]:
 
 def rows(draw: random.Random, bases: Bases) -> Case:
     """Draws a data file of any format and task, with odd values or damaged."""
-    task = draw.choice(("pretrain", "pretrain", "graph", "sft", "qa"))
-    source = {"pretrain": bases.corpus, "graph": bases.graph, "sft": bases.chats, "qa": bases.questions}[task]
-    text = source.read_text()
+    task = draw.choice(
+        ("pretrain", "pretrain", "graph", "sft", "qa", "classify", "classify", "tokens", "tokens", "embed")
+    )
     if task == "qa":
-        name, content = "data.json", dumped(changed(json.loads(text), draw)).encode()
+        name, content = "data.json", dumped(changed(json.loads(bases.questions.read_text()), draw)).encode()
+    elif task == "tokens" and draw.random() < 0.4:
+        name, content = "data.conll", damaged(bases.tags.read_bytes(), draw)
     else:
-        found = [json.loads(line) for line in text.splitlines()]
+        found = [json.loads(line) for line in draw.choice(bases.rows[task]).read_text().splitlines()]
         for _ in range(draw.choice((1, 3, 10))):
             number = draw.randrange(len(found))
             found[number] = changed(found[number], draw) if draw.random() < 0.9 else odd(draw)
@@ -45,22 +47,25 @@ def rows(draw: random.Random, bases: Bases) -> Case:
     if draw.random() < 0.15:
         name, content = name + ".gz", gzip.compress(content)
         content = damaged(content, draw) if draw.random() < 0.5 else content
-    chosen = settings(data__dataset_name=name, training__max_steps=2)
-    if task == "graph":
-        chosen += ["--set", "task=graph", "--set", "model.activation=gelu", "--set", "data.validation_split=0.2"]
-    if task in ("sft", "qa"):
-        folder = bases.decoder if task == "sft" else bases.encoder
-        chosen = [
-            "--set",
-            f"task={task}",
-            "--set",
-            f"model.name_or_path={folder}",
-            "--set",
-            f"data.dataset_name={name}",
-        ]
-        chosen += ["--set", "training.batch_size=1", "--set", "training.max_steps=2", "--set", "data.max_length=48"]
-        chosen += ["--set", "data.chat_template=simple"] if task == "sft" else ["--set", "data.doc_stride=16"]
-    return Case(["train", *chosen, "--dry-run"], writes(name, content))
+    return Case(_command(draw, bases, task, name), writes(name, content))
+
+
+def _command(draw: random.Random, bases: Bases, task: str, name: str) -> list[str]:
+    """Returns a command that reads the data file: a training, or a prediction for its rows."""
+    model = bases.trained.get(task)
+    if model and draw.random() < 0.3:
+        verb = "embed" if task == "embed" else "predict"
+        return [verb, str(model), "--data", name, "--output", "out.npy" if verb == "embed" else "out.jsonl"]
+    if task in ("pretrain", "graph"):
+        chosen = settings(data__dataset_name=name, training__max_steps=2)
+        graph = ("task=graph", "model.activation=gelu", "data.validation_split=0.2") if task == "graph" else ()
+        return ["train", *chosen, *(part for one in graph for part in ("--set", one)), "--dry-run"]
+    folder = bases.decoder if task == "sft" else bases.encoder
+    chosen = [f"task={task}", f"model.name_or_path={folder}", f"data.dataset_name={name}", "training.batch_size=1"]
+    chosen += ["training.max_steps=2", "data.max_length=48"]
+    own = {"sft": "data.chat_template=simple", "qa": "data.doc_stride=16", "tokens": "data.doc_stride=16"}
+    chosen += [own[task]] if task in own else []
+    return ["train", *(part for one in chosen for part in ("--set", one)), "--dry-run"]
 
 
 def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]:

@@ -120,7 +120,11 @@ _COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         "--image": "text", "--namespace": "text", "--name": "text", "--node-selector": "text",
         "--processes-per-node": "number"}),
     "chat": (["FINAL", "--prompt", "hi", "--max-new-tokens", "2"], {"--system": "text", "--temperature": "number"}),
-    "predict": (["ENCODER", "--question", "q", "--context", "c"], {"--question": "text", "--context": "text"}),
+    "predict": (["CLASSIFIER", "--text", "q"], {
+        "--text": "text", "--text-pair": "text", "--question": "text", "--output": "path"}),
+    "embed": (["ENCODER", "--data", "DATA", "--output", "v.npy"], {
+        "--output": "path", "--data": "path", "--text-column": "text"}),
+    "search": (["ENCODER", "docs", "words"], {"--top-k": "number", "": "path"}),
 }  # fmt: skip
 
 
@@ -130,7 +134,7 @@ def flags(draw: random.Random, bases: Bases) -> Case:
     fixed, options = _COMMANDS[command]
     places_of = {
         "RUN": str(bases.run), "FINAL": str(bases.final), "DATA": str(bases.corpus), "ENCODER": str(bases.encoder),
-        "COPY": "copy",
+        "COPY": "copy", "CLASSIFIER": str(bases.trained["classify"]),
     }  # fmt: skip
     arguments = [*command.split(), *(places_of.get(part, part) for part in fixed)]
     if command == "train":
@@ -152,6 +156,8 @@ def flags(draw: random.Random, bases: Bases) -> Case:
 
     def prepare(here: Path) -> None:
         (here / "file").write_text("text")
+        (here / "docs").mkdir()
+        (here / "docs/a.md").write_text("A text of some words to find, which is long enough to be a passage.")
         (here / "link").symlink_to("nowhere")
         os.mkfifo(here / "pipe")
         if "copy" in arguments:
@@ -211,9 +217,9 @@ def variables(draw: random.Random, bases: Bases) -> Case:
 
 # How many of a thousand are of each kind.
 KINDS: dict[str, tuple[Generator, int]] = {
-    "configuration": (configuration, 240),
+    "configuration": (configuration, 190),
     "flags": (flags, 160),
-    "rows": (rows, 150),
+    "rows": (rows, 200),
     "tokenizers": (tokenizers, 90),
     "model folders": (model_folders, 90),
     "GGUF files": (ggufs, 70),

@@ -96,3 +96,16 @@ def conll(path: Path, sentences: int = 40, longest: int = 20, seed: int = 0) -> 
         lines.append("".join(f"{word} {tag}\n" for word, tag in tags))
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+def tagged_rows(count: int = 12, seed: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the same sentences as rows with `tokens` and `tags`, and with `text` and `spans`."""
+    draw, rows, spans = random.Random(seed), list[dict[str, Any]](), list[dict[str, Any]]()
+    for _ in range(count):
+        before, after = sentence(draw, draw.randint(1, 9)), sentence(draw, draw.randint(1, 9))
+        counts = len(before.split()), len(after.split())
+        tags = ["O"] * counts[0] + ["B-person", "I-person"] + ["O"] * counts[1]
+        rows.append({"tokens": f"{before} Ada Zed {after}".split(), "tags": tags})
+        span = {"start": len(before) + 1, "end": len(before) + 8, "label": "person"}
+        spans.append({"text": f"{before} Ada Zed {after}", "spans": [span]})
+    return rows, spans

@@ -166,15 +166,29 @@ def test_rare_labels_count_as_much_as_frequent_ones(tmp_path: Path, capsys: Capt
 # Promises of every task
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__adapter": "lora", "model__lora_dropout": 0.1}], ids=["full", "lora"])
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(home: Path, changes: dict[str, object]) -> None:
-    straight = made(home, f"straight-{len(changes)}", **changes)
-    resumed = fork_snapshot(straight, "2", home / f"resumed-{len(changes)}", pytest.fail)
+def test_a_resumed_adapter_is_that_of_the_run_that_was_not_interrupted(home: Path) -> None:
+    straight = made(home, "straight", model__adapter="lora", model__lora_dropout=0.1)
+    resumed = fork_snapshot(straight, "2", home / "resumed", pytest.fail)
     assert cli(["train", "--resume", "latest", "--output-dir", str(resumed), "-f", str(resumed / "config.yaml")]) == 0
     last = [{k: v for k, v in digests(run).items() if "step-000002" not in k} for run in (straight, resumed)]
     assert last[0] == last[1]
     steps = [[e for e in record(run) if e["event"] in ("step", "eval")] for run in (straight, resumed)]
     assert steps[0] == steps[1]
+
+
+def test_a_plan_counts_padding_only_where_texts_are_padded(tmp_path: Path, capsys: Captured) -> None:
+    texts = ["red " * 60, *("red house" for _ in range(63))]
+    data = written(tmp_path / "rows.jsonl", [{"text": text, "label": n % 2} for n, text in enumerate(texts)])
+
+    def activations(architecture: str, pack: bool) -> int:
+        chosen = settings(data, model__name_or_path=model_folder(architecture), data__pack_sequences=pack)
+        chosen += ["--set", "training.batch_size=32", "--set", f"data.validation_name={data}"]
+        planned: int = json.loads(printed(capsys, "plan", *chosen, "--json"))["memory_bytes"]["activations"]
+        return planned
+
+    packed, padded = activations("bert", pack=True), activations("bert", pack=False)
+    assert padded > 3 * packed, "a batch of 32 rows as long as the longest, instead of a random batch"
+    assert activations("modernbert", pack=True) > 3 * packed, "its local attention does not allow packing"
 
 
 def test_an_adapter_has_a_trained_head_and_merges_into_the_same_model(home: Path, tmp_path: Path) -> None:

@@ -116,3 +116,9 @@ def test_a_forecast_counts_what_falls_due(every: int, first: int, more: int, sav
     evaluations = len([s for s in range(first + 1, last) if s % every == 0]) + 1
     saved = len([s for s in range(first + 1, last) if saves and s % saves == 0]) + 1
     assert forecast.seconds(training, last, first) == pytest.approx(7.5 + more + 100 * evaluations + 10_000 * saved)
+
+
+def test_a_run_whose_preparation_took_all_its_time_is_not_said_to_end_early() -> None:
+    budget = Budget(TrainingConfig(max_hours=0.01), lambda: 100.0, 0.0, 0, 0)
+    assert budget.steps_left(1) == 0
+    assert budget.idle_ratio(1000) == 0

@@ -89,6 +89,11 @@ class TokenizedGroups:
         """The number of texts of all examples."""
         return sum(len(self._texts_of(number, 0)) for number in range(len(self)))
 
+    @property
+    def most_texts(self) -> int:
+        """The number of texts of the example that has the most."""
+        return max(len(texts) for texts in self.members) + self.labeled
+
     @cached_property
     def _alike(self) -> dict[int, list[int]]:
         """The texts with each label."""

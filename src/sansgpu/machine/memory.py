@@ -24,15 +24,16 @@ class Execution:
     compile: str  # on | off
     kernels: str  # torch, or native and the instruction set
     optimizer: str  # adamw | adam | sgd | muon
-    max_tokens: Callable[[int], int] | None = None  # examples -> maximum tokens; None: all have the maximum length
+    # (examples, padded) -> tokens of the largest batch; None: all examples have the maximum length
+    max_tokens: Callable[[int, bool], int] | None = None
     world_size: int = 1
     threads: int = 1
     device: torch.device = CPU
 
-    def tokens(self, window: int) -> int:
-        """Returns the tokens of the largest micro-batch of examples with up to `window` tokens."""
+    def tokens(self, window: int, padded: bool = False) -> int:
+        """Returns the tokens, with padding if `padded`, of the largest micro-batch of examples up to `window` long."""
         limit = self.micro_batch * window
-        return limit if self.max_tokens is None else min(limit, self.max_tokens(self.micro_batch))
+        return limit if self.max_tokens is None else min(limit, self.max_tokens(self.micro_batch, padded))
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,10 @@ class Costs(ABC):
     def traffic(self, execution: Execution) -> StepTraffic:
         """Counts weights and moments read and written once, and saved activations written and read once."""
 
+    def micro_batch_tokens(self, execution: Execution) -> int:
+        """Returns the tokens of the largest micro-batch."""
+        return execution.tokens(self.window)
+
     def memory(self, execution: Execution) -> Memory:
         """Estimates the peak memory of a step in bytes. `benchmarks/memory.py` compares it with real runs."""
         weights, matrices, accumulated = self.trained(), self.trained_matrices(), execution.accumulation > 1
@@ -116,7 +120,7 @@ class Costs(ABC):
         gradients = (FULL if accumulated else COMPUTE[execution.precision]) * matrices + FULL * (weights - matrices)
         moments, activations = self.moment_bytes(execution), self.saved_bytes(execution)
         if self.model.gradient_checkpointing:
-            activations += self.layers * FULL * execution.tokens(self.window) * self.width
+            activations += self.layers * FULL * self.micro_batch_tokens(execution) * self.width
         else:
             activations *= self.layers
         needed = {

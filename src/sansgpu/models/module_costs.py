@@ -57,6 +57,7 @@ class ModuleShape:
     trained_matrices: int  # in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
     fused: FusedBlocks | None  # the blocks that `patch_model` has put in place of others
+    packs: bool = True  # several examples can share a row
 
     def with_layers(self, layers: int) -> ModuleShape:
         """Returns the shape with at most `layers` blocks."""
@@ -170,7 +171,7 @@ class ModuleCosts(Costs):
         width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[how.precision]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
-        return how.tokens(self.window) * per_token
+        return self.micro_batch_tokens(how) * per_token
 
     def head_bytes(self, how: Execution) -> int:
-        return cross_entropy_bytes(how, how.tokens(self.window), self.products().head, trained=True)
+        return cross_entropy_bytes(how, self.micro_batch_tokens(how), self.products().head, trained=True)

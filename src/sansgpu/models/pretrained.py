@@ -206,8 +206,8 @@ def prepare_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrai
             loaded.gradient_checkpointing_enable({"use_reentrant": False})
     loaded.config.use_cache = False
     for parameter in loaded.parameters():  # autocast covers matmuls, but not sums and norms
-        if parameter.ndim < 2:
-            parameter.data = parameter.data.float()
+        if parameter.ndim < 2:  # a view of the mapped file would keep all of it in memory
+            parameter.data = parameter.data.to(torch.float32, copy=True)
     return loaded
 
 

@@ -16,7 +16,7 @@ from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
 from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import Head, meta_model
 
-_PROCESS_BYTES = 430 << 20  # the process with torch, transformers and peft
+_PROCESS_BYTES = 510 << 20  # the process with torch, transformers and peft, and the buffers of its libraries
 
 
 def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
@@ -26,16 +26,20 @@ def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
 
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> ModuleShape:
+    from sansgpu.models.unpadded import can_pack  # imports transformers, which takes seconds
+
     settings = ModelConfig.model_validate_json(model_json)
     model = meta_model(settings, head)
     if settings.adapter != "none":
         with torch.device("meta"):
             add_adapter(model, settings, 0)
+    packs = can_pack(model)
     patch_model(model)
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)
-    return module_shape(model, int(config.hidden_size), int(config.num_attention_heads), vocabulary, outputs)
+    shape = module_shape(model, int(config.hidden_size), int(config.num_attention_heads), vocabulary, outputs)
+    return replace(shape, packs=packs)
 
 
 def _outputs(head: Head, vocabulary: int) -> int:
@@ -51,12 +55,17 @@ def _outputs(head: Head, vocabulary: int) -> int:
 class PretrainedCosts(ModuleCosts):
     """The costs of a transformers model, whose weights may be frozen next to an adapter."""
 
+    pack: bool = True  # if the model allows it; otherwise each text has a row of the length of the longest one
+
+    def micro_batch_tokens(self, execution: Execution) -> int:
+        return execution.tokens(self.window, padded=not (self.pack and self.shape.packs))
+
     def work(self, tokens: float) -> StepWork:
         return replace(super().work(tokens), muon=0.0)
 
     def head_bytes(self, execution: Execution) -> int:
         trained = self.model.adapter == "none" and self.shape.outputs == self.shape.vocabulary
-        return cross_entropy_bytes(execution, execution.tokens(self.window), self.products().head, trained)
+        return cross_entropy_bytes(execution, self.micro_batch_tokens(execution), self.products().head, trained)
 
     def weight_bytes(self, execution: Execution) -> int:
         frozen = sum(self.parameters().values()) - self.trained()

@@ -45,8 +45,7 @@ class UnpaddedModel:
         self.model, self._rotary = model, LengthDependentRotary(model)
         self._text: Any = model.config.get_text_config()
         self._by_ranges = model.config._attn_implementation == NAME and not _has_windows(self._text)
-        attending = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
-        self.causal = any(attending)
+        self.causal = _is_causal(model)
         self._offset = _position_offset(model)
         self._softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
@@ -335,6 +334,15 @@ def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     return torch.allclose(logits, model(probe).logits, rtol=1e-4, atol=1e-5)
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Returns False for encoders with windowed attention, as far as that can be known without running the model."""
+    return _is_causal(model) or not _has_windows(model.config.get_text_config())
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    return any(m.is_causal for m in model.modules() if hasattr(m, "is_causal"))
 
 
 def _has_windows(config: Any) -> bool:

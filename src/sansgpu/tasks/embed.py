@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,10 +80,7 @@ class EmbeddingObjective(FineTuning):
 
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:
-        costs = super().costs(config)
-        return PretrainedCosts(
-            config.model, config.training, USUAL_TEXTS * config.window, config.window, shape=costs.shape
-        )
+        return replace(super().costs(config), window=USUAL_TEXTS * config.window)
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:

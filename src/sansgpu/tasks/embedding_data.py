@@ -31,11 +31,12 @@ class EmbeddingCorpus(TokenizedCorpus[TokenizedGroups]):
         """The mean number of tokens of a text."""
         return self.train_tokens / self.train.text_count
 
-    def most_tokens(self, examples: int) -> int:
-        if not self.train.labeled:
-            return super().most_tokens(examples)
-        lengths = (np.array([len(text) for text in part.texts]) for part in (self.train, self.validation))
-        return max(2 * int(np.sort(part)[-examples:].sum()) for part in lengths)  # positives may be the longest texts
+    def most_tokens(self, examples: int, padded: bool) -> int:
+        if not padded:
+            return super().most_tokens(examples, padded)
+        return max(
+            examples * part.most_texts * max(len(text) for text in part.texts) for part in (self.train, self.validation)
+        )
 
     def preview(self) -> str | None:
         """Returns the texts of the first example, separated by bars."""

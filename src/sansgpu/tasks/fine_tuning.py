@@ -154,7 +154,9 @@ class FineTuning(ObjectiveBase, ABC):
     @classmethod
     def costs(cls, config: Config) -> PretrainedCosts:
         shape = pretrained_shape(config.model, cls.head_of(config))
-        return PretrainedCosts(config.model, config.training, config.window, config.window, shape=shape)
+        return PretrainedCosts(
+            config.model, config.training, config.window, config.window, shape=shape, pack=config.data.pack_sequences
+        )
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:

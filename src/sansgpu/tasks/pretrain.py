@@ -57,7 +57,7 @@ class TextCorpus:
     def train_examples(self) -> int:
         return len(self.train)
 
-    def most_tokens(self, examples: int) -> int:
+    def most_tokens(self, examples: int, padded: bool) -> int:
         return examples * int(self.example_tokens)
 
     @property

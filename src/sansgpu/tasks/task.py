@@ -111,8 +111,8 @@ class Corpus(Protocol):
     def example_tokens(self) -> float:
         """Returns the mean number of tokens per example."""
 
-    def most_tokens(self, examples: int) -> int:
-        """Returns the maximum number of tokens of `examples` examples."""
+    def most_tokens(self, examples: int, padded: bool) -> int:
+        """Returns the tokens of the largest batch of `examples` random examples, with padding if `padded`."""
 
     @property
     def train_tokens(self) -> int:

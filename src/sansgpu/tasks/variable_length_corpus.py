@@ -8,6 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+BATCH_DEVIATIONS = 4  # standard deviations by which the largest of thousands of random batches exceeds the mean
+
 
 class CorpusPart(Protocol):
     """The examples of one split."""
@@ -42,9 +44,10 @@ class VariableLengthCorpus(Generic[P]):
     def example_tokens(self) -> float:
         return self.train_tokens / len(self.train)
 
-    def most_tokens(self, examples: int) -> int:
-        """Returns the number of tokens of the longest examples."""
-        return max(int(np.sort(part.lengths)[-examples:].sum()) for part in (self.train, self.validation))
+    def most_tokens(self, examples: int, padded: bool) -> int:
+        if padded:
+            return examples * max(int(part.lengths.max()) for part in (self.train, self.validation))
+        return max(largest_batch(part.lengths, examples) for part in (self.train, self.validation))
 
     @property
     def train_tokens(self) -> int:
@@ -53,6 +56,12 @@ class VariableLengthCorpus(Generic[P]):
     @property
     def validation_tokens(self) -> int:
         return int(self.validation.lengths.sum())
+
+
+def largest_batch(lengths: np.ndarray, examples: int) -> int:
+    """Returns the most tokens to expect in a batch of random examples; no batch has more than the longest ones."""
+    expected = examples * lengths.mean() + BATCH_DEVIATIONS * lengths.std() * examples**0.5
+    return min(int(np.sort(lengths)[-examples:].sum()), int(expected))
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Budget:
     def idle_ratio(self, steps: int) -> float:
         """Returns the share of the total budget that would be unused after `steps` more steps."""
         spare = self.seconds_left() - self._reserve() - steps * self._step()
-        return spare / self._total if self._total else 0.0
+        return spare / self._total if self._total and spare > 0 else 0.0
 
     def worth_more(self) -> bool:
         """Returns whether the remaining time is enough to continue a finished run."""

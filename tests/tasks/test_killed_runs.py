@@ -1,0 +1,58 @@
+"""A killed and resumed run of a model that understands texts equals an uninterrupted one byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import digests, finish, json_lines, kill_when, record, start
+from tests.tasks.fine_tuned import TINY
+from tests.tasks.folders import conll, labeled_rows, model_folder
+from tests.tasks.texts import text_rows
+
+STEPS = 6
+LORA = {"model.adapter": "lora", "model.lora_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    labeled_rows(folder / "classify.jsonl")
+    conll(folder / "tokens.conll")
+    text_rows(folder / "embed.jsonl", "triplets")
+    return folder
+
+
+def arguments(home: Path, task: str, run: Path, changes: dict[str, object]) -> list[str]:
+    data = {"classify": "classify.jsonl", "tokens": "tokens.conll", "embed": "embed.jsonl"}[task]
+    chosen = {
+        **TINY, "task": task, "model.name_or_path": model_folder("bert"), "data.dataset_name": home / data,
+        "data.validation_split": 0.2, "training.max_steps": STEPS, "training.gradient_accumulation_steps": 4, **changes,
+    }  # fmt: skip
+    return ["train", *(f"--set={key}={value}" for key, value in chosen.items()), "--output-dir", str(run)]
+
+
+def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
+    """Returns the digests of the last snapshot and final/, and all events without times."""
+    kept = {k: v for k, v in digests(run).items() if k.startswith((f"snapshots/step-{STEPS:06d}", "final"))}
+    assert len(kept) == 3
+    return kept, record(run)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [("classify", {}), ("tokens", {}), ("embed", {}), pytest.param("embed", LORA, marks=pytest.mark.long)],
+)
+def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path, task: str, changes: dict[str, object]) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    code, _, error = finish(arguments(home, task, straight, changes), home / "cache")
+    assert code == 0, error
+    command = arguments(home, task, killed, changes)
+    assert kill_when(start(command, home / "cache"), (killed / "snapshots/step-000002/MANIFEST.json").exists) == -9
+    assert not (killed / "final").exists()
+    code, _, error = finish([*command, "--resume"], home / "cache")
+    assert code == 0, error
+    assert outcome(killed) == outcome(straight)
+    losses = [event["loss"] for event in json_lines(straight / "metrics.jsonl") if event["event"] == "eval"]
+    assert losses[-1] < losses[0]
