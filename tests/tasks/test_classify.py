@@ -278,11 +278,14 @@ def test_long_texts_are_truncated_and_counted(home: Path, tmp_path: Path) -> Non
     ("arguments", "said"),
     [
         (["--text", " "], "--text must not be empty"),
-        (["--text-pair", "red"], "give either --text"),
-        (["--text", "red", "--question", "Who?"], "give either --text"),
-        (["--text", "red", "--data", "rows.jsonl"], "give either --text"),
+        (["--text-pair", "red"], "give --text, or --text with --text-pair, or "),
+        (["--text", "red", "--question", "Who?"], "give --text, or --text with --text-pair, or "),
+        (["--text", "red", "--data", "rows.jsonl"], "give --text, or --text with --text-pair, or "),
         (["--text", "red", "--null-answers"], "--null-answers has no effect"),
-        (["--question", "Who?", "--context", "You."], "has no column text, only question, context"),
+        (
+            ["--question", "Who?", "--context", "You."],
+            "give --text or --text with --text-pair instead of --question with --context",
+        ),
     ],
 )
 def test_predict_refuses_what_the_model_cannot_use(

@@ -110,6 +110,7 @@ class Classify(ClassifyObjective, FineTuningTask):
 
     settings = SETTINGS["classify"]
     verbs = ("evaluate", "predict", "export")
+    row_forms = (("text",), ("text", "text_pair"))
     objective_class = ClassifyObjective
     evaluator: ClassifyEvaluator
 

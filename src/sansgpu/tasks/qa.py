@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,8 +15,15 @@ import torch.nn.functional as F
 from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, SansGPUError
 from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
-from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions, unanswered_question
-from sansgpu.data.rows import BadRows, located
+from sansgpu.data.questions import (
+    Question,
+    QuestionWindow,
+    make_windows,
+    read_questions,
+    single_questions,
+    unanswered_question,
+)
+from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
@@ -98,6 +105,7 @@ class QA(QAObjective, FineTuningTask):
     settings = SETTINGS["qa"]
     verbs = ("evaluate", "predict", "export")
     verbs_for_any_model = ("predict",)
+    row_forms = (("question", "context"),)
     objective_class = QAObjective
     evaluator: QAEvaluator
 
@@ -171,6 +179,10 @@ class QA(QAObjective, FineTuningTask):
         return QAEvaluator(loaded.objective, part, loaded.config.data)
 
     @classmethod
+    def rows_to_predict(cls, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
+        return single_questions(rows)
+
+    @classmethod
     def predict(
         cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], null_answers: bool | None = None
     ) -> list[dict[str, Any]]:
@@ -186,7 +198,8 @@ class QA(QAObjective, FineTuningTask):
         evaluator = QAEvaluator(loaded.objective, asked, data)
         for batch in evaluator.validation_batches(cls.evaluation_batch(loaded.config)):
             evaluator.evaluate(batch.to(loaded.device))
-        return evaluator.predictions()
+        ids = ({"id": row["id"]} if "id" in row else {} for row in rows)
+        return [given | answer for given, answer in zip(ids, evaluator.predictions(), strict=True)]
 
 
 class QAEvaluator:
@@ -234,12 +247,16 @@ class QAEvaluator:
         return {"loss": sums["loss"] / sums["windows"], **by_question, "questions": sums["questions"]}
 
     def predictions(self) -> list[dict[str, Any]]:
-        """Returns each question's answer, its probability, its start in the context, and the n best candidates."""
+        """Returns each question's answer, its characters in the context, its probability, and the n best candidates.
+
+        The start and end of no answer are None. The probability is the `score`; `probability` is its older name.
+        """
         found = []
         for answer in (self.answers[question.id] for question in self._tokenized.questions):
-            start = {"start": answer.chosen["start"]} if "start" in answer.chosen else {}
-            row = {"answer": answer.text, "probability": answer.chosen["probability"], **start, "nbest": answer.nbest}
-            found.append(row)
+            start, score = answer.chosen.get("start"), answer.chosen["probability"]
+            end = None if start is None else start + len(answer.text)
+            row = {"answer": answer.text, "start": start, "end": end, "score": score, "probability": score}
+            found.append(row | {"nbest": answer.nbest})
         return found
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:

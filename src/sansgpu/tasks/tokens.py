@@ -72,6 +72,7 @@ class Tokens(TokensObjective, FineTuningTask):
 
     settings = SETTINGS["tokens"]
     verbs = ("evaluate", "predict", "export")
+    row_forms = (("text",),)
     objective_class = TokensObjective
     evaluator: TagEvaluator
 
