@@ -65,7 +65,7 @@ def files_in(root: Path) -> list[Path]:
 
 def opened(tmp_path: Path, root: Path, max_tokens: int = 100) -> tuple[PassageIndex, HashedWords, list[str]]:
     encode, warnings = HashedWords(), list[str]()
-    index = PassageIndex(tmp_path / "index", PassageRules(words, max_tokens), encode)
+    index = PassageIndex(tmp_path / "index", PassageRules(words, max_tokens), encode, encode)
     index.open(files_in(root), warnings.append, ignore_progress)
     return index, encode, warnings
 

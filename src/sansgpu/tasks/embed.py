@@ -114,7 +114,8 @@ def _layout(config: Config, usual: Any) -> EmbeddingLayout:
     model, known = config.model, read_layout(config.model)
     normalize = known.normalize if known else config.training.embedding_loss != "triplet"
     pooling = model.pooling if model.pooling != "auto" else known.pooling if known else usual
-    return EmbeddingLayout(pooling, normalize, config.data.max_length)
+    prompts = (known.prompts, known.default_prompt) if known else ({}, None)
+    return EmbeddingLayout(pooling, normalize, config.data.max_length, *prompts)
 
 
 class TextEmbedding(EmbeddingObjective, FineTuningTask):
@@ -180,8 +181,9 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
     ) -> TokenizedGroups:
         size = sum(len(text) for row in rows for text in row.texts)
         progress("tokenizing", size, size)
-        tokenizer = load_tokenizer_of(config.model)
-        shape = TextShape(tokenizer, config.window, config.training.seed, config.data.score_scale)
+        tokenizer, layout = load_tokenizer_of(config.model), read_layout(config.model)
+        prompt = layout.prompt() if layout else ""
+        shape = TextShape(tokenizer, config.window, prompt, config.training.seed, config.data.score_scale)
         return tokenize_groups(rows, shape, bad_rows, name, notes)
 
     def batch(self, step: int, total_steps: int | None = None) -> TextGroups:
@@ -233,12 +235,13 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
         return EmbeddingEvaluator(loaded.objective, part, loss, effective_batch(config.training))
 
 
-def encode_texts(loaded: TrainedModel, texts: Sequence[str]) -> np.ndarray:
+def encode_texts(loaded: TrainedModel, prompt: str, texts: Sequence[str]) -> np.ndarray:
     """Returns the vectors of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` loaded.
 
+    `prompt` is written before each text.
     Raises ConfigError if the tokenizer finds no tokens in a text.
     """
-    tokens = tokenize(texts, loaded.tokenizer, loaded.config.window)
+    tokens = tokenize(texts, loaded.tokenizer, loaded.config.window, prompt)
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
         raise ConfigError(f"the tokenizer finds no tokens in text {empty}; leave it out.")
     vectors = np.empty((len(texts), loaded.objective.width), np.float32)
