@@ -104,7 +104,7 @@ class PassageIndex:
             try:
                 new[entry] = self._rules.read(path)
             except ConfigError as error:
-                warn(f"this file is left out: {error}")
+                warn(f"this file is left out: {str(error).replace('data.text_column', '--text-column')}")
                 del entries[path]
         done, total = 0, sum(map(len, new.values()))
         for group in _groups(new):
