@@ -261,6 +261,10 @@ def test_labels_that_cannot_be_learned_are_refused(home: Path, tmp_path: Path, c
     assert "its label is a list, but data.label_kind is single" in said
     assert "only one label" not in said
     assert "set data.label_column" in refusal(capsys, tmp_path, other, data__label_column="class")
+    empty = written(tmp_path / "empty.jsonl", [])
+    for part in ({"data__dataset_name": empty}, {"data__validation_name": empty}):
+        said = refusal(capsys, tmp_path, other, **{"data__validation_name": other, **part})
+        assert said.endswith("empty.jsonl has no usable rows; add some.")
     assert "set data.text_pair_column" in refusal(capsys, tmp_path, other, data__text_pair_column="second")
 
 
@@ -295,3 +299,12 @@ def test_predict_refuses_what_the_model_cannot_use(
     capsys.readouterr()
     assert cli(["predict", str(run), *arguments]) == 2
     assert said in sentence(capsys)
+
+
+def test_a_run_without_vectors_is_refused_with_the_folder_that_has_some(home: Path, capsys: Captured) -> None:
+    run = made(home, "exported")
+    capsys.readouterr()
+    assert cli(["search", str(run), str(home), "red"]) == 2
+    assert sentence(capsys).endswith(f"this command needs one of task embed; give its folder {run}/final.")
+    assert cli(["train", *settings(home / "single.jsonl", model__name_or_path=run), "--dry-run"]) == 2
+    assert sentence(capsys).endswith(f"it has no config.json; give {run}/final.")

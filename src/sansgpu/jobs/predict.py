@@ -58,7 +58,8 @@ def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
     if tuple(row) not in forms:
         task = f"task {loaded.config.task}{' on pairs of texts' if pairs else ''}"
         usable = " or ".join(_flags(form) for form in forms)
-        raise ConfigError(f"{target} is a model of {task}; give {usable} instead of {_flags(tuple(row))}.")
+        known = "is" if loaded.source.config or loaded.kind.recognizes(target) else "can only be used as"
+        raise ConfigError(f"{target} {known} a model of {task}; give {usable} instead of {_flags(tuple(row))}.")
     named = data.model_copy(update={"text_column": None, "text_pair_column": None, "label_column": None})
     return replace(loaded, config=loaded.config.model_copy(update={"data": named}))
 

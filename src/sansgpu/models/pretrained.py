@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tokenizers import Tokenizer as Backend
 
-from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
+from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, RunPaths, derive_seed
 from sansgpu.config.plain_data import first_line, read_text, require_regular_file, shown
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
@@ -330,7 +330,9 @@ def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise ConfigError(f"model.name_or_path {name} does not exist; give a folder or the name of a model on the Hub.")
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
-        raise ConfigError(f"{name} is not a model folder: it has no config.json.")
+        final = RunPaths(path).final
+        advice = f"; give {final}" if final.is_dir() else ""
+        raise ConfigError(f"{name} is not a model folder: it has no config.json{advice}.")
     if path.is_dir():
         validate_model_folder(path)
         _require_no_import(path / "adapter_config.json")

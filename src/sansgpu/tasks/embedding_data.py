@@ -27,8 +27,7 @@ class EmbeddingCorpus(TokenizedCorpus[TokenizedGroups]):
     """Tokenized texts for training and validation."""
 
     @property
-    def text_tokens(self) -> float:
-        """The mean number of tokens of a text."""
+    def sequence_tokens(self) -> float:
         return self.train_tokens / self.train.text_count
 
     def most_tokens(self, examples: int) -> int:
@@ -65,7 +64,7 @@ def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows:
 def _with_partners(rows: list[TextRow], name: str, notes: list[str]) -> list[TextRow]:
     """Leaves out labeled texts without another text of the same label. Raises ConfigError if all labels are equal."""
     labels = Counter(row.label for row in rows)
-    if len(labels) == 1:
+    if len(labels) == 1 < len(rows):
         raise ConfigError(
             f"{name}: every row has the label {next(iter(labels))}, so there are no texts of another label to tell "
             "apart; add some."

@@ -27,14 +27,14 @@ from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
-from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.pretrained import load_tokenizer_of
 from sansgpu.tasks.fine_tuning import (
     FineTuning,
     FineTuningTask,
     longest_example,
+    require_examples,
     require_rows,
     split_rows,
-    too_few,
     whole_groups,
 )
 from sansgpu.tasks.task import Gather, Sums
@@ -111,9 +111,7 @@ class QA(QAObjective, FineTuningTask):
 
     def __init__(self, config: Config, corpus: QuestionCorpus, effective_batch: int) -> None:
         super().__init__(config)
-        self.corpus, self._effective_batch = corpus, effective_batch
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        self.flops_per_token = self.flops_of_token(corpus.example_tokens)
+        self.use_corpus(corpus, effective_batch)
         self.evaluator = QAEvaluator(self, corpus.validation, config.data)
 
     @classmethod
@@ -124,11 +122,10 @@ class QA(QAObjective, FineTuningTask):
         notes: list[str] = []
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         questions = read_questions(sources.train.rows(), train_rows)
+        require_examples(sources, [len(questions)], "question", train_rows.notes())
         if sources.validation is not None:
             train, held = questions, read_questions(sources.validation.rows(), held_rows)
         else:
-            if len(questions) < 2:
-                raise too_few(sources.train.name, len(questions), "questions", notes)
             contents = [question.context.encode() for question in questions]
             train, held = split_rows(questions, contents, data.validation_split)
 
@@ -140,10 +137,7 @@ class QA(QAObjective, FineTuningTask):
             return made
 
         splits = tokenized(train, train_rows, "training"), tokenized(held, held_rows, "validation")
-        if not splits[1] and held_rows.first:
-            raise ConfigError(f"no validation question can be used; the first: {held_rows.first}")
-        if not all(splits):
-            raise too_few(sources.train.name, len(questions), "questions", notes)
+        require_examples(sources, [len(part.questions) for part in splits], "question", notes)
         asked = splits[0].questions
         if data.null_answers is None:
             null = any(question.impossible for question in asked)
