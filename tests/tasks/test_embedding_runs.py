@@ -218,3 +218,9 @@ def test_data_that_cannot_be_learned_from(home: Path, tmp_path: Path, capsys: Ca
     assert "have 64 features" in sentence(capsys)
     assert cli(command(home, "bad", "scores", data__score_scale=2)) == 2
     assert "is not between -2 and data.score_scale 2" in sentence(capsys)
+
+
+def test_a_graph_encoder_of_our_own_layout_is_refused_with_what_to_train(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "sansgpu-graph"}))
+    assert cli(["embed", str(tmp_path), "--data", "x.jsonl", "--output", str(tmp_path / "a.npy")]) == 2
+    assert "train a plain BERT instead, with model.leaves 0, model.decay none" in sentence(capsys)

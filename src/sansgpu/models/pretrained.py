@@ -23,7 +23,8 @@ from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
-from sansgpu.models.model_folder import validate_model_folder
+from sansgpu.models.graph_folder import MODEL_TYPE
+from sansgpu.models.model_folder import folder_settings, validate_model_folder
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -80,6 +81,11 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     name, options = _source(model)
+    if Path(name).is_dir() and folder_settings(Path(name)).get("model_type") == MODEL_TYPE:
+        raise ConfigError(
+            f"{name} is a graph encoder that transformers cannot load; train a plain BERT instead, with "
+            "model.leaves 0, model.decay none, model.position learned and model.embedding_norm true."
+        )
     with _library_errors(f"{name} cannot be loaded"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
     return config
