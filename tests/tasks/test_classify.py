@@ -308,3 +308,17 @@ def test_a_run_without_vectors_is_refused_with_the_folder_that_has_some(home: Pa
     assert sentence(capsys).endswith(f"this command needs one of task embed; give its folder {run}/final.")
     assert cli(["train", *settings(home / "single.jsonl", model__name_or_path=run), "--dry-run"]) == 2
     assert sentence(capsys).endswith(f"it has no config.json; give {run}/final.")
+
+
+def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    """A model that was trained on columns with other names takes --text with --text-pair, and nothing less."""
+    rows = [{"query": f"red {n}", "passage": "old house", "label": n % 2} for n in range(12)]
+    chosen = settings(written(tmp_path / "rows.jsonl", rows), data__text_column="query",
+                      data__text_pair_column="passage", training__max_steps=1)  # fmt: skip
+    run = str(tmp_path / "run")
+    assert cli(["train", *chosen, "--output-dir", run]) == 0
+    result = json.loads(printed(capsys, "predict", run, "--text", "red", "--text-pair", "old", "--json"))
+    given = written(tmp_path / "given.jsonl", [{"query": "red", "passage": "old"}])
+    assert result == json.loads(printed(capsys, "predict", run, "--data", str(given)))
+    assert cli(["predict", run, "--text", "red"]) == 2
+    assert sentence(capsys).endswith("task classify on pairs of texts; give --text with --text-pair instead of --text.")
