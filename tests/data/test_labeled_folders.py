@@ -97,8 +97,8 @@ def parsed(row: SourceRow) -> SourceRow:
     return row
 
 
-@pytest.mark.parametrize("with_splits", [True, False])
-def test_labels_of_a_saved_dataset_have_their_names(tmp_path: Path, with_splits: bool) -> None:
+@pytest.mark.parametrize("form", ["splits", "one", "parquet"])
+def test_labels_of_a_saved_dataset_have_their_names(tmp_path: Path, form: str) -> None:
     label = datasets.ClassLabel(names=["neg", "pos"])
     features = datasets.Features(
         {
@@ -110,8 +110,12 @@ def test_labels_of_a_saved_dataset_have_their_names(tmp_path: Path, with_splits:
     )
     content = {"text": ["a", "b", "c"], "label": [1, 0, -1], "tags": [[0, 1], [], None], "ids": [[1], [0], []]}
     dataset = datasets.Dataset.from_dict(content, features)
-    saved = datasets.DatasetDict({"train": dataset, "test": dataset}) if with_splits else dataset
-    saved.save_to_disk(tmp_path / "saved")
+    if form == "parquet":
+        (tmp_path / "saved").mkdir()
+        dataset.to_parquet(tmp_path / "saved/train.parquet")
+    else:
+        saved = datasets.DatasetDict({"train": dataset, "test": dataset}) if form == "splits" else dataset
+        saved.save_to_disk(tmp_path / "saved")
     assert [row.value for row in opened(tmp_path / "saved").train.rows()] == [
         {"text": "a", "label": "pos", "tags": ["neg", "pos"], "ids": [1]},
         {"text": "b", "label": "neg", "tags": [], "ids": [0]},

@@ -162,10 +162,13 @@ BAD = [
     ({"paragraphs": [{"context": "c", "qas": None}]}, "x, paragraph 1: it is not an object with a list `qas`"),
     (nested("who"), "x, paragraph 1, question 1: it is a str"),
     (nested({"question": "Who?"}), "x, paragraph 1, question 1: no answers"),
-    (nested({"question": "Who?", "id": "b", "answers": []}, context=None), "x, question b: no context"),
+    (
+        nested({"question": "Who?", "id": "b", "answers": []}, context=None),
+        r"x, paragraph 1, question 1 \(id b\): no context",
+    ),
     (
         nested({"question": "Who?", "id": "b", "answers": [{"text": "cat", "answer_start": 0}]}),
-        "x, question b: the answer 'cat' is not at character 0 of the context",
+        r"x, paragraph 1, question 1 \(id b\): the answer 'cat' is not at character 0 of the context",
     ),
 ]
 
@@ -198,5 +201,7 @@ def test_a_single_warning_counts_bad_rows_and_names_the_first(tmp_path: Path) ->
 
 def test_an_id_given_twice_is_bad_though_it_comes_from_another_article() -> None:
     asked = {"id": "a", "question": "Who?", "answers": []}
-    with pytest.raises(ConfigError, match="y, question a: the id a is used by an earlier question"):
+    with pytest.raises(
+        ConfigError, match=r"y, paragraph 1, question 1 \(id a\): the id a is used by an earlier question"
+    ):
         read_rows([SourceRow("x", flat()), SourceRow("y", nested(asked))])

@@ -112,3 +112,27 @@ def test_rows_of_a_table_without_a_header_have_the_columns_of_the_training(tmp_p
     rows = list(rows_of(str(tmp_path / "rows.tsv"), DataConfig(text_column=1)))
     assert rows == [{0: "a", 1: "b"}, {0: "c", 1: "d"}]
     assert list(rows_of(str(tmp_path / "rows.tsv"), DataConfig())) == [{"a": "c", "b": "d"}]
+
+
+def test_each_question_of_nested_articles_is_answered(tmp_path: Path, capsys: Captured) -> None:
+    """SQuAD's own JSON gives the answers of flat rows, with the id of each question, even where ids repeat."""
+    ids = ["a", "b", "b"]
+    articles = [
+        {"paragraphs": [{"context": row["context"], "qas": [{"id": name, "question": row["question"]}]}]}
+        for name, row in zip(ids, ROWS, strict=True)
+    ]
+    articles[0]["paragraphs"] += articles.pop()["paragraphs"]
+    (tmp_path / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
+    flat = written(tmp_path / "flat.jsonl", [ROWS[0], ROWS[2], ROWS[1]])
+    answered = [json.loads(line) for line in predicted(capsys, tmp_path / "squad.json").splitlines()]
+    assert [row.pop("id") for row in answered] == ids
+    assert answered == [json.loads(line) for line in predicted(capsys, flat).splitlines()]
+    for row, given in zip(answered, (ROWS[0], ROWS[2], ROWS[1]), strict=True):
+        assert given["context"][row["start"] : row["end"]] == row["answer"]
+        assert row["score"] == row["probability"]
+
+
+def test_a_damaged_question_of_an_article_is_named(tmp_path: Path, capsys: Captured) -> None:
+    articles = [{"paragraphs": [{"context": "A fox.", "qas": [{"question": "Who?"}, "What?"]}]}]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}), encoding="utf-8")
+    assert "squad.json, row 1, paragraph 1, question 2 is not an object" in refused(capsys, tmp_path / "squad.json")

@@ -65,7 +65,7 @@ def files_in(root: Path) -> list[Path]:
 
 def opened(tmp_path: Path, root: Path, max_tokens: int = 100) -> tuple[PassageIndex, HashedWords, list[str]]:
     encode, warnings = HashedWords(), list[str]()
-    index = PassageIndex(tmp_path / "index", PassageRules(words, max_tokens), encode)
+    index = PassageIndex(tmp_path / "index", PassageRules(words, max_tokens), encode, encode)
     index.open(files_in(root), warnings.append, ignore_progress)
     return index, encode, warnings
 
@@ -133,11 +133,13 @@ def test_files_that_cannot_be_read_are_left_out_with_a_warning(tmp_path: Path, f
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "broken.jsonl").write_text("{", encoding="utf-8")
     (folder / "empty.txt").write_text("", encoding="utf-8")
+    (folder / "many.csv").write_text("a,b\n1,2\n", encoding="utf-8")
     index, _, warnings = opened(tmp_path, folder)
     assert len(index.search(SEA, 50)) == 4
     assert [text.split(": ", 1)[1].split(",")[0].split(" is ")[0] for text in warnings] == [
-        f"{folder}/{name}" for name in ("binary.txt", "broken.jsonl", "latin.txt")
+        f"{folder}/{name}" for name in ("binary.txt", "broken.jsonl", "latin.txt", "many.csv")
     ]
+    assert "set --text-column" in warnings[-1]
 
 
 def test_the_command_prints_passages_or_one_json_object(folder: Path, capsys: Captured) -> None:

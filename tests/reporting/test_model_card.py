@@ -156,3 +156,16 @@ def test_a_card_names_data_of_the_hub_and_no_path(
     assert "secret" not in card.content
     assert "~" not in card.content
     assert ".." not in card.content
+
+
+def test_a_card_names_the_validation_data_of_its_results(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, home / "cache")
+    if not (home / "named").exists():
+        train(home, "named", training__max_steps=2)
+    record = RunRecord.open(home / "named")
+    for held, name in ((None, "(validation split)"), ("/home/ada/secret/dev.jsonl", "dev.jsonl")):
+        record.config["data"]["validation_name"] = held
+        card = ModelCard(model_card(record))
+        assert all(result.dataset_name.endswith(name) for result in card.data.eval_results or ())
+        assert card.data.eval_results
+        assert "secret" not in card.content

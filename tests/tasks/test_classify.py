@@ -275,6 +275,10 @@ def test_labels_that_cannot_be_learned_are_refused(home: Path, tmp_path: Path, c
     assert "its label is a list, but data.label_kind is single" in said
     assert "only one label" not in said
     assert "set data.label_column" in refusal(capsys, tmp_path, other, data__label_column="class")
+    empty = written(tmp_path / "empty.jsonl", [])
+    for part in ({"data__dataset_name": empty}, {"data__validation_name": empty}):
+        said = refusal(capsys, tmp_path, other, **{"data__validation_name": other, **part})
+        assert said.endswith("empty.jsonl has no usable rows; add some.")
     assert "set data.text_pair_column" in refusal(capsys, tmp_path, other, data__text_pair_column="second")
 
 
@@ -292,11 +296,14 @@ def test_long_texts_are_truncated_and_counted(home: Path, tmp_path: Path) -> Non
     ("arguments", "said"),
     [
         (["--text", " "], "--text must not be empty"),
-        (["--text-pair", "red"], "give either --text"),
-        (["--text", "red", "--question", "Who?"], "give either --text"),
-        (["--text", "red", "--data", "rows.jsonl"], "give either --text"),
+        (["--text-pair", "red"], "give --text, or --text with --text-pair, or "),
+        (["--text", "red", "--question", "Who?"], "give --text, or --text with --text-pair, or "),
+        (["--text", "red", "--data", "rows.jsonl"], "give --text, or --text with --text-pair, or "),
         (["--text", "red", "--null-answers"], "--null-answers has no effect"),
-        (["--question", "Who?", "--context", "You."], "has no column text, only question, context"),
+        (
+            ["--question", "Who?", "--context", "You."],
+            "give --text or --text with --text-pair instead of --question with --context",
+        ),
     ],
 )
 def test_predict_refuses_what_the_model_cannot_use(
@@ -306,3 +313,26 @@ def test_predict_refuses_what_the_model_cannot_use(
     capsys.readouterr()
     assert cli(["predict", str(run), *arguments]) == 2
     assert said in sentence(capsys)
+
+
+def test_a_run_without_vectors_is_refused_with_the_folder_that_has_some(home: Path, capsys: Captured) -> None:
+    run = made(home, "exported")
+    capsys.readouterr()
+    assert cli(["search", str(run), str(home), "red"]) == 2
+    assert sentence(capsys).endswith(f"this command needs one of task embed; give its folder {run}/final.")
+    assert cli(["train", *settings(home / "single.jsonl", model__name_or_path=run), "--dry-run"]) == 2
+    assert sentence(capsys).endswith(f"it has no config.json; give {run}/final.")
+
+
+def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    """A model that was trained on columns with other names takes --text with --text-pair, and nothing less."""
+    rows = [{"query": f"red {n}", "passage": "old house", "label": n % 2} for n in range(12)]
+    chosen = settings(written(tmp_path / "rows.jsonl", rows), data__text_column="query",
+                      data__text_pair_column="passage", training__max_steps=1)  # fmt: skip
+    run = str(tmp_path / "run")
+    assert cli(["train", *chosen, "--output-dir", run]) == 0
+    result = json.loads(printed(capsys, "predict", run, "--text", "red", "--text-pair", "old", "--json"))
+    given = written(tmp_path / "given.jsonl", [{"query": "red", "passage": "old"}])
+    assert result == json.loads(printed(capsys, "predict", run, "--data", str(given)))
+    assert cli(["predict", run, "--text", "red"]) == 2
+    assert sentence(capsys).endswith("task classify on pairs of texts; give --text with --text-pair instead of --text.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,46 @@ def test_a_sentence_transformers_folder_is_fine_tuned_as_it_is(home: Path, tmp_p
     assert "names the module Dense" in sentence(capsys)
 
 
+def test_prompts_of_sentence_transformers_precede_texts(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    """As there: a named prompt, else the default one; a search has one for its query and one for passages."""
+    folder, texts = tmp_path / "model", tmp_path / "texts"
+    shutil.copytree(made(home, "measured-pairs", "pairs") / "final", folder)
+    settings = folder / "config_sentence_transformers.json"
+    prompts = {"query": "old house: ", "document": "red fox: ", "other": "new: "}
+    settings.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "other"}))
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    for number, more in enumerate(([], ["--prompt", "query"])):
+        expected = theirs.encode(TEXTS, prompt_name=more[-1] if more else None)
+        np.testing.assert_allclose(vectors(folder, home, tmp_path / f"{number}.npy", *more), expected, atol=1e-5)
+    texts.mkdir()
+    (texts / "a.txt").write_text(TEXTS[3])
+    capsys.readouterr()
+    assert cli(["search", str(folder), str(texts), TEXTS[0], "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["passages"]
+    assert found["score"] == pytest.approx(theirs.encode_query(TEXTS[0]) @ theirs.encode_document(TEXTS[3]), abs=0.02)
+    tuned = made(home, "with-prompts", model__name_or_path=folder, training__max_steps=1)
+    written = json.loads((tuned / "final/config_sentence_transformers.json").read_text())
+    assert (written["prompts"], written["default_prompt_name"]) == (prompts, "other")
+
+
+def test_prompts_that_cannot_be_used_are_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    folder, output = tmp_path / "model", str(tmp_path / "a.npy")
+    shutil.copytree(made(home, "measured-pairs", "pairs") / "final", folder)
+    asked = ["embed", str(folder), "--data", str(home / "texts.jsonl"), "--output", output]
+    pooling = json.loads((folder / "1_Pooling/config.json").read_text()) | {"include_prompt": False}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    for settings, said in (
+        ({"prompts": {"query": "Q: "}}, "leaves prompts out of the pooling"),
+        ({"default_prompt_name": "query"}, "names the default prompt query, but has no such prompt; add it."),
+        ({"prompts": ["query"]}, "has prompts that are not an object of texts; fix or remove them."),
+        ({"prompts": {"query": ""}}, "has no prompt passage; it has query."),
+    ):
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+        capsys.readouterr()
+        assert cli([*asked, "--prompt", "passage"]) == 2
+        assert said in sentence(capsys)
+
+
 @pytest.mark.parametrize(("form", "metric"), [("pairs", "mrr"), ("labels", "ndcg_at_10"), ("scores", "spearman")])
 def test_metrics(home: Path, form: str, metric: str, capsys: Captured) -> None:
     run = made(home, f"measured-{form}", form)
@@ -167,3 +208,9 @@ def test_data_that_cannot_be_learned_from(home: Path, tmp_path: Path, capsys: Ca
     assert "have 64 features" in sentence(capsys)
     assert cli(command(home, "bad", "scores", data__score_scale=2)) == 2
     assert "is not between -2 and data.score_scale 2" in sentence(capsys)
+
+
+def test_a_graph_encoder_of_our_own_layout_is_refused_with_what_to_train(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "sansgpu-graph"}))
+    assert cli(["embed", str(tmp_path), "--data", "x.jsonl", "--output", str(tmp_path / "a.npy")]) == 2
+    assert "train a plain BERT instead, with model.leaves 0, model.decay none" in sentence(capsys)

@@ -263,7 +263,7 @@ def test_rows_that_are_shortened_or_too_long_are_counted(home: Path, tmp_path: P
     capsys.readouterr()
     assert cli(["train", *chosen, "--set", "data.max_length=8", "--output-dir", str(tmp_path / "none")]) == 2
     refused = sentence(capsys)
-    assert "0 usable rows" in refused
+    assert "no usable rows" in refused
     assert "5 rows are dropped" in refused
     assert "raise data.max_length" in refused
 
@@ -297,7 +297,9 @@ def test_evaluations_skip_questions_that_cannot_be_used(home: Path, tmp_path: Pa
     for key, value in (("validation_name", bad), ("dataset_name", rows)):
         refused = settings(home, "qa", **{f"data__{key}": value})
         assert cli(["train", *refused, "--output-dir", str(tmp_path / "refused")]) == 2
-        assert ("no validation question can be used" if value == bad else "line 7: no context") in sentence(capsys)
+        assert (f"{bad} has no usable questions (validation " if value == bad else "line 7: no context") in sentence(
+            capsys
+        )
 
 
 def flat_questions() -> list[str]:

@@ -267,8 +267,8 @@ def test_an_unknown_tag_of_the_validation_data_is_named(home: Path, tmp_path: Pa
     ("content", "words"),
     [
         ("red O\n\nblue O\n", "every word has the tag 'O', so there is nothing to learn"),
-        ("red B-x\n", "has 1 usable texts, too few to hold some out for validation"),
-        ("", "has 0 usable texts"),
+        ("red B-x\n", "has 1 usable text, too few different ones to hold some out for validation"),
+        ("", "has no usable texts; add some."),
     ],
 )
 def test_too_little_data_is_refused(home: Path, tmp_path: Path, content: str, words: str, capsys: Captured) -> None:

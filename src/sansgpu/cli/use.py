@@ -205,9 +205,7 @@ def predict(
         from sansgpu.jobs.predict import in_words
         from sansgpu.jobs.predict import predict as job
 
-        results = job(
-            run, [row] if data is None else data, snapshot, warn, bar, trust_remote_code, objective, **options
-        )
+        results = job(run, row if data is None else data, snapshot, warn, bar, trust_remote_code, objective, **options)
         if output is not None:
             write_json_lines(_with_progress(results, bar), output)
         elif data is None:
@@ -233,7 +231,7 @@ def _single_row(flags: dict[str, str | None], data: str | None) -> dict[str, str
     """Returns the row that flags give; empty if `data` names a dataset. Raises BadParameter for other combinations."""
     row = {name: value for name, value in flags.items() if value is not None}
     if (data is not None and row) or (data is None and tuple(row) not in _SINGLE_ROWS):
-        raise typer.BadParameter("give either --text, or --question with --context, or --data")
+        raise typer.BadParameter("give --text, or --text with --text-pair, or --question with --context, or --data")
     if empty := next((name for name, value in row.items() if not value.strip()), None):
         raise typer.BadParameter(f"--{empty.replace('_', '-')} must not be empty")
     return row

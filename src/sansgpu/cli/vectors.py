@@ -37,6 +37,10 @@ def embed(
         str | None,
         option("Column with the text, or its number. Default: as in training, otherwise `text` or the only text."),
     ] = None,
+    prompt: Annotated[
+        str | None,
+        option("Prompt to write before each text, by its name in the model. Default: the model's default prompt."),
+    ] = None,
     precision: Annotated[
         str, option("Precision of matrix products; auto: bf16 if that is faster here.", metavar="auto|fp32|bf16")
     ] = "auto",
@@ -56,7 +60,7 @@ def embed(
 
         chosen = cast("Precision", precision)
         column = _column(text_column)
-        count = job(run, data, output, column, chosen, snapshot, warn, bar, trust_remote_code)
+        count = job(run, data, output, column, prompt, chosen, snapshot, warn, bar, trust_remote_code)
     show(f"{output}: {count:,} vectors")
 
 

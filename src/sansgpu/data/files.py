@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import first_line
+from sansgpu.data.class_names import parquet_class_names, with_names
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
 from sansgpu.data.rows import SourceRow, is_text, row_text
 
@@ -367,7 +368,9 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
                 shutil.copyfileobj(file, unpacked)
                 unpacked.seek(0)
             content = unpacked if path.suffix == ".gz" else file
-            batches = pyarrow.parquet.ParquetFile(content).iter_batches(batch_size=256)
-            yield from _numbered(path, (row for batch in batches for row in batch.to_pylist()))
+            table = pyarrow.parquet.ParquetFile(content)
+            names = parquet_class_names(table.schema_arrow.metadata)
+            rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
+            yield from _numbered(path, (with_names(row, names) for row in rows))
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text or dates that Python cannot represent
         raise ConfigError(f"{path} is not a valid Parquet file: {first_line(error)}.") from None

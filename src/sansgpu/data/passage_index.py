@@ -56,11 +56,14 @@ class FoundPassage:
 
 
 class PassageIndex:
-    """The passages of files in a private folder, which `open` brings up to date."""
+    """The passages of files in a private folder, which `open` brings up to date.
 
-    def __init__(self, folder: Path, rules: PassageRules, encode: Encode) -> None:
+    Many models embed queries differently from passages, so there are two functions that embed texts.
+    """
+
+    def __init__(self, folder: Path, rules: PassageRules, encode: Encode, encode_query: Encode) -> None:
         make_private(folder)
-        self._folder, self._rules, self._encode = folder, rules, encode
+        self._folder, self._rules, self._encode, self._encode_query = folder, rules, encode, encode_query
         self._files: list[tuple[Path, str]] = []  # with the name of its entry
         self._first: list[int] = []  # number of each file's first passage
         self._index: Any = None
@@ -82,7 +85,7 @@ class PassageIndex:
 
     def search(self, query: str, count: int) -> list[FoundPassage]:
         """Returns the passages nearest to a query, best first."""
-        matches = self._index.search(_normalized(self._encode([query]))[0], count)
+        matches = self._index.search(_normalized(self._encode_query([query]))[0], count)
         return [
             self._passage(int(key), 1 - float(distance))
             for key, distance in zip(matches.keys, matches.distances, strict=True)
@@ -101,7 +104,7 @@ class PassageIndex:
             try:
                 new[entry] = self._rules.read(path)
             except ConfigError as error:
-                warn(f"this file is left out: {error}")
+                warn(f"this file is left out: {str(error).replace('data.text_column', '--text-column')}")
                 del entries[path]
         done, total = 0, sum(map(len, new.values()))
         for group in _groups(new):

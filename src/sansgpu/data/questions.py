@@ -60,11 +60,11 @@ def read_questions(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[Questio
         seen.add(question.id)
         return question
 
-    return list(bad_rows.parsed(_single_questions(rows), unique))
+    return list(bad_rows.parsed(single_questions(rows), unique))
 
 
-def _single_questions(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
-    """Flattens nested articles to one row per question; yields flat rows unchanged."""
+def single_questions(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
+    """Flattens SQuAD's nested articles to one row per question; yields flat rows unchanged."""
     for row in rows:
         if row.problem is None and isinstance(row.value, dict) and "paragraphs" in row.value:
             yield from _article_questions(row)
@@ -85,7 +85,7 @@ def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
         for count, qa in enumerate(paragraph["qas"], 1):
             is_object = isinstance(qa, dict)
             named = is_object and _is_id(qa.get("id"))
-            where = f"{article.where}, question {qa['id']}" if named else f"{place.where}, question {count}"
+            where = f"{place.where}, question {count}" + (f" (id {qa['id']})" if named else "")
             yield SourceRow(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
 
 

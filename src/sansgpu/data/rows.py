@@ -79,10 +79,14 @@ class BadRows:
             else:
                 yield value
 
+    def notes(self) -> list[str]:
+        """Returns a message with the number of skipped rows, if any."""
+        return [f"bad rows skipped: {self.count}; the first: {self.first}"] if self.count else []
+
     def report(self, note: Callable[[str], None]) -> None:
         """Passes the number of skipped rows, if any, to `note`."""
-        if self.count:
-            note(f"bad rows skipped: {self.count}; the first: {self.first}")
+        for message in self.notes():
+            note(message)
 
 
 def shorten(problem: str) -> str:

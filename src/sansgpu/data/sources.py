@@ -11,6 +11,7 @@ from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.config.plain_data import first_line, require_regular_file
+from sansgpu.data.class_names import class_names, with_names
 from sansgpu.data.files import (
     PIECE_CHARS,
     SUFFIXES,
@@ -232,23 +233,9 @@ def _dataset_source(name: str, dataset: Any, column: str | int | None) -> Source
             yield from pieces(row_text(row, column, f"{name}, row {number}"))
 
     def rows() -> Iterator[SourceRow]:
-        named = {key: names for key, feature in dataset.features.items() if (names := _label_names(feature))}
+        names = class_names(dataset.features.to_dict())
         for number, row in enumerate(dataset, 1):
-            labels = {key: _by_name(row[key], names) for key, names in named.items()}
-            yield SourceRow(f"{name}, row {number}", {**row, **labels})
+            yield SourceRow(f"{name}, row {number}", with_names(row, names))
 
     fingerprint = hashlib.sha256(repr((dataset._fingerprint, column, PIECE_CHARS)).encode()).hexdigest()
     return Source(name, fingerprint, int(dataset.size_in_bytes or 0), read, rows)
-
-
-def _label_names(feature: Any) -> list[str]:
-    """Returns the names of a ClassLabel feature, or of a list of them; empty for any other feature."""
-    inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) else feature)
-    return list(getattr(inner, "names", None) or ())
-
-
-def _by_name(value: Any, names: list[str]) -> Any:
-    """Returns the name of a label or the names of a list of labels; None for -1, which means that there is no label."""
-    if isinstance(value, list):
-        return [_by_name(label, names) for label in value]
-    return names[value] if value is not None and 0 <= value < len(names) else None

@@ -29,6 +29,7 @@ def embed(
     data: str,
     output: Path,
     text_column: str | int | None,
+    prompt: str | None,
     precision: Precision,
     snapshot: str,
     warn: Callable[[str], None],
@@ -37,10 +38,16 @@ def embed(
 ) -> int:
     """Writes the vector of each row's text to a .npy or .parquet file, in order, and returns the number of rows.
 
-    Raises ConfigError if the file has another suffix, the model has no vectors, or a row has no text.
+    `prompt` names a prompt of the model. Raises ConfigError if there is none, the file has another suffix, the model
+    has no vectors, or a row has no text.
     """
     require_vector_file(output)
     loaded = open_encoder(target, snapshot, warn, progress, precision, remote_code)
+    layout = loaded.objective.layout
+    if prompt is not None and prompt not in layout.prompts:
+        names = " ".join(layout.prompts) or "none"
+        raise ConfigError(f"{target} has no prompt {prompt}; it has {names}.")
+    words = layout.prompt() if prompt is None else layout.prompts[prompt]
     column = loaded.config.data.text_column if text_column is None else text_column
     source = open_single(data, DataConfig(dataset_name=data, text_column=column), text_rows=True)
     rows, done = iter(source.rows()), 0
@@ -48,7 +55,7 @@ def embed(
         with open_vector_file(partial, output.suffix, loaded.objective.width) as write:
             while chunk := list(islice(rows, CHUNK)):
                 progress("embedding", done, 0, "text")
-                write(chunk, encode_texts(loaded, [_text_of(row, column) for row in chunk]))
+                write(chunk, encode_texts(loaded, words, [_text_of(row, column) for row in chunk]))
                 done += len(chunk)
         if not done:
             raise ConfigError(f"{data} has no rows.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from inspect import signature
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import file_form
-from sansgpu.data.rows import LocatedRow
+from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.tasks.trained_model import TrainedModel
@@ -25,7 +26,7 @@ CHUNK_ROWS = 4096  # rows in memory at a time
 
 def predict(
     target: str,
-    data: str | Sequence[Row],
+    data: str | Row,
     snapshot: str,
     warn: Callable[[str], None],
     progress: ReportProgress,
@@ -33,18 +34,38 @@ def predict(
     objective: str | None = None,
     **options: Any,
 ) -> Iterator[Row]:
-    """Loads a model and returns its prediction for each row, in order. `data` is the name of a dataset, or its rows.
+    """Loads a model and returns its prediction for each row, in order. `data` is the name of a dataset, or one row.
 
     `options` are those of the model's task. Raises ConfigError if the task predicts nothing. Rows are read and
     predicted in chunks while the result is consumed, which raises ConfigError if there are none, or one is invalid.
     """
     loaded = open_model(target, "predict", snapshot, warn, remote_code, objective, progress)
     if unknown := next((name for name in options if name not in signature(loaded.kind.predict).parameters), None):
-        flag = unknown.replace("_", "-")
-        raise ConfigError(f"--{flag} has no effect for a model of task {loaded.config.task}; leave it out.")
-    rows = rows_of(data, loaded.config.data) if isinstance(data, str) else iter(data)
+        raise ConfigError(f"{_flags([unknown])} has no effect for a model of task {loaded.config.task}; leave it out.")
+    if isinstance(data, str):
+        rows: Iterator[Row] = rows_of(data, loaded.config.data, loaded.kind.rows_to_predict)
+    else:
+        rows, loaded = iter([data]), _for_single_row(loaded, data)
     progress("predicting", 0, 0)
     return _predictions(loaded, rows, options)
+
+
+def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
+    """Returns the model for a row whose columns flags name. Raises ConfigError if its task needs other columns."""
+    data, target = loaded.config.data, loaded.source.target
+    pairs = data.text_pair_column is not None
+    forms = [form for form in loaded.kind.row_forms if not pairs or len(form) > 1]
+    if tuple(row) not in forms:
+        task = f"task {loaded.config.task}{' on pairs of texts' if pairs else ''}"
+        usable = " or ".join(_flags(form) for form in forms)
+        known = "is" if loaded.source.config or loaded.kind.recognizes(target) else "can only be used as"
+        raise ConfigError(f"{target} {known} a model of {task}; give {usable} instead of {_flags(tuple(row))}.")
+    named = data.model_copy(update={"text_column": None, "text_pair_column": None, "label_column": None})
+    return replace(loaded, config=loaded.config.model_copy(update={"data": named}))
+
+
+def _flags(columns: Sequence[str]) -> str:
+    return " with ".join("--" + name.replace("_", "-") for name in columns)
 
 
 def _predictions(loaded: TrainedModel, rows: Iterator[Row], options: dict[str, Any]) -> Iterator[Row]:
@@ -55,15 +76,19 @@ def _predictions(loaded: TrainedModel, rows: Iterator[Row], options: dict[str, A
         yield from predicted
 
 
-def rows_of(name: str, data: DataConfig) -> Iterator[LocatedRow]:
+def rows_of(
+    name: str, data: DataConfig, each: Callable[[Iterable[SourceRow]], Iterable[SourceRow]] = iter
+) -> Iterator[LocatedRow]:
     """Yields the rows of a dataset, with the columns that `data` names; each line of a text file is a row.
+
+    `each` turns the rows of the dataset into those that get a prediction each.
 
     Raises ConfigError if there are none, or one is not an object.
     """
     form = {} if file_form(Path(name)) is None else {"tag_column": None}  # rows may have another form than in training
     source = open_single(name, data.model_copy(update={"dataset_name": name, **form}), text_rows=True)
     row = None
-    for row in source.rows():
+    for row in each(source.rows()):
         if not isinstance(row.readable_value(), dict):
             raise ConfigError(f"{row.where} is not an object with columns.")
         yield LocatedRow(row)

@@ -22,6 +22,9 @@ from sansgpu.machine.compiled import compiled_cache, compiled_in, make_private
 from sansgpu.tasks.embed import encode_texts
 from sansgpu.tasks.trained_model import TrainedModel
 
+# Names of the prompts for queries and passages, as in encode_query and encode_document of Sentence Transformers.
+QUERY_PROMPT, PASSAGE_PROMPTS = "query", ("document", "passage", "corpus")
+
 
 def search(
     target: str,
@@ -43,13 +46,20 @@ def search(
         raise ConfigError("the words to search for must not be empty.")
     files = _files_of(folder)
     loaded = open_encoder(target, snapshot, warn, progress, remote_code=remote_code)
-    tokenizer = loaded.tokenizer
-    room = loaded.config.window - tokenizer.num_special_tokens_to_add()
+    tokenizer, layout = loaded.tokenizer, loaded.objective.layout
+    of_query, of_passage = layout.prompt(QUERY_PROMPT), layout.prompt(*PASSAGE_PROMPTS)
+    room = loaded.config.window - tokenizer.num_special_tokens_to_add() - len(_token_spans(tokenizer, [of_passage])[0])
+    if room < 1:
+        raise ConfigError(
+            f"the prompt of {target} for passages leaves no room for a passage; raise its max_seq_length."
+        )
     rules = PassageRules(partial(_token_spans, tokenizer), room, text_column)
     root = compiled_in(compiled_cache(warn)) / "search"  # private, because a native library parses the index
     make_private(root)
     key = hashlib.sha256(f"{_fingerprint(loaded)}\0{folder.resolve()}".encode()).hexdigest()[:32]
-    index = PassageIndex(root / key, rules, partial(encode_texts, loaded))
+    index = PassageIndex(
+        root / key, rules, partial(encode_texts, loaded, of_passage), partial(encode_texts, loaded, of_query)
+    )
     index.open(files, warn, progress)
     progress("searching", 0, 0)
     return index.search(query, top_k)

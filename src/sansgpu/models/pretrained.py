@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tokenizers import Tokenizer as Backend
 
-from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
+from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, RunPaths, derive_seed
 from sansgpu.config.plain_data import first_line, read_text, require_regular_file, shown
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import quiet_hub
@@ -23,7 +23,8 @@ from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
-from sansgpu.models.model_folder import validate_model_folder
+from sansgpu.models.graph_folder import MODEL_TYPE
+from sansgpu.models.model_folder import folder_settings, validate_model_folder
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -80,6 +81,11 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     name, options = _source(model)
+    if Path(name).is_dir() and folder_settings(Path(name)).get("model_type") == MODEL_TYPE:
+        raise ConfigError(
+            f"{name} is a graph encoder that transformers cannot load; train a plain BERT instead, with "
+            "model.leaves 0, model.decay none, model.position learned and model.embedding_norm true."
+        )
     with _library_errors(f"{name} cannot be loaded"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
     return config
@@ -330,7 +336,9 @@ def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise ConfigError(f"model.name_or_path {name} does not exist; give a folder or the name of a model on the Hub.")
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
-        raise ConfigError(f"{name} is not a model folder: it has no config.json.")
+        final = RunPaths(path).final
+        advice = f"; give {final}" if final.is_dir() else ""
+        raise ConfigError(f"{name} is not a model folder: it has no config.json{advice}.")
     if path.is_dir():
         validate_model_folder(path)
         _require_no_import(path / "adapter_config.json")

@@ -6,7 +6,7 @@ S texts, N tokens in total, D width.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,11 +30,17 @@ _MODES: dict[str, Pooling] = {
 
 @dataclass(frozen=True)
 class EmbeddingLayout:
-    """How a model's outputs become the vector of a text."""
+    """How a text becomes a vector."""
 
     pooling: Pooling
     normalize: bool
     max_length: int | None = None  # tokens, after which texts are cut
+    prompts: dict[str, str] = field(default_factory=dict)  # by name; a prompt is written before a text
+    default_prompt: str | None = None  # name of the prompt of texts for which no other is chosen
+
+    def prompt(self, *names: str) -> str:
+        """Returns the first of these prompts that exists, by default the default prompt, which may be empty."""
+        return next((self.prompts[name] for name in (*names, self.default_prompt) if name in self.prompts), "")
 
 
 def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
@@ -55,15 +61,34 @@ def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
         )
     pooling, settings = model_file(model, f"{kinds.get('Pooling', POOLING)}/config.json"), model_file(model, SETTINGS)
     length = read_object(settings).get("max_seq_length") if settings else None
+    prompts, default = _prompts_of(versioned) if (versioned := model_file(model, VERSIONED)) else ({}, None)
     return EmbeddingLayout(
-        _pooling_of(pooling) if pooling else "mean",
+        _pooling_of(pooling, with_prompts=any(prompts.values())) if pooling else "mean",
         "Normalize" in kinds,
         length if isinstance(length, int) and length >= 2 else None,
+        prompts,
+        default,
     )
 
 
-def _pooling_of(file: Path) -> Pooling:
+def _prompts_of(file: Path) -> tuple[dict[str, str], str | None]:
+    """Returns the prompts and the name of the default one. Raises ConfigError if there is no such prompt."""
+    found = read_object(file)
+    prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise ConfigError(f"{file} has prompts that are not an object of texts; fix or remove them.")
+    if default is not None and default not in prompts:
+        raise ConfigError(f"{file} names the default prompt {str(default)[:100]}, but has no such prompt; add it.")
+    return {name: text or "" for name, text in prompts.items()}, default
+
+
+def _pooling_of(file: Path, with_prompts: bool) -> Pooling:
     found: dict[str, Any] = read_object(file)
+    if with_prompts and not found.get("include_prompt", True):
+        raise ConfigError(
+            f"{file} leaves prompts out of the pooling (include_prompt: false), which sansgpu does not support; choose "
+            "another model."
+        )
     given = found.get("pooling_mode", [key for key, value in found.items() if key.startswith("pooling_") and value])
     modes = given if isinstance(given, list) else [given]
     if len(modes) != 1 or modes[0] not in _MODES:
@@ -97,7 +122,11 @@ def write_layout(layout: EmbeddingLayout, width: int, folder: Path) -> None:
         MODULES: modules,
         f"{POOLING}/config.json": {"word_embedding_dimension": width, **modes},
         SETTINGS: {"max_seq_length": layout.max_length, "do_lower_case": False},
-        VERSIONED: {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"},
+        VERSIONED: {
+            "prompts": layout.prompts,
+            "default_prompt_name": layout.default_prompt,
+            "similarity_fn_name": "cosine",
+        },
     }
     for name, value in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -166,7 +166,7 @@ def _shown(name: str) -> str:
 
 def _index(model: _Model) -> list[dict[str, Any]]:
     """Returns the results in the format that the Hub reads."""
-    evaluation, data = model.evaluation, _shown(model.data)
+    evaluation, own = model.evaluation, model.record.config["data"].get("validation_name")
     if evaluation is None or not model.text.pipeline_tag:
         return []
     loss = [] if evaluation["loss"] is None else [(LOSS, evaluation["loss"])]
@@ -176,7 +176,10 @@ def _index(model: _Model) -> list[dict[str, Any]]:
     ]
     result = {
         "task": {"type": model.text.pipeline_tag},
-        "dataset": {"name": f"{data} (validation split)", "type": data},
+        "dataset": {
+            "name": _shown(own) if own else f"{_shown(model.data)} (validation split)",
+            "type": _shown(own or model.data),
+        },
         "metrics": metrics,
     }
     return [{"name": model.record.name, "results": [result]}]

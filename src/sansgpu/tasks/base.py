@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from sansgpu.config import Config, ConfigError, TaskSettings
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.tokenizer import load_tokenizer
 from sansgpu.models.costing import Costs
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
@@ -47,6 +48,7 @@ class TaskBase(ObjectiveBase):
     verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
     verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
     has_windows: ClassVar[bool] = False
+    row_forms: ClassVar[tuple[tuple[str, ...], ...]] = ()
     # Builds the model. Its weights depend on `training.seed`, not on torch's global random state.
     model_class: ClassVar[Callable[[Config], nn.Module]]
     model: Any  # nn.Module
@@ -134,6 +136,10 @@ class TaskBase(ObjectiveBase):
         loaded.objective.corpus = request.own_corpus()
         evaluator: Evaluator = loaded.objective
         return evaluator
+
+    @classmethod
+    def rows_to_predict(cls, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
+        return rows
 
     @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:

@@ -27,22 +27,15 @@ from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.models.model_folder import has_architecture
-from sansgpu.models.pretrained import (
-    Head,
-    HeadKind,
-    ProblemType,
-    load_tokenizer_of,
-    pretrained_config,
-    weights_fingerprint,
-)
+from sansgpu.models.pretrained import Head, HeadKind, ProblemType, load_tokenizer_of, pretrained_config
 from sansgpu.tasks.fine_tuning import (
     FineTuning,
     FineTuningTask,
     longest_example,
     passes,
+    require_examples,
     require_rows,
     split_rows,
-    too_few,
 )
 from sansgpu.tasks.label_metrics import label_metrics
 from sansgpu.tasks.task import Sums
@@ -123,14 +116,13 @@ class Classify(ClassifyObjective, FineTuningTask):
 
     settings = SETTINGS["classify"]
     verbs = ("evaluate", "predict", "export")
+    row_forms = (("text",), ("text", "text_pair"))
     objective_class = ClassifyObjective
     evaluator: ClassifyEvaluator
 
     def __init__(self, config: Config, corpus: LabeledCorpus, effective_batch: int) -> None:
         super().__init__(config)
-        self.corpus, self._effective_batch = corpus, effective_batch
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        self.flops_per_token = self.flops_of_token(corpus.example_tokens)
+        self.use_corpus(corpus, effective_batch)
         self.evaluator = ClassifyEvaluator(self, corpus.validation, 0)
         if config.data.class_weights == "balanced":
             self.class_weights = balanced_weights(corpus.train.targets[:, 0], len(corpus.labels.names))
@@ -143,9 +135,7 @@ class Classify(ClassifyObjective, FineTuningTask):
         notes: list[str] = []
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows(data.on_bad_row)
         texts = read_texts(sources.train.rows(), data, train_rows)
-        if len(texts) < 2:
-            train_rows.report(notes.append)
-            raise too_few(sources.train.name, len(texts), "rows", notes)
+        require_examples(sources, [len(texts)], "row", train_rows.notes())
         cls.require_readable(texts)
         labels = find_labels(texts, data, sources.train.name)
         notes += [labels.note] if labels.note else []
@@ -164,8 +154,7 @@ class Classify(ClassifyObjective, FineTuningTask):
             return made
 
         parts = tokenized(train, train_rows, "training"), tokenized(held, held_rows, "validation")
-        if not all(len(part) for part in parts):
-            raise too_few(sources.train.name, len(texts), "rows", notes)
+        require_examples(sources, [len(part) for part in parts], "row", notes)
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(parts[0])}-{parts[0].lengths.sum()}"
         return config, LabeledCorpus(*parts, notes, fingerprint, tokenizer, labels)
 

@@ -18,7 +18,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.text_groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, weights_fingerprint
+from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config
 from sansgpu.models.pretrained_costs import PretrainedCosts
 from sansgpu.models.sentence_embedding import EmbeddingLayout, Pooling, pool, read_layout, write_layout
 from sansgpu.tasks.embedding_data import (
@@ -33,7 +33,7 @@ from sansgpu.tasks.embedding_data import (
 )
 from sansgpu.tasks.embedding_evaluation import EmbeddingEvaluator
 from sansgpu.tasks.embedding_losses import LossName, embedding_loss, loss_for
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, passes, require_rows, too_few
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, passes, require_examples, require_rows
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 USUAL_TEXTS = 2  # texts of an example, assumed if the data has not been read
@@ -109,7 +109,8 @@ def embedding_layout(config: Config, causal: bool) -> EmbeddingLayout:
     usual: Pooling = "last" if causal else "mean"
     normalize = known.normalize if known else config.training.embedding_loss != "triplet"
     pooling = model.pooling if model.pooling != "auto" else known.pooling if known else usual
-    return EmbeddingLayout(pooling, normalize, config.data.max_length)
+    prompts = (known.prompts, known.default_prompt) if known else ({}, None)
+    return EmbeddingLayout(pooling, normalize, config.data.max_length, *prompts)
 
 
 class TextEmbedding(EmbeddingObjective, FineTuningTask):
@@ -123,9 +124,7 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
 
     def __init__(self, config: Config, corpus: EmbeddingCorpus, effective_batch: int) -> None:
         super().__init__(config)
-        self.corpus, self._effective_batch = corpus, effective_batch
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        self.flops_per_token = self.flops_of_token(corpus.text_tokens)
+        self.use_corpus(corpus, effective_batch)
         self.evaluator = EmbeddingEvaluator(self, corpus.validation, self.loss_name, effective_batch)
 
     @classmethod
@@ -136,28 +135,22 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
         rows = read_text_rows(sources.train.rows(), data, train_rows)
-        if not rows:
-            raise too_few(name, 0, "rows", notes)
+        require_examples(sources, [len(rows)], "row", train_rows.notes())
         scale = score_scale(rows, data)
         rows = with_scores_in_range(rows, scale, train_rows)
         if sources.validation is not None:
             held_name, form = sources.validation.name, rows[0].form
             train, held = rows, read_text_rows(sources.validation.rows(), data, held_rows, form)
             held = with_scores_in_range(held, scale, held_rows)
-        elif len(rows) < 2:
-            raise too_few(name, len(rows), "rows", notes)
         else:
             train, held = split_rows(rows, data.validation_split)
         loss = loss_for(rows, config.training.embedding_loss)
-        if not held and held_rows.first:
-            raise ConfigError(f"no validation row can be used; the first: {held_rows.first}")
         config = _changed(_changed(config, "training", embedding_loss=loss), "data", score_scale=scale)
         splits = (
             cls._tokenized(train, config, progress, train_rows, name, notes),
             cls._tokenized(held, config, progress, held_rows, held_name, notes),
         )
-        if not all(splits):
-            raise too_few(name, len(rows), "rows", notes)
+        require_examples(sources, [len(part) for part in splits], "row", notes)
         if note := cut_note(splits[0], config.window):
             notes.append(f"{note}.")
         fingerprint = f"{sources.train.fingerprint[:16]}-{loss}-{len(splits[0])}-{splits[0].lengths.sum()}"
@@ -175,8 +168,9 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
     ) -> TokenizedGroups:
         size = sum(len(text) for row in rows for text in row.texts)
         progress("tokenizing", size, size)
-        tokenizer = load_tokenizer_of(config.model)
-        shape = TextShape(tokenizer, config.window, config.training.seed, config.data.score_scale)
+        tokenizer, layout = load_tokenizer_of(config.model), read_layout(config.model)
+        prompt = layout.prompt() if layout else ""
+        shape = TextShape(tokenizer, config.window, prompt, config.training.seed, config.data.score_scale)
         return tokenize_groups(rows, shape, bad_rows, name, notes)
 
     def batch(self, step: int, total_steps: int | None = None) -> TextGroups:
@@ -228,12 +222,13 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
         return EmbeddingEvaluator(loaded.objective, part, loss, effective_batch(config.training))
 
 
-def encode_texts(loaded: TrainedModel, texts: Sequence[str]) -> np.ndarray:
+def encode_texts(loaded: TrainedModel, prompt: str, texts: Sequence[str]) -> np.ndarray:
     """Returns the vectors of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` loaded.
 
+    `prompt` is written before each text.
     Raises ConfigError if the tokenizer finds no tokens in a text.
     """
-    tokens = tokenize(texts, loaded.tokenizer, loaded.config.window)
+    tokens = tokenize(texts, loaded.tokenizer, loaded.config.window, prompt)
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
         raise ConfigError(f"the tokenizer finds no tokens in text {empty}; leave it out.")
     vectors = np.empty((len(texts), loaded.objective.width), np.float32)

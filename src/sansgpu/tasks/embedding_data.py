@@ -27,8 +27,7 @@ class EmbeddingCorpus(TokenizedCorpus[TokenizedGroups]):
     """Tokenized texts for training and validation."""
 
     @property
-    def text_tokens(self) -> float:
-        """The mean number of tokens of a text."""
+    def sequence_tokens(self) -> float:
         return self.train_tokens / self.train.text_count
 
     def most_tokens(self, examples: int, padded: bool) -> int:
@@ -66,7 +65,7 @@ def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows:
 def _with_partners(rows: list[TextRow], name: str, notes: list[str]) -> list[TextRow]:
     """Leaves out labeled texts without another text of the same label. Raises ConfigError if all labels are equal."""
     labels = Counter(row.label for row in rows)
-    if len(labels) == 1:
+    if len(labels) == 1 < len(rows):
         raise ConfigError(
             f"{name}: every row has the label {next(iter(labels))}, so there are no texts of another label to tell "
             "apart; add some."
@@ -90,6 +89,7 @@ class TextShape:
 
     tokenizer: Any
     max_length: int
+    prompt: str  # written before each text
     seed: int
     score_scale: float | None  # None for rows without scores
 
@@ -103,7 +103,7 @@ def tokenize_groups(
     """
     texts = list(dict.fromkeys(text for row in rows for text in row.texts))
     number_of = {text: number for number, text in enumerate(texts)}
-    tokens = tokenize(texts, shape.tokenizer, shape.max_length)
+    tokens = tokenize(texts, shape.tokenizer, shape.max_length, shape.prompt)
 
     def checked(row: TextRow) -> TextRow:
         if any(not len(tokens[number_of[text]]) for text in row.texts):
@@ -127,12 +127,12 @@ def tokenize_groups(
 
 
 @tokenizer_errors()
-def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[np.ndarray]:
-    """Returns the tokens of each text, cut to `max_length`, with the special tokens of the model."""
+def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int, prompt: str) -> list[np.ndarray]:
+    """Returns the tokens of `prompt` and each text, cut to `max_length`, with the special tokens of the model."""
     found: list[np.ndarray] = []
     for first in range(0, len(texts), BATCH):
         encoded = tokenizer(
-            list(texts[first : first + BATCH]),
+            [prompt + text for text in texts[first : first + BATCH]],
             truncation=True,
             max_length=max_length,
             padding=False,

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError, derive_seed
+from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
+from sansgpu.data.sources import Sources
 from sansgpu.data.split import split_examples
 from sansgpu.machine.compilation import set_up_compiler
 from sansgpu.models.adapters import add_adapter, merge_adapter, save_adapter
@@ -30,6 +32,7 @@ from sansgpu.models.pretrained import (
     save_pretrained,
     save_tokenizer,
     stored_dtype,
+    weights_fingerprint,
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
@@ -184,6 +187,13 @@ class FineTuningTask(TaskWithEvaluator):
     _effective_batch: int
     ordered: Callable[[np.ndarray, np.ndarray], np.ndarray]
     export_to: Callable[..., None]
+    flops_of_token: Callable[[float, float], float]
+
+    def use_corpus(self, corpus: Any, effective_batch: int, target_ratio: float = 1.0) -> None:
+        """Sets the data to train on. A share `target_ratio` of its tokens has a loss."""
+        self.corpus, self._effective_batch = corpus, effective_batch
+        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(self.config.model)}"
+        self.flops_per_token = self.flops_of_token(corpus.sequence_tokens, target_ratio)
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         part = self.corpus.train
@@ -275,10 +285,20 @@ def require_rows(part: Sized, name: str) -> None:
         raise ConfigError(f"{name} has no examples to evaluate on.")
 
 
-def too_few(name: str, count: int, what: str, notes: Sequence[str]) -> ConfigError:
-    """Returns the error for data that is too small to split. `notes` say which rows are left out."""
+def require_examples(sources: Sources, counts: Sequence[int], what: str, notes: Sequence[str]) -> None:
+    """Raises ConfigError if there is nothing to train or to validate on. `what` is the name of an example.
+
+    `counts` are the numbers of training examples and, once they are known, of validation examples. `notes` say which
+    rows are left out.
+    """
     reasons = "".join(f" ({note.removesuffix('.')})" for note in notes)
-    return ConfigError(
-        f"{name} has {count} usable {what}, too few to hold some out for validation{reasons}; add more or set "
-        "data.validation_name."
-    )
+    parts = zip((sources.train, sources.validation), counts, strict=False)
+    empty = next((part.name for part, count in parts if part is not None and not count), None)
+    if empty is not None and (sources.validation is not None or not sum(counts)):
+        raise ConfigError(f"{empty} has no usable {what}s{reasons}; add some.")
+    if sources.validation is None and (sum(counts) < 2 or not all(counts)):
+        usable = counted(sum(counts), f"usable {what}")
+        raise ConfigError(
+            f"{sources.train.name} has {usable}, too few different ones to hold some out for validation{reasons}; add "
+            "more or set data.validation_name."
+        )

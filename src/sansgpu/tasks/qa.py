@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,19 +15,26 @@ import torch.nn.functional as F
 from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, SansGPUError
 from sansgpu.config.atomic import write_text
 from sansgpu.data.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
-from sansgpu.data.questions import Question, QuestionWindow, make_windows, read_questions, unanswered_question
-from sansgpu.data.rows import BadRows, located
+from sansgpu.data.questions import (
+    Question,
+    QuestionWindow,
+    make_windows,
+    read_questions,
+    single_questions,
+    unanswered_question,
+)
+from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
-from sansgpu.models.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.pretrained import load_tokenizer_of
 from sansgpu.tasks.fine_tuning import (
     FineTuning,
     FineTuningTask,
     longest_example,
+    require_examples,
     require_rows,
     split_rows,
-    too_few,
     whole_groups,
 )
 from sansgpu.tasks.task import Gather, Sums
@@ -98,14 +105,13 @@ class QA(QAObjective, FineTuningTask):
     settings = SETTINGS["qa"]
     verbs = ("evaluate", "predict", "export")
     verbs_for_any_model = ("predict",)
+    row_forms = (("question", "context"),)
     objective_class = QAObjective
     evaluator: QAEvaluator
 
     def __init__(self, config: Config, corpus: QuestionCorpus, effective_batch: int) -> None:
         super().__init__(config)
-        self.corpus, self._effective_batch = corpus, effective_batch
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        self.flops_per_token = self.flops_of_token(corpus.example_tokens)
+        self.use_corpus(corpus, effective_batch)
         self.evaluator = QAEvaluator(self, corpus.validation, config.data)
 
     @classmethod
@@ -116,11 +122,10 @@ class QA(QAObjective, FineTuningTask):
         notes: list[str] = []
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         questions = read_questions(sources.train.rows(), train_rows)
+        require_examples(sources, [len(questions)], "question", train_rows.notes())
         if sources.validation is not None:
             train, held = questions, read_questions(sources.validation.rows(), held_rows)
         else:
-            if len(questions) < 2:
-                raise too_few(sources.train.name, len(questions), "questions", notes)
             contents = [question.context.encode() for question in questions]
             train, held = split_rows(questions, contents, data.validation_split)
 
@@ -132,10 +137,7 @@ class QA(QAObjective, FineTuningTask):
             return made
 
         splits = tokenized(train, train_rows, "training"), tokenized(held, held_rows, "validation")
-        if not splits[1] and held_rows.first:
-            raise ConfigError(f"no validation question can be used; the first: {held_rows.first}")
-        if not all(splits):
-            raise too_few(sources.train.name, len(questions), "questions", notes)
+        require_examples(sources, [len(part.questions) for part in splits], "question", notes)
         asked = splits[0].questions
         if data.null_answers is None:
             null = any(question.impossible for question in asked)
@@ -171,6 +173,10 @@ class QA(QAObjective, FineTuningTask):
         return QAEvaluator(loaded.objective, part, loaded.config.data)
 
     @classmethod
+    def rows_to_predict(cls, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
+        return single_questions(rows)
+
+    @classmethod
     def predict(
         cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], null_answers: bool | None = None
     ) -> list[dict[str, Any]]:
@@ -186,7 +192,8 @@ class QA(QAObjective, FineTuningTask):
         evaluator = QAEvaluator(loaded.objective, asked, data)
         for batch in evaluator.validation_batches(cls.evaluation_batch(loaded.config)):
             evaluator.evaluate(batch.to(loaded.device))
-        return evaluator.predictions()
+        ids = ({"id": row["id"]} if "id" in row else {} for row in rows)
+        return [given | answer for given, answer in zip(ids, evaluator.predictions(), strict=True)]
 
 
 class QAEvaluator:
@@ -234,12 +241,16 @@ class QAEvaluator:
         return {"loss": sums["loss"] / sums["windows"], **by_question, "questions": sums["questions"]}
 
     def predictions(self) -> list[dict[str, Any]]:
-        """Returns each question's answer, its probability, its start in the context, and the n best candidates."""
+        """Returns each question's answer, its characters in the context, its probability, and the n best candidates.
+
+        The start and end of no answer are None. The probability is the `score`; `probability` is its older name.
+        """
         found = []
         for answer in (self.answers[question.id] for question in self._tokenized.questions):
-            start = {"start": answer.chosen["start"]} if "start" in answer.chosen else {}
-            row = {"answer": answer.text, "probability": answer.chosen["probability"], **start, "nbest": answer.nbest}
-            found.append(row)
+            start, score = answer.chosen.get("start"), answer.chosen["probability"]
+            end = None if start is None else start + len(answer.text)
+            row = {"answer": answer.text, "start": start, "end": end, "score": score, "probability": score}
+            found.append(row | {"nbest": answer.nbest})
         return found
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
-from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, too_few
+from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
@@ -100,11 +100,8 @@ class SFT(SFTObjective, FineTuningTask):
 
     def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
         super().__init__(config)
-        self.corpus, self._effective_batch = corpus, effective_batch
+        self.use_corpus(corpus, effective_batch, corpus.train.targets / corpus.train_tokens)
         self.evaluator = SFTEvaluator(self, corpus.validation)
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        target_ratio = corpus.train.targets / corpus.train_tokens
-        self.flops_per_token = self.flops_of_token(corpus.example_tokens, target_ratio)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
@@ -117,13 +114,11 @@ class SFT(SFTObjective, FineTuningTask):
             train = ConversationExamples(examples, np.arange(len(examples)))
             validation = tokenize_source(sources.validation, config, tokenizer, progress, notes)
         else:
-            if len(examples) < 2:
-                raise too_few(sources.train.name, len(examples), "rows", notes)
+            require_examples(sources, [len(examples)], "row", notes)
             contents = [examples.example(number)[0].tobytes() for number in range(len(examples))]
             split = split_examples(contents, examples.lengths(), config.data.validation_split)
             train, validation = (ConversationExamples(examples, numbers) for numbers in split)
-        if not len(train) or not len(validation):
-            raise too_few(sources.train.name, len(examples), "rows", notes)
+        require_examples(sources, [len(train), len(validation)], "row", notes)
         tokens = int(train.lengths.sum())
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{tokens}-{train.targets}"
         return config, ChatCorpus(train, validation, notes, fingerprint, tokenizer)

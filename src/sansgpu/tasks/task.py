@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from sansgpu.config import Config, TaskSettings
 from sansgpu.data.batch import ExampleBatch
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.costing import Costs
 from sansgpu.models.generate import Sampling
@@ -164,6 +165,7 @@ class TaskKind(Protocol):
     verbs_for_any_model: tuple[Verb, ...]  # those for which it takes every Hugging Face model
     verbs_without_kernels: tuple[Verb, ...]  # those that are not worth compiling our kernels for
     has_windows: bool  # True if the length of the windows to evaluate can be chosen
+    row_forms: tuple[tuple[str, ...], ...]  # the columns of a single row that `predict` takes, for each form of a row
 
     def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task: ...
 
@@ -196,6 +198,9 @@ class TaskKind(Protocol):
 
     def evaluator_for(self, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         """Prepares the evaluation of a model. Raises ConfigError if the data cannot be used."""
+
+    def rows_to_predict(self, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
+        """Returns the rows of a dataset that get a prediction each."""
 
     def predict(self, loaded: TrainedModel, rows: Sequence[dict[str, Any]], **options: Any) -> Sequence[dict[str, Any]]:
         """Returns a prediction for each row. Raises ConfigError."""

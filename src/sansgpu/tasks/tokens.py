@@ -23,8 +23,8 @@ from sansgpu.data.sources import Source, open_single, open_sources
 from sansgpu.data.tag_spans import OUTSIDE
 from sansgpu.data.tagged import in_iob2, read_tagged, read_untagged, require_labels
 from sansgpu.models.model_folder import has_architecture
-from sansgpu.models.pretrained import Head, load_tokenizer_of, weights_fingerprint
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_rows, split_rows, too_few
+from sansgpu.models.pretrained import Head, load_tokenizer_of
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows, split_rows
 from sansgpu.tasks.tag_evaluation import TagEvaluator, TaggedWindows, tokenize_texts
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
@@ -72,14 +72,13 @@ class Tokens(TokensObjective, FineTuningTask):
 
     settings = SETTINGS["tokens"]
     verbs = ("evaluate", "predict", "export")
+    row_forms = (("text",),)
     objective_class = TokensObjective
     evaluator: TagEvaluator
 
     def __init__(self, config: Config, corpus: TagCorpus, effective_batch: int) -> None:
         super().__init__(config)
-        self.corpus, self._effective_batch = corpus, effective_batch
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        self.flops_per_token = self.flops_of_token(corpus.example_tokens)
+        self.use_corpus(corpus, effective_batch)
         self.evaluator = TagEvaluator(self, corpus.validation)
 
     @classmethod
@@ -91,12 +90,11 @@ class Tokens(TokensObjective, FineTuningTask):
         rows = {"training": BadRows(data.on_bad_row), "validation": BadRows(data.on_bad_row)}
         given = read_tagged(sources.train.rows(), rows["training"])
         texts = in_iob2(given, "training texts", notes)
-        labels = data.labels or (require_labels(texts, sources.train.name) if texts else [])
+        require_examples(sources, [len(texts)], "text", rows["training"].notes())
+        labels = data.labels or require_labels(texts, sources.train.name)
         if sources.validation is not None:
             held = read_tagged(sources.validation.rows(), rows["validation"])
             train, held = texts, in_iob2(held, "validation texts", notes, always=texts != given)
-        elif len(texts) < 2:
-            raise too_few(sources.train.name, len(texts), "texts", notes)
         else:
             train, held = split_rows(texts, [text.text.encode() for text in texts], data.validation_split)
         parts = []
@@ -107,8 +105,7 @@ class Tokens(TokensObjective, FineTuningTask):
             found = list(parts[-1].notes())
             rows[name].report(found.append)
             notes += [f"{name} texts: {note}" for note in found]
-        if not all(parts):
-            raise too_few(sources.train.name, len(texts), "texts", notes)
+        require_examples(sources, [len(part) and len(part.texts) for part in parts], "text", notes)
         config = config.model_copy(update={"data": data.model_copy(update={"labels": labels})})
         train_part, held_part = parts
         size = train_part.lengths.sum()

@@ -44,6 +44,11 @@ class VariableLengthCorpus(Generic[P]):
     def example_tokens(self) -> float:
         return self.train_tokens / len(self.train)
 
+    @property
+    def sequence_tokens(self) -> float:
+        """Returns the mean number of tokens that attend to each other."""
+        return self.example_tokens
+
     def most_tokens(self, examples: int, padded: bool) -> int:
         if padded:
             return examples * max(int(part.lengths.max()) for part in (self.train, self.validation))

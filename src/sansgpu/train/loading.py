@@ -96,7 +96,13 @@ def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
     if verb == "chat" and "generate" in task_of(config).verbs:
         return ConfigError(f"{target} was not trained on conversations; use `sansgpu generate` to continue a text.")
     clause = _REFUSALS.get(verb, "but this command")
-    return ConfigError(f"{target} is a run of task {config.task}, {clause} needs one of task {_tasks_with(verb)}.")
+    advice = f"; give its folder {RunPaths(Path(target)).final}" if _takes_any_model(verb) else ""
+    needed = f"needs one of task {_tasks_with(verb)}{advice}"
+    return ConfigError(f"{target} is a run of task {config.task}, {clause} {needed}.")
+
+
+def _takes_any_model(verb: Verb) -> bool:
+    return any(verb in kind.verbs_for_any_model for kind in TASKS.values())
 
 
 def _tasks_with(verb: Verb) -> str:
