@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=PEERS, required=True)
     parser.add_argument("--model", type=Path, required=True, help="Sentence Transformers folder or trained classifier")
-    parser.add_argument("--data", type=Path, required=True, help="documents: JSON lines with a `text`")
+    parser.add_argument("--data", type=Path, required=True, help="documents: JSON lines, each with a `text`")
     parser.add_argument("--texts", type=int, default=400)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 8, 128], help="batch sizes of the peer")
     parser.add_argument("--rounds", type=int, default=2)

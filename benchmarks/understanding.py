@@ -82,8 +82,16 @@ def settings(args: argparse.Namespace, seed: int) -> dict[str, object]:
         "training.num_epochs": args.epochs,
         "training.threads": args.threads,
         "training.seed": seed,
-        **dict(one.split("=", 1) for one in args.set),
+        **dict(args.set),
     }
+
+
+def setting(text: str) -> tuple[str, str]:
+    """Parses KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE")
+    return key, value
 
 
 def learn_theirs(given: dict[str, object], folder: Path) -> Learned:
@@ -162,7 +170,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 1")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting of both")
+    parser.add_argument(
+        "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="a setting of both"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     ours: list[Learned] = []
