@@ -42,6 +42,7 @@ class Outcome:
     code: int
     wall_seconds: float
     peak_rss_bytes: int  # the maximum over the process and its children
+    cpu_seconds: float  # the sum over the process and its children
     events: list[tuple[float, Event]]  # JSON lines of stdout with the seconds since the start
     lines: list[tuple[float, str]]  # other lines of stdout with the seconds since the start
     errors: str  # the end of stderr
@@ -141,7 +142,8 @@ def spawn(
         errors.seek(0)
         tail = errors.read()[-4000:]
     kilo = 1 if sys.platform == "darwin" else 1024
-    return Outcome(process.returncode, wall, usage.ru_maxrss * kilo, events, lines, tail)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Outcome(process.returncode, wall, usage.ru_maxrss * kilo, cpu, events, lines, tail)
 
 
 def run(contestant: Contestant) -> Sample:
@@ -207,12 +209,12 @@ def _row(name: str, samples: dict[tuple[str, str], list[Sample]], failure: str |
     }
 
 
-def add_ratios(rows: list[Row], key: str, to: str) -> None:
-    """Sets `ratio` of every measured row to its `key` divided by that of the row named `to`."""
+def add_ratios(rows: list[Row], key: str, to: str, name: str = "ratio") -> None:
+    """Sets `name` of every measured row to its `key` divided by that of the row named `to`."""
     base = next((row[key] for row in rows if row["name"] == to and key in row), None)
     for row in rows:
         if base and key in row:
-            row["ratio"] = row[key] / base
+            row[name] = row[key] / base
 
 
 def print_table(title: str, columns: dict[str, tuple[str, str]], rows: Sequence[Row]) -> None:

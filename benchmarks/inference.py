@@ -1,0 +1,116 @@
+"""Computes vectors or labels of texts of mixed lengths, compared with Sentence Transformers or transformers' pipeline.
+
+    python -m benchmarks.inference --task encode|predict --model FOLDER --data DOCUMENTS.jsonl
+        [--texts 400] [--batches 32 8 128] [--rounds 2] [--threads N] [--json FILE]
+
+Task encode compares the engine of `sansgpu embed` with SentenceTransformer.encode; task predict that of `sansgpu
+predict` with the pipeline for text classification. All compute in bf16. One half of the texts are sentences, the other
+pieces of documents that are as long as the model reads. Seconds include tokenizing but not loading, after one pass that
+is not measured; CPU seconds are those of the measured passes. Peers try each batch size; sansgpu forms its own batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+from benchmarks.contest import Event, NoResultError, Row, add_ratios, print_table, say, spawn, write_json
+
+OURS = "sansgpu"
+PEERS = {"encode": "Sentence Transformers", "predict": "pipeline"}
+PASSES = 2  # measured ones of a process
+PIECE = 2000  # characters of a document, more than a model of 256 tokens reads
+COLUMNS = {
+    "": ("name", "s"),
+    "texts/s": ("texts_per_second", ",.0f"),
+    "speed": ("ratio", ".2f"),
+    "CPU ms/text": ("cpu_ms", ".2f"),
+    "CPU speed": ("cpu_ratio", ".2f"),
+    "tokenizing, texts/s": ("tokenized_per_second", ",.0f"),
+    "peak GB": ("peak_gb", ".2f"),
+    "agreement": ("agreement", ".4f"),
+}
+
+
+def mixed_texts(documents: Path) -> Iterator[str]:
+    """Yields pieces of documents, each followed by a sentence of it."""
+    with documents.open(encoding="utf-8") as lines:
+        for line in lines:
+            text = " ".join(json.loads(line)["text"].split())
+            for start in range(0, len(text) - PIECE, PIECE):
+                piece = text[start : start + PIECE]
+                yield piece
+                yield next((part for part in piece.split(". ")[1:] if part.strip()), piece[:100])
+
+
+def measure(job: Row, folder: Path) -> list[Event]:
+    """Runs a worker and returns its passes. Raises NoResultError if it fails."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    outcome = spawn([sys.executable, "-m", "benchmarks.inference_worker", str(path)])
+    found = [event for _, event in outcome.named("pass")]
+    if outcome.code or not found:
+        raise outcome.no_result()
+    return [{**event, "peak_rss_bytes": outcome.peak_rss_bytes} for event in found]
+
+
+def row(name: str, passes: list[Event], texts: int) -> Row:
+    tokenizing = passes[0]["tokenizing_seconds"]
+    return {
+        "name": name,
+        "status": "measured",
+        "texts_per_second": texts / median(one["seconds"] for one in passes),
+        "cpu_ms": median(one["cpu_seconds"] for one in passes) / texts * 1000,
+        "tokenized_per_second": tokenizing and texts / tokenizing,
+        "peak_gb": max(one["peak_rss_bytes"] for one in passes) / 1e9,
+        "agreement": passes[0].get("agreement"),
+        "passes": passes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=PEERS, required=True)
+    parser.add_argument("--model", type=Path, required=True, help="Sentence Transformers folder or trained classifier")
+    parser.add_argument("--data", type=Path, required=True, help="documents: JSON lines, each with a `text`")
+    parser.add_argument("--texts", type=int, default=400)
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 8, 128], help="batch sizes of the peer")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    passes: dict[str, list[Event]] = {}
+    with tempfile.TemporaryDirectory(prefix="sansgpu-inference-") as name:
+        folder = Path(name)
+        texts = list(islice(mixed_texts(args.data), args.texts))
+        (folder / "texts.json").write_text(json.dumps(texts))
+        common = {"task": args.task, "model": str(args.model.absolute()), "passes": PASSES, "threads": args.threads}
+        job = {**common, "folder": str(folder), "batches": args.batches}
+        for turn in range(args.rounds):
+            for contestant in (PEERS[args.task], OURS):  # the peer first, because sansgpu compares its results
+                say(f"round {turn + 1} of {args.rounds}: {contestant}")
+                try:
+                    found = measure({**job, "ours": contestant == OURS}, folder)
+                except NoResultError as failure:
+                    sys.exit(str(failure))
+                for one in found:
+                    label = contestant if contestant == OURS else f"{contestant}, batch {one['batch']}"
+                    passes.setdefault(label, []).append(one)
+    rows = [row(label, found, len(texts)) for label, found in passes.items()]
+    best = max(rows[:-1], key=lambda row: row["texts_per_second"])["name"]
+    add_ratios(rows, "texts_per_second", best)
+    for one in rows:
+        one["cpu_ratio"] = min(other["cpu_ms"] for other in rows[:-1]) / one["cpu_ms"]
+    print_table(f"{len(texts)} texts, bf16, {args.threads} threads; speed against {best}", COLUMNS, rows)
+    write_json(args.json, "inference", vars(args), rows)
+
+
+if __name__ == "__main__":
+    main()

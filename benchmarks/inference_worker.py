@@ -1,0 +1,108 @@
+"""Measures one contestant of `benchmarks.inference`: `python -m benchmarks.inference_worker JOB`.
+
+Prints a JSON line per measured pass. The peer writes its results to a file, and sansgpu's are compared with them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+Job = dict[str, Any]
+Results = np.ndarray  # vectors (texts, D), or the label of each text
+
+
+def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Callable[[], Any]]:
+    """Returns functions that encode and that only tokenize the texts."""
+    from sansgpu.jobs.embed import open_encoder
+    from sansgpu.tasks.embed import encode_texts
+    from sansgpu.tasks.embedding_data import tokenize
+
+    loaded = open_encoder(job["model"], "latest", print, lambda *_: None, "bf16")
+    return lambda: encode_texts(loaded, texts), lambda: tokenize(texts, loaded.tokenizer, loaded.config.window)
+
+
+def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], Results], Callable[[], Any]]:
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(job["model"], device="cpu", model_kwargs={"dtype": torch.bfloat16})
+
+    def tokenize() -> None:
+        by_length = sorted(texts, key=len, reverse=True)
+        for start in range(0, len(by_length), batch):
+            model.preprocess(by_length[start : start + batch])
+
+    return lambda: np.asarray(model.encode(texts, batch_size=batch, show_progress_bar=False), np.float32), tokenize
+
+
+def our_predictor(job: Job, texts: list[str]) -> tuple[Callable[[], Results], None]:
+    from sansgpu.jobs.predict import CHUNK_ROWS
+    from sansgpu.train.loading import open_model
+
+    assert len(texts) <= CHUNK_ROWS
+    loaded = open_model(job["model"], "predict", "latest", print, progress=lambda *_: None)
+    kind: Any = loaded.kind
+
+    def predict() -> Results:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return np.array([one["label"] for one in kind.predict(loaded, [{"text": text} for text in texts])])
+
+    return predict, None
+
+
+def their_predictor(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], Results], None]:
+    from transformers import pipeline
+
+    pipe: Any = pipeline("text-classification", model=job["model"], device="cpu", dtype=torch.bfloat16)
+
+    def predict() -> Results:
+        return np.array([one["label"] for one in pipe(texts, batch_size=batch, truncation=True, max_length=256)])
+
+    return predict, None
+
+
+OURS: dict[str, Callable[..., Any]] = {"encode": our_encoder, "predict": our_predictor}
+THEIRS: dict[str, Callable[..., Any]] = {"encode": their_encoder, "predict": their_predictor}
+
+
+def agreement(found: Results, expected: Results) -> float:
+    """Returns the smallest cosine similarity of two vectors of a text, or the share of equal labels."""
+    if found.ndim == 1:
+        return float((found == expected).mean())
+    norms = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
+    return float(((found * expected).sum(axis=1) / norms).min())
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    torch.set_num_threads(job["threads"])
+    folder = Path(job["folder"])
+    texts, peer = json.loads((folder / "texts.json").read_text()), folder / "peer.npy"
+    for batch in [None] if job["ours"] else job["batches"]:
+        run, tokenize = OURS[job["task"]](job, texts) if job["ours"] else THEIRS[job["task"]](job, texts, batch)
+        event: Job = {"event": "pass", "batch": batch}
+        results = run()
+        if job["ours"]:
+            event["agreement"] = agreement(results, np.load(peer))
+        else:
+            np.save(peer, results)
+        start = time.perf_counter()
+        if tokenize is not None:
+            tokenize()
+        event["tokenizing_seconds"] = time.perf_counter() - start if tokenize is not None else None
+        for _ in range(job["passes"]):
+            start, cpu = time.perf_counter(), time.process_time()
+            run()
+            spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+            print(json.dumps({**event, **spent}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

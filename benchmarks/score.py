@@ -1,0 +1,39 @@
+"""Evaluates a trained model on the held-out data of a configuration, by sansgpu's rules and in its precision.
+
+    python -m benchmarks.score FOLDER KEY=VALUE ...
+
+The settings are those of the training; FOLDER replaces `model.name_or_path`. Prints the eval event as a JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sansgpu.config import load_config
+from sansgpu.machine.memory import effective_batch
+from sansgpu.tasks import task_of
+from sansgpu.train.evaluate import evaluate
+from sansgpu.train.step import StepPlan
+
+
+def main() -> None:
+    folder, *overrides = sys.argv[1:]
+    config, _ = load_config(None, [*overrides, f"model.name_or_path={folder}"])
+    kind: Any = task_of(config)
+    torch.set_num_threads(int(config.training.threads))
+    with tempfile.TemporaryDirectory() as cache:
+        config, corpus = kind.prepare(config, Path(cache), lambda *_: None)
+        task = kind(config, corpus, effective_batch(config.training))
+        plan = StepPlan(kind.evaluation_batch(config), torch.device("cpu"), str(config.training.precision))
+        metrics = evaluate(task.evaluator, plan)
+    print(json.dumps({"event": "eval", **(metrics or {})}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
