@@ -336,3 +336,17 @@ def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, c
     assert result == json.loads(printed(capsys, "predict", run, "--data", str(given)))
     assert cli(["predict", run, "--text", "red"]) == 2
     assert sentence(capsys).endswith("task classify on pairs of texts; give --text with --text-pair instead of --text.")
+
+
+def test_an_evaluation_leaves_bad_rows_out_and_counts_them(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    """The setting that skips rows is one of training, so a command without settings must not ask for it."""
+    good = [json.loads(line) for line in (home / "single.jsonl").read_text().splitlines()]
+    rows = written(tmp_path / "rows.jsonl", [*good, {"text": "red"}, {"text": "red", "label": "blue"}])
+    run = str(made(home, "exported"))
+    found = json.loads(printed(capsys, "eval", run, "--data", str(rows), "--json"))
+    assert (found["rows"], found["skipped"]) == (len(good), 2)
+    rows = written(tmp_path / "none.jsonl", [{"title": "red", "label": "warm", "body": "old"}])
+    assert cli(["eval", run, "--data", str(rows)]) == 2
+    captured = capsys.readouterr()
+    assert "none.jsonl has no examples to evaluate on." in captured.err
+    assert "bad rows skipped: 1; the first" in captured.err

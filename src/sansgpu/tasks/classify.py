@@ -193,7 +193,7 @@ class Classify(ClassifyObjective, FineTuningTask):
             part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
         else:
             data = loaded.config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
-            source, bad_rows = open_single(request.data, data, text_rows=True), BadRows(data.on_bad_row)
+            source, bad_rows = open_single(request.data, data, text_rows=True), BadRows("skip")
             texts = read_texts(source.rows(), data, bad_rows)
             cls.require_readable(texts)
             labels = _labels_of(loaded.objective)
