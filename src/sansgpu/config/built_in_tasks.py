@@ -29,7 +29,7 @@ _FINE_TUNED: Values = {
 }
 # Few-shot classification: a run of seconds, evaluated at its end. Each epoch has few steps, because rows are few.
 _FEW_SHOT: Values = {
-    "learning_rate": 2e-5,
+    "learning_rate": 5e-5,
     "warmup_steps": 2,
     "gradient_accumulation_steps": 32,
     "num_epochs": 20,
