@@ -13,7 +13,6 @@ from sansgpu.machine.memory import Execution
 from sansgpu.models.adapters import add_adapter
 from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
-from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import Head, meta_model
 
 _PROCESS_BYTES = 430 << 20  # the process with torch, transformers and peft
@@ -26,6 +25,8 @@ def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
 
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> ModuleShape:
+    from sansgpu.models.patches import patch_model  # imports transformers, which takes seconds
+
     settings = ModelConfig.model_validate_json(model_json)
     model = meta_model(settings, head)
     if settings.adapter != "none":
