@@ -108,6 +108,25 @@ def test_fused_encoder_layers_drop_what_plain_ones_drop(
         assert (ours - expected).norm() <= (2e-2 if bf16 else 1e-5) * (expected.norm() + found[0][1].norm())
 
 
+@pytest.mark.parametrize(("name", "changes"), [("Bert", {}), ("DistilBert", DISTILBERT)])
+def test_fused_encoder_layers_give_equal_bytes_with_any_threads(name: str, changes: dict[str, object]) -> None:
+    model, threads = tiny(name, **changes), torch.get_num_threads()
+    patch_model(model)
+    inputs, found = torch.randint(2, 60, (16, 20), generator=torch.Generator().manual_seed(1)), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            model.zero_grad()
+            with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16):
+                torch.manual_seed(3)
+                states = model.base_model(input_ids=inputs).last_hidden_state
+            states.float().square().sum().backward()
+            found.append([states.detach(), *(p.grad for p in model.base_model.parameters() if p.grad is not None)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(mine, other) for others in found[1:] for mine, other in zip(found[0], others, strict=True))
+
+
 def test_outputs_of_layers_are_still_recorded() -> None:
     plain = tiny("Qwen2").eval()
     ours = copy.deepcopy(plain)

@@ -25,7 +25,7 @@ from sansgpu.models.trials import AttentionPart, LinearPart, Part, agree, random
 KINDS: dict[type[nn.Module], Kind] = {FusedGELU: Kind.GELU, FusedTanhGELU: Kind.GELU_TANH}
 
 
-class _SelfAttention:
+class _EncoderAttention:
     """Self-attention that projects queries, keys and values in one call."""
 
     projections: tuple[str, str, str]
@@ -46,7 +46,7 @@ class _SelfAttention:
         return out.flatten(2)
 
 
-class BertSelfAttention(_SelfAttention):
+class BertSelfAttention(_EncoderAttention):
     """The self-attention of BERT, whose output projection is another module."""
 
     projections = ("query", "key", "value")
@@ -67,7 +67,7 @@ class BertSelfAttention(_SelfAttention):
         return self.attend(hidden_states, attention_mask, **kwargs), None
 
 
-class DistilBertSelfAttention(_SelfAttention):
+class DistilBertSelfAttention(_EncoderAttention):
     """The self-attention of DistilBERT."""
 
     projections = ("q_lin", "k_lin", "v_lin")
@@ -93,6 +93,7 @@ class BertOutput:
 class BertLayer:
     """A block of BERT, whose feed-forward network is one function for autograd."""
 
+    fused_as = "encoder"  # see module_costs
     intermediate: Any
     output: Any
 
@@ -121,6 +122,7 @@ class DistilBertFeedForward:
 class DistilBertBlock:
     """A block of DistilBERT, whose norms add the residuals."""
 
+    fused_as = "encoder"
     attention: nn.Module
     sa_layer_norm: LayerNorm
     ffn: nn.Module
@@ -159,7 +161,7 @@ def _has_parts(module: nn.Module, **kinds: type | tuple[type, ...]) -> bool:
     )
 
 
-def _is_self_attention(module: Any, mixin: type[_SelfAttention], others: tuple[str, ...]) -> bool:
+def _is_self_attention(module: Any, mixin: type[_EncoderAttention], others: tuple[str, ...]) -> bool:
     names = (*mixin.projections, *others)
     if not _has_parts(module, dropout=nn.Dropout, **dict.fromkeys(names, Linear)):
         return False

@@ -55,6 +55,7 @@ class _SwiGLU:
 class PreNormLayer:
     """The block of Llama, Qwen and Mistral."""
 
+    fused_as = "decoder"  # see module_costs
     input_layernorm: FusedNorm
     self_attn: nn.Module
     post_attention_layernorm: FusedNorm

@@ -23,8 +23,6 @@ from sansgpu.models.costing import (
     numbers_of,
     shapes_of,
 )
-from sansgpu.models.encoder_layers import BertLayer, DistilBertBlock
-from sansgpu.models.fused_layers import PreNormLayer
 from sansgpu.models.modules import blocks_of
 
 # Bytes per token that a block saves for its backward pass, per unit of D, and per unit of F for each (D, F) matrix, by
@@ -103,14 +101,8 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         trained_matrices=sum(p.numel() for _, p in named if id(p) in inside and p.requires_grad and p.ndim > 1),
         products=tuple(shapes_of((int(w.shape[1]), int(w.shape[0])) for w in matrices.values()).items()),
-        fused=_fused(blocks[0]),
+        fused=getattr(blocks[0], "fused_as", None),
     )
-
-
-def _fused(block: nn.Module) -> FusedBlocks | None:
-    if isinstance(block, PreNormLayer):
-        return "decoder"
-    return "encoder" if isinstance(block, (BertLayer, DistilBertBlock)) else None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from sansgpu.machine.memory import Execution
 from sansgpu.models.adapters import add_adapter
 from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
-from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import Head, meta_model
 
 _PROCESS_BYTES = 510 << 20  # the process with torch, transformers and peft, and the buffers of its libraries
@@ -26,7 +25,8 @@ def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
 
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> ModuleShape:
-    from sansgpu.models.unpadded import can_pack  # imports transformers, which takes seconds
+    from sansgpu.models.patches import patch_model  # imports transformers, which takes seconds
+    from sansgpu.models.unpadded import can_pack
 
     settings = ModelConfig.model_validate_json(model_json)
     model = meta_model(settings, head)
