@@ -26,7 +26,7 @@ def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Call
     from sansgpu.tasks.embedding_data import tokenize
 
     loaded = open_encoder(job["model"], "latest", print, lambda *_: None, "bf16")
-    return lambda: encode_texts(loaded, texts), lambda: tokenize(texts, loaded.tokenizer, loaded.config.window)
+    return lambda: encode_texts(loaded, texts), lambda: tokenize(texts, loaded.tokenizer, loaded.config.window, "")
 
 
 def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], Results], Callable[[], Any]]:

@@ -55,7 +55,7 @@ def embed(
         with open_vector_file(partial, output.suffix, loaded.objective.width) as write:
             while chunk := list(islice(rows, CHUNK)):
                 progress("embedding", done, 0, "text")
-                write(chunk, encode_texts(loaded, words, [_text_of(row, column) for row in chunk]))
+                write(chunk, encode_texts(loaded, [_text_of(row, column) for row in chunk], words))
                 done += len(chunk)
         if not done:
             raise ConfigError(f"{data} has no rows.")

@@ -58,7 +58,10 @@ def search(
     make_private(root)
     key = hashlib.sha256(f"{_fingerprint(loaded)}\0{folder.resolve()}".encode()).hexdigest()[:32]
     index = PassageIndex(
-        root / key, rules, partial(encode_texts, loaded, of_passage), partial(encode_texts, loaded, of_query)
+        root / key,
+        rules,
+        partial(encode_texts, loaded, prompt=of_passage),
+        partial(encode_texts, loaded, prompt=of_query),
     )
     index.open(files, warn, progress)
     progress("searching", 0, 0)

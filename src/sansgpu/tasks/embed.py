@@ -222,11 +222,10 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
         return EmbeddingEvaluator(loaded.objective, part, loss, effective_batch(config.training))
 
 
-def encode_texts(loaded: TrainedModel, prompt: str, texts: Sequence[str]) -> np.ndarray:
+def encode_texts(loaded: TrainedModel, texts: Sequence[str], prompt: str = "") -> np.ndarray:
     """Returns the vectors of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` loaded.
 
-    `prompt` is written before each text.
-    Raises ConfigError if the tokenizer finds no tokens in a text.
+    `prompt` is written before each text. Raises ConfigError if the tokenizer finds no tokens in a text.
     """
     tokens = tokenize(texts, loaded.tokenizer, loaded.config.window, prompt)
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
