@@ -27,7 +27,7 @@ from tests.tasks.folders import chat_rows, model_folder, squad
 PACKS = {
     "llama": True, "smollm": True, "qwen2": True, "qwen3": True, "gemma": True, "gemma2": True, "gemma3_text": True,
     "mistral": True, "phi": True, "phi3": True, "gpt2": True, "bert": True, "roberta": True, "distilbert": True,
-    "modernbert": False,
+    "modernbert": True,
 }  # fmt: skip
 # All kinds of layers with an adapter: separate and fused, with and without bias, Conv1D, new heads.
 ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "roberta", "distilbert", "modernbert")

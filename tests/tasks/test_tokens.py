@@ -133,7 +133,7 @@ def test_no_entity_of_a_long_text_is_lost(home: Path, tmp_path: Path, capsys: Ca
 
 @pytest.mark.parametrize("architecture", ["roberta", "modernbert", "qwen2"])
 def test_other_models_learn_and_predict(home: Path, tmp_path: Path, architecture: str, capsys: Captured) -> None:
-    """ModernBERT is padded; tokens of Qwen2, a decoder, see only the ones before them."""
+    """Tokens of Qwen2, a decoder, see only the ones before them."""
     run = learned(home, model__name_or_path=model_folder(architecture))
     assert events_of(run, "eval")[-1]["entity_f1"] > 0.5
     whole, alone = (predicted(capsys, run, [{"text": "red Ada Zoe"}] * count, tmp_path)[0] for count in (9, 1))

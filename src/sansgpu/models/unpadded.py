@@ -23,6 +23,7 @@ from sansgpu.models.generate import reading
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.rotary import LengthDependentRotary
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of types of layers
 PROBE_SHORT = 5  # tokens of the first probe example, so that the second does not start at a block boundary
 PROBE_LONG = 65  # minimum tokens of the second one: longer than hard-coded blocks of 32 and 64
 PROBE_LONGEST = 1024  # maximum tokens of the second one if the length of the examples is unknown
@@ -44,8 +45,10 @@ class UnpaddedModel:
     def __init__(self, model: PreTrainedModel, pack: bool, longest: int = PROBE_LONGEST) -> None:
         self.model, self._rotary = model, LengthDependentRotary(model)
         self._text: Any = model.config.get_text_config()
-        self._by_ranges = model.config._attn_implementation == NAME and not _has_windows(self._text)
         self.causal = _is_causal(model)
+        self._window = None if self.causal else _encoder_window(self._text)
+        known = self._window is not None or not _has_windows(self._text)
+        self._by_ranges = known and model.config._attn_implementation == NAME
         self._offset = _position_offset(model)
         self._softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
@@ -60,13 +63,21 @@ class UnpaddedModel:
         if self.packs:
             inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self._offset}
             if self._by_ranges:
-                inputs["attention_mask"] = ranges_mask(
-                    (causal_ranges if self.causal else bidirectional_ranges)(examples[None])
-                )
+                inputs["attention_mask"] = self._packed_mask(examples[None])
             if types is not None:
                 inputs["token_type_ids"] = types[None]
             return inputs, lambda output: output[0]
         return self._padded(tokens, lengths, types), lambda output: output[examples, positions]
+
+    def _packed_mask(self, examples: torch.Tensor) -> Any:
+        """Returns the mask of packed tokens, or one for each type of layer; `examples` (1, N) are their examples."""
+        ranges = (causal_ranges if self.causal else bidirectional_ranges)(examples)
+        if self._window is None:
+            return ranges_mask(ranges)
+        position = torch.arange(examples.shape[1], device=examples.device, dtype=ranges.dtype)
+        first = torch.maximum(ranges[..., 0], position - self._window)
+        end = torch.minimum(ranges[..., 1], position + self._window + 1)
+        return {FULL: ranges_mask(ranges), SLIDING: ranges_mask(torch.stack((first, end), dim=-1))}
 
     def _padded(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
@@ -337,8 +348,9 @@ def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Returns False for encoders with windowed attention, as far as that can be known without running the model."""
-    return _is_causal(model) or not _has_windows(model.config.get_text_config())
+    """Returns False for encoders with unknown windows of attention, which can be known without running the model."""
+    config = model.config.get_text_config()
+    return _is_causal(model) or not _has_windows(config) or _encoder_window(config) is not None
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
@@ -349,8 +361,17 @@ def _has_windows(config: Any) -> bool:
     """Returns True if some layer has windowed attention."""
     types = getattr(config, "layer_types", None)
     if types:
-        return any(kind != "full_attention" for kind in types)
+        return any(kind != FULL for kind in types)
     return any(getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
+
+
+def _encoder_window(config: Any) -> int | None:
+    """Returns the tokens that a token of an encoder sees on each side in layers with a window, or None.
+
+    They are those of transformers' `create_bidirectional_sliding_window_mask`, used by ModernBERT.
+    """
+    types = set(getattr(config, "layer_types", None) or ())
+    return getattr(config, "sliding_window", None) if types <= {FULL, SLIDING} and SLIDING in types else None
 
 
 def _position_offset(model: PreTrainedModel) -> int:
