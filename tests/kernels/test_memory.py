@@ -65,3 +65,32 @@ def test_without_our_allocator_they_take_twice_the_memory() -> None:
 def test_a_request_that_cannot_be_met_is_an_error_and_no_crash() -> None:
     with pytest.raises(RuntimeError):
         torch.empty(1 << 60, dtype=torch.uint8)
+
+
+# Trains a layer on 60 numbers of rows; tells how much memory the later ones have added.
+FEW_ROWS = """
+import sys
+from pathlib import Path
+import torch
+from sansgpu.kernels import native
+from sansgpu.kernels.linear import Linear
+from sansgpu.machine.usage import Usage
+assert native.load(Path(sys.argv[1])) is None
+layers = torch.nn.Sequential(Linear(512, 1024), Linear(1024, 512)).bfloat16()
+def train(numbers_of_rows):
+    for rows in numbers_of_rows:
+        with torch.autocast("cpu", torch.bfloat16):
+            layers(torch.ones(rows, 512)).sum().backward()
+train(range(160, 165))
+before = Usage().rss_bytes()
+train(range(100, 155))
+print(Usage().rss_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
+def test_each_new_number_of_rows_takes_no_memory_of_its_own() -> None:
+    """torch compiles a matmul for each number of rows and keeps it."""
+    command = [sys.executable, "-c", FEW_ROWS, str(COMPILED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10e6

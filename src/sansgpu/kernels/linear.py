@@ -12,7 +12,9 @@ from torch import nn
 from sansgpu.kernels.gradient_sum import GradientSum, gradient_sum, weight_gradient
 from sansgpu.kernels.matmul import Matmul, is_native, multiply, sum_of_matmuls
 
-MIN_ROWS = 256  # for fewer, packing the weight costs more than our kernel gains; generation has one row at a time
+# For fewer rows, as in generation, torch is faster. For others it compiles a matmul for each new number of rows, which
+# packed examples have in each micro-batch: that takes milliseconds, and the compiled code stays in memory.
+MIN_ROWS = 16
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
