@@ -16,6 +16,7 @@ from sansgpu.data.files import file_form
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
+from sansgpu.models.modules import narrow_linear_layers
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 
@@ -46,6 +47,8 @@ def predict(
         rows: Iterator[Row] = rows_of(data, loaded.config.data, loaded.kind.rows_to_predict)
     else:
         rows, loaded = iter([data]), _for_single_row(loaded, data)
+    if loaded.precision == "bf16":
+        narrow_linear_layers(loaded.objective.model)
     progress("predicting", 0, 0)
     return _predictions(loaded, rows, options)
 
