@@ -165,7 +165,7 @@ def train(
         arguments = TrainingArguments(
             folder,
             **trainer_arguments(config, len(given)),
-            per_device_train_batch_size=1,  # of the items of the dataset, which are micro-batches
+            per_device_train_batch_size=1,  # an item of the dataset is a whole micro-batch
             gradient_accumulation_steps=accumulation,
             remove_unused_columns=False,
         )

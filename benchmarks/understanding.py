@@ -47,7 +47,7 @@ class Learned:
 
     metrics: Row
     losses: list[float]
-    tokens: list[int]  # of each step, without padding
+    tokens: list[int]  # the number of tokens in each step, without padding
     step_seconds: list[float]
     peak_rss_bytes: int
     wall_seconds: float

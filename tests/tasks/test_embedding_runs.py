@@ -96,7 +96,7 @@ def test_a_sentence_transformers_folder_is_fine_tuned_as_it_is(home: Path, tmp_p
 
 
 def test_prompts_of_sentence_transformers_precede_texts(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    """As there: a named prompt, else the default one; a search has one for its query and one for passages."""
+    """Sentence Transformers chooses prompts by name, or else by default; queries and passages have their own."""
     folder, texts = tmp_path / "model", tmp_path / "texts"
     shutil.copytree(made(home, "measured-pairs", "pairs") / "final", folder)
     settings = folder / "config_sentence_transformers.json"

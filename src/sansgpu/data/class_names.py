@@ -25,7 +25,8 @@ def parquet_class_names(metadata: Mapping[bytes, bytes] | None) -> ClassNames:
 
 def with_names(row: Mapping[str, Any], names: ClassNames) -> dict[str, Any]:
     """Returns a row with the names of its labels; None for -1, which means that there is no label."""
-    return {key: _by_name(value, names[key]) if key in names else value for key, value in row.items()}
+    named = {column: _by_name(row[column], own) for column, own in names.items() if column in row}
+    return {**row, **named}
 
 
 def _names(feature: Any) -> list[str]:

@@ -64,7 +64,7 @@ class TokenizedGroups:
     """The examples of a split. Each text is stored once.
 
     Without labels, `members` are the texts of each example. With labels, an example is one text, and its positive is
-    another text of the same label, drawn anew in each epoch.
+    another text of the same label, which each epoch draws at random.
     """
 
     texts: list[np.ndarray]

@@ -7,8 +7,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
 from sansgpu.config.atomic import atomic_write, write_failures_as
 from sansgpu.config.training import Precision
@@ -17,6 +15,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.jobs.vector_files import open_vector_file, require_vector_file
 from sansgpu.machine.probe import resolve_precision
+from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.embed import encode_texts
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
@@ -77,9 +76,7 @@ def open_encoder(
     loaded = open_model(target, "embed", snapshot, warn, remote_code, progress=progress)
     chosen = resolve_precision(TrainingConfig(precision=precision), loaded.device)
     if chosen == "bf16":
-        for parameter in loaded.objective.model.parameters():
-            if parameter.ndim > 1:  # autocast would convert matrices in every pass
-                parameter.data = parameter.data.to(torch.bfloat16)
+        narrow_matrices(loaded.objective.model)
     return replace(loaded, precision=chosen)
 
 

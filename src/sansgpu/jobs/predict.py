@@ -16,7 +16,7 @@ from sansgpu.data.files import file_form
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
-from sansgpu.models.modules import narrow_linear_layers
+from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 
@@ -48,7 +48,7 @@ def predict(
     else:
         rows, loaded = iter([data]), _for_single_row(loaded, data)
     if loaded.precision == "bf16":
-        narrow_linear_layers(loaded.objective.model)
+        narrow_matrices(loaded.objective.model, torch.nn.Linear)  # embeddings stay as they are, as with autocast
     progress("predicting", 0, 0)
     return _predictions(loaded, rows, options)
 
@@ -84,9 +84,8 @@ def rows_of(
 ) -> Iterator[LocatedRow]:
     """Yields the rows of a dataset, with the columns that `data` names; each line of a text file is a row.
 
-    `each` turns the rows of the dataset into those that get a prediction each.
-
-    Raises ConfigError if there are none, or one is not an object.
+    `each` turns the rows of the dataset into those that get a prediction each. Raises ConfigError if there are none, or
+    one is not an object.
     """
     form = {} if file_form(Path(name)) is None else {"tag_column": None}  # rows may have another form than in training
     source = open_single(name, data.model_copy(update={"dataset_name": name, **form}), text_rows=True)

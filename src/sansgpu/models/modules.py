@@ -39,11 +39,13 @@ def compile_blocks(blocks: Iterable[nn.Module], on: bool, dynamic: bool = True) 
             block._compiled_call_impl = None
 
 
-def narrow_linear_layers(model: nn.Module) -> None:
-    """Converts the weights of linear layers to bf16 once, as autocast would in each pass; not for training."""
+def narrow_matrices(model: nn.Module, layers: type[nn.Module] = nn.Module) -> None:
+    """Converts the matrices of `layers` of a model to bf16 once, as autocast would in each pass; not for training."""
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight.data = module.weight.data.to(torch.bfloat16)
+        if isinstance(module, layers):
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim > 1:
+                    parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

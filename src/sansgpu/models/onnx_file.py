@@ -81,7 +81,7 @@ def require_onnx() -> None:
 def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bool) -> OnnxCheck:
     """Writes the encoder in the Hugging Face folder `source` to `folder`: an ONNX file, config.json and the tokenizer.
 
-    `kind` is f32 or int8, and `name` stands for the model in messages. Raises ConfigError if the model is not an
+    `kind` is f32 or int8. Messages call the model `name`. Raises ConfigError if the model is not an
     encoder, and SansGPUError if the f32 file does not compute what torch does.
     """
     settings, head = ModelConfig(name_or_path=str(source), trust_remote_code=remote_code), _head_of(source, name)

@@ -23,6 +23,7 @@ from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
+from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows
 from sansgpu.tasks.language_modeling import text_metrics
@@ -173,9 +174,8 @@ class SFT(SFTObjective, FineTuningTask):
 
 def _narrow_where_faster(model: torch.nn.Module) -> None:
     """Converts matrices to bf16 if this CPU computes it natively, because each generated token reads all of them."""
-    dtype = torch.bfloat16 if has_native_bf16() else torch.float32
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype if parameter.ndim > 1 else torch.float32)
+    if has_native_bf16():
+        narrow_matrices(model)
 
 
 class SFTEvaluator:

@@ -11,6 +11,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import effective_batch
+from sansgpu.models.generate import reading
 from sansgpu.tasks import Evaluator, FittedHead, GatheringEvaluator, Sums, Task, add_sums
 from sansgpu.train.step import StepPlan
 
@@ -28,13 +29,8 @@ def eval_token_ratio(
 @contextmanager
 def _evaluating(model: torch.nn.Module, plan: StepPlan) -> Iterator[None]:
     """Disables dropout and gradients, and computes in the plan's precision."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), plan.autocast():
-            yield
-    finally:
-        model.train(was_training)
+    with reading(model), torch.no_grad(), plan.autocast():
+        yield
 
 
 def fit_head(task: Task, plan: StepPlan) -> None:
