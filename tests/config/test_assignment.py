@@ -1,5 +1,6 @@
 """Values of a configuration can be assigned, and are checked as in a file."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,9 @@ def test_an_assigned_value_acts_and_is_read_as_in_a_file() -> None:
         ("training.learning_rat", 1),
         ("training.d_model", 64),
         ("training.optimizer", "lion"),
+        ("training.preference.los", "ipo"),
+        ("training.preference.beta", -1),
+        ("training.preference", 3),
         ("model.d_model", 255),
         ("model.lora_rank", 4),
         ("data.mask_ratio", 2),
@@ -42,7 +46,7 @@ def test_a_wrong_value_is_refused_in_the_words_of_a_file_and_changes_nothing(key
     config = Config()
     section, _, name = key.rpartition(".")
     with pytest.raises(ConfigError) as of_assignment:
-        setattr(getattr(config, section) if section else config, name, value)
+        setattr(attrgetter(section)(config) if section else config, name, value)
     assert str(of_assignment.value) == str(of_file.value)
     assert config == Config()
     assert config.given_values() == Config().given_values()

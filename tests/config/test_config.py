@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, derive_seed, load_config
 from sansgpu.config.identity import identity, require_identity
-from sansgpu.config.load import acting_values, as_config, save_config
+from sansgpu.config.load import acting_values, as_config, default_values, describe, flatten, save_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -341,3 +341,28 @@ def test_a_run_recorded_without_an_architecture_is_still_its_own(tmp_path: Path)
     require_identity(tmp_path / "config.yaml", values, [recorded])
     values["model"] = {key: value for key, value in values["model"].items() if key not in later}
     require_identity(tmp_path / "config.yaml", values, [recorded])
+
+
+def test_a_section_inside_a_section_is_read_saved_and_reported_by_its_dotted_keys(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("task: own:Task\ntraining:\n  preference:\n")  # an empty section has its defaults
+    overrides = ["training.preference.loss=ipo", ("training.preference.beta", 0.5)]
+    config = load_config(file, overrides, own=False)[0]
+    assert (config.training.preference.loss, config.training.preference.scale) == ("ipo", 0.5)
+    config.training.preference.beta = 0.25
+    save_config(config, file)
+    assert load_config(file, own=False)[0].training.preference == config.training.preference
+    values = acting_values(config)
+    assert flatten(values)["training.preference.loss"] == "ipo"
+    assert default_values(values)["training.preference.loss"] == "dpo"
+    assert ("training.preference.beta", "null") in [row[:2] for row in describe()]
+    recorded = [identity(config)]
+    values["training"]["preference"] |= {"beta": 1.0}
+    require_identity(file, values, recorded)
+    values["training"]["preference"] |= {"loss": "dpo"}
+    with pytest.raises(ConfigError, match=r"training.preference.loss is dpo, but the run was trained with ipo"):
+        require_identity(file, values, recorded)
+    with pytest.raises(ConfigError, match=r"unknown key training.preference.lose \(did you mean .*preference.loss"):
+        load_config(file, ["training.preference.lose=ipo"], own=False)
+    with pytest.raises(ConfigError, match="gamma is for simpo, and has no effect in ipo"):
+        load_config(file, ["training.preference.gamma=2"], own=False)

@@ -25,7 +25,10 @@ _CHANGEABLE = {
 }  # fmt: skip
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
 _EXAMPLES_PER_STEP = " x ".join(_BATCH_KEYS)
-_FIXED = {"task", "training.few_shot", "training.seed", "training.window_warmup_ratio", _EXAMPLES_PER_STEP}
+_FIXED = {
+    "task", "training.few_shot", "training.preference.loss", "training.seed", "training.window_warmup_ratio",
+    _EXAMPLES_PER_STEP,
+}  # fmt: skip
 
 
 def identity(config: Config) -> Values:

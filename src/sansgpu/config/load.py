@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +29,7 @@ from sansgpu.config.other_names import note_of, own_name, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH, shown, truncate
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
+from sansgpu.config.section import all_keys, all_sections
 from sansgpu.config.training import unused_settings
 from sansgpu.config.wording import counted
 
@@ -82,8 +84,8 @@ def as_config(values: Values, where: str = "the configuration") -> Config:
 
 def assignment_error(section: type[BaseModel], error: ValidationError) -> ConfigError:
     """Returns the error of an assignment to a key of `section`, in the words of `as_config`."""
-    names = [name for name, field in Config.model_fields.items() if field.annotation is section]
-    return ConfigError(f"the configuration: {'; '.join(problems(error, section=(*names,)))}.")
+    path = next((name.split(".") for name, kind in all_sections(Config) if kind is section), [])
+    return ConfigError(f"the configuration: {'; '.join(problems(error, section=(*path,)))}.")
 
 
 def recorded_values(path: Path) -> Values:
@@ -119,28 +121,29 @@ def flatten(values: Values) -> Values:
     """Returns values by dotted key, e.g. `training.learning_rate`."""
     flat: Values = {}
     for name, value in values.items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+        is_section = isinstance(value, dict)
+        flat |= {f"{name}.{key}": inner for key, inner in flatten(value).items()} if is_section else {name: value}
     return flat
 
 
 def setting(config: Config, key: str) -> Any:
-    """Returns the value of `section.key`."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    """Returns the value of a dotted key."""
+    return attrgetter(key)(config)
 
 
 def default_values(values: Values) -> Values:
     """Returns the defaults of the kind of run that `values`, a result of `acting_values`, belong to.
 
-    The keys are `section.key`, `task` and `device`.
+    The keys are dotted, e.g. `training.seed`, or `task` and `device`.
     """
     model = values.get("model") or {}
     chosen = {key: model[key] for key in ("name_or_path", "adapter") if key in model}
     own = with_defaults(str(values.get("task", DEFAULT_TASK)), {"model": chosen})
     found: Values = {"task": DEFAULT_TASK}
-    for section, field in Config.model_fields.items():
-        keys = getattr(field.annotation, "model_fields", {})
-        found |= {f"{section}.{k}": (own.get(section) or {}).get(k, inner.default) for k, inner in keys.items()}
+    for key, field in all_keys(Config):
+        section, _, name = key.partition(".")
+        if name:
+            found[key] = (own.get(section) or {}).get(name, field.default)
     found |= {f"model.{key}": field.default for key, field in ModelConfig.model_fields.items() if key in chosen}
     return {**found, "device": found["training.device"]}
 
@@ -243,16 +246,13 @@ def _nearest(path: list[str]) -> str:
     return f" (it belongs in {sections[0]})" if sections else f" (known keys: {', '.join(known)})"
 
 
-def describe(model: type[BaseModel] = Config, prefix: str = "") -> list[tuple[str, str, str]]:
+def describe() -> list[tuple[str, str, str]]:
     """Returns (key, default, description) for every key of the schema, for help and documentation."""
     rows: list[tuple[str, str, str]] = []
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            rows += describe(field.annotation, f"{name}.")
-            continue
+    for name, field in all_keys(Config):
         choices = [str(a) for a in get_args(field.annotation) if isinstance(a, str)] if name != "task" else task_names()
         meaning = (field.description or "") + (f" ({', '.join(choices)})" if choices else "")
-        if len(kinds := [kind for kind in TASK_CLASSES if settings_of(kind).acts(prefix + name)]) < len(TASK_CLASSES):
+        if len(kinds := [kind for kind in TASK_CLASSES if settings_of(kind).acts(name)]) < len(TASK_CLASSES):
             meaning += f" · {', '.join(kinds)}"
-        rows.append((prefix + name, json.dumps(field.default), meaning))
+        rows.append((name, json.dumps(field.default), meaning))
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, StrictInt, field_validator, model_validator
@@ -23,13 +24,13 @@ from sansgpu.config.by_task import (
     with_defaults,
 )
 from sansgpu.config.model import ModelConfig
-from sansgpu.config.section import Section
+from sansgpu.config.section import Section, all_keys
 from sansgpu.config.task_settings import PYTHON_STDLIB, TaskSettings
 from sansgpu.config.training import Device, TrainingConfig
 
 CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
-_SECTIONS = ("model", "training", "data")  # an empty one, e.g. `data:` alone, is null in YAML
+_SECTIONS = ("model", "training", "data")
 
 
 class DataConfig(Section):
@@ -194,7 +195,6 @@ class Config(Section):
                 "sampling.stream is not supported in training, because a streamed sample cannot be reproduced; "
                 "remove it, and use `sansgpu generate` or `sansgpu chat` to stream"
             )
-        values = {key: value for key, value in values.items() if value is not None or key not in _SECTIONS}
         top = {key: values[key] for key in TOP_LEVEL_KEYS if key in values}
         rest = {key: value for key, value in values.items() if key not in top}
         training = as_values(rest.get("training"))
@@ -236,25 +236,22 @@ class Config(Section):
     def _unused_keys(self) -> Iterator[str]:
         """Yields a clause for every key that the kind of run does not use."""
         here = self.settings
-        for name, key, field in self._fields():
-            if not here.acts(f"{name}.{key}") and self._differs(name, key, field.default):
-                known = labels(tasks_with(f"{name}.{key}"), here)
-                yield f"{name}.{key} is for task {known}, and has no effect in {here.shown}; leave it out"
+        for key, default in self._defaults():
+            if not here.acts(key) and attrgetter(key)(self) != default:
+                known = labels(tasks_with(key), here)
+                yield f"{key} is for task {known}, and has no effect in {here.shown}; leave it out"
 
     def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[str]:
         """Yields a clause for every one of `keys` that is set although it has no effect."""
-        for name, key, field in self._fields():
-            if f"{name}.{key}" in keys and self._differs(name, key, field.default):
-                yield f"{name}.{key} has no effect because {reason}; leave it out"
+        for key, default in self._defaults():
+            if key in keys and attrgetter(key)(self) != default:
+                yield f"{key} has no effect because {reason}; leave it out"
 
-    def _fields(self) -> Iterator[tuple[str, str, Any]]:
+    def _defaults(self) -> Iterator[tuple[str, Any]]:
+        """Yields (dotted key, default in this task) of every key of a section."""
         for name in _SECTIONS:
-            for key, field in type(getattr(self, name)).model_fields.items():
-                yield name, key, field
-
-    def _differs(self, section: str, key: str, otherwise: Any) -> bool:
-        """Returns whether a key's value is not its default in this task."""
-        return bool(getattr(getattr(self, section), key) != self.settings.default(section, key, otherwise))
+            for key, field in all_keys(type(getattr(self, name))):
+                yield f"{name}.{key}", self.settings.default(name, key, field.default)
 
     @property
     def settings(self) -> TaskSettings:

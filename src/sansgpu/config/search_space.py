@@ -180,6 +180,7 @@ def _unsearchable(key: str, config: Config) -> str | None:
         return _FIXED_BY_SEARCH[key]
     if (
         key in _MEASUREMENT_KEYS
+        or key.startswith("training.preference.")
         or (key.startswith("data.") and (config.settings.varying_length or key not in _TUNABLE_DATA))
         or (key in _VOCABULARY_KEYS and BITS_PER_BYTE not in config.settings.metrics)
     ):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from sansgpu.config.plain_data import InvalidDataError, require_plain
 
@@ -45,6 +47,14 @@ class Section(BaseModel):
                 self.__dict__[key] = value
         object.__setattr__(self, "__pydantic_fields_set__", other.model_fields_set)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty_sections(cls, values: Any) -> Any:
+        """Removes sections without keys, e.g. `data:` alone, which are null in YAML."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None or key not in _sections(cls)}
+
     @model_validator(mode="after")
     def _plain(self) -> Any:
         for key in type(self).model_fields:
@@ -55,3 +65,26 @@ class Section(BaseModel):
                 except InvalidDataError as error:
                     raise ValueError(str(error)) from None
         return self
+
+
+def _sections(model: type[BaseModel]) -> dict[str, type[Section]]:
+    """Returns the classes of the sections inside `model` by name."""
+    found = {name: field.annotation for name, field in model.model_fields.items()}
+    return {name: kind for name, kind in found.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def all_sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yields (dotted name, class) of every section inside `model`, those inside sections included."""
+    for name, kind in _sections(model).items():
+        yield prefix + name, kind
+        yield from all_sections(kind, f"{prefix}{name}.")
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yields (dotted key, field) of every key of `model`, e.g. `training.preference.loss`."""
+    sections = _sections(model)
+    for name, field in model.model_fields.items():
+        if name in sections:
+            yield from all_keys(sections[name], f"{prefix}{name}.")
+        else:
+            yield prefix + name, field

@@ -19,7 +19,8 @@ SIMPLE_TEMPLATE = "simple"  # the built-in chat template
 # Values that name something built in, in keys that otherwise take a path.
 BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, "bpe", "char")
 
-# Keys that have an effect only in tasks that name their group. All other keys act in every task.
+# Keys, or sections inside sections, that have an effect only in tasks that name their group. All other keys act in
+# every task.
 KEY_GROUPS = {
     "decoder": """
         model.n_kv_heads model.pre_norm model.tie_embeddings model.rope_theta
@@ -56,6 +57,7 @@ KEY_GROUPS = {
         data.text_column data.text_pair_column data.label_column data.score_scale
         model.pooling training.embedding_loss training.matryoshka_dims
     """,
+    "preferences": "training.preference",
     "answers": """
         data.n_best_size data.max_answer_length data.null_answers data.null_score_diff_threshold
     """,
@@ -107,7 +109,8 @@ class TaskSettings:
         return frozenset(key for group in self.key_groups for key in KEY_GROUPS[group].split())
 
     def acts(self, key: str) -> bool:
-        """Returns whether `section.key` has an effect."""
+        """Returns whether a dotted key has an effect."""
+        key = ".".join(key.split(".")[:2])  # all keys of a section inside a section act together
         return key not in _GROUPED or key in self.keys
 
     def default(self, section: str, key: str, otherwise: Any) -> Any:

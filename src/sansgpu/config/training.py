@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, StrictBo
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.plain_data import truncate
+from sansgpu.config.preference import PreferenceConfig
 from sansgpu.config.section import Section
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -147,6 +148,7 @@ class TrainingConfig(Section):
         description="learn labels from a few examples of each, as SetFit does: train the model until the vectors of "
         "examples with the same label are similar, then fit a classifier to the vectors",
     )
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig, description="the loss of task preference")
     precision: Precision = Field(
         "auto", description="auto: bf16 if the device supports it natively and computes it faster"
     )

@@ -16,6 +16,7 @@ from sansgpu.config import (
     Override,
     RunPaths,
     change_config,
+    flatten,
     load_config,
     recorded_values,
     save_config,
@@ -138,15 +139,14 @@ def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
 
 def _require_same(config: Config, group: Group) -> None:
     """Raises ConfigError if the ranks' configurations differ, because each would train another model."""
-    ours = config.model_dump(mode="json")
+    ours = flatten(config.model_dump(mode="json"))
     first = group.broadcast_object(lambda: ours)
-    for section, values in ours.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if first[section][key] != value:
-                raise ConfigError(
-                    f"{section}.{key} is {value} on rank {group.rank} and {first[section][key]} on rank 0; give all "
-                    "processes the same configuration."
-                )
+    for key, value in ours.items():
+        if first[key] != value:
+            raise ConfigError(
+                f"{key} is {value} on rank {group.rank} and {first[key]} on rank 0; give all processes the same "
+                "configuration."
+            )
 
 
 def _find_target(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config import Config, ConfigError, change_config, setting
 from sansgpu.config.metrics import Metric
 
 NEAR_RATIO = 1.2  # a metric below this multiple of its baseline is near it
@@ -40,10 +40,9 @@ def _sentence(config: Config, metric: Metric, baseline: Metric, metrics: Mapping
 
 def _doubled(config: Config, key: str) -> str | None:
     """Returns the setting that doubles a number, or None if the key has no effect in this configuration."""
-    section, name = key.split(".")
-    setting = f"{key}={2 * getattr(getattr(config, section), name):g}"
+    override = f"{key}={2 * setting(config, key):g}"
     try:
-        changed = change_config(config, (setting,))
+        changed = change_config(config, (override,))
     except ConfigError:
         return None
-    return None if changed == config else setting
+    return None if changed == config else override

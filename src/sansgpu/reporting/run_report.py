@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from sansgpu.config import default_values
+from sansgpu.config import default_values, flatten
 from sansgpu.reporting.confusion import Confusion, entity_scores
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.page import PlotlyFigure, page
@@ -153,15 +153,8 @@ def _evenly_spaced(events: list[Event], most: int, best: int | None) -> list[Eve
     return [event for place, event in enumerate(events) if place in places or event["step"] == best]
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
-
-
 def _flat_config(run: NamedRun) -> dict[str, str]:
-    return {key: _plain(value) for key, value in _flat(run.record.config).items()}
+    return {key: _plain(value) for key, value in flatten(run.record.config).items()}
 
 
 def _plain(value: Any) -> str:
@@ -170,7 +163,7 @@ def _plain(value: Any) -> str:
 
 
 def _machine(run: NamedRun) -> dict[str, str]:
-    known = _flat(run.record.environment)
+    known = flatten(run.record.environment)
     if size := known.get("memory_bytes"):
         known["memory_bytes"] = storage(size)
     rates = [event["gemm_flops_per_second"] for event in run.record.steps if event.get("gemm_flops_per_second")]
@@ -197,20 +190,23 @@ def _differing(found: Iterator[dict[str, str]]) -> Rows:
 def _changed(record: RunRecord) -> list[tuple[str, str, str]]:
     """Returns (key, value, default) of every key that is not the default."""
     defaults = default_values(record.config)
-    values = _flat(record.config)
+    values = flatten(record.config)
     return [(k, _plain(v), _plain(defaults[k])) for k, v in values.items() if k in defaults and defaults[k] != v]
 
 
 def _yaml_lines(record: RunRecord) -> Iterator[tuple[str, bool]]:
     changed = {key for key, _, _ in _changed(record)}
-    for name, value in record.config.items():
-        inner = value if isinstance(value, dict) else {}
-        if inner:
-            yield f"{name}:", False
-        for key, item in inner.items() or [("", value)]:
-            text = yaml.safe_dump({key or name: item}, allow_unicode=True, width=10**6).rstrip("\n")
-            for line in text.splitlines():
-                yield ("  " if inner else "") + line, (f"{name}.{key}" if inner else name) in changed
+
+    def lines(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, bool]]:
+        for name, value in values.items():
+            if isinstance(value, dict) and value:
+                yield f"{name}:", False
+                yield from (("  " + line, is_changed) for line, is_changed in lines(value, f"{prefix}{name}."))
+            else:
+                text = yaml.safe_dump({name: value}, allow_unicode=True, width=10**6).rstrip("\n")
+                yield from ((line, prefix + name in changed) for line in text.splitlines())
+
+    return lines(record.config, "")
 
 
 def _commands(record: RunRecord) -> str:
