@@ -5,6 +5,7 @@ N tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -149,18 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions, count: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        of_hidden, of_weight = ctx.needs_input_grad[:2]
-        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
-            raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
-        head = _HeadOperands(
-            hidden.contiguous(),
-            weight.to(hidden.dtype).contiguous(),
-            targets.to(torch.int64).contiguous(),
-            hidden.new_empty(hidden.shape) if of_hidden else None,
-            hidden.new_empty(weight.shape, dtype=_wide(hidden)) if of_weight else None,
-        )
-        if head.weight_grad is not None and not len(hidden):
-            head.weight_grad.zero_()
+        head = _operands(hidden, weight, targets, *ctx.needs_input_grad[:2])
         # With both options, the gradient of smoothing differs from logit to logit.
         fused = is_native(head.hidden, head.weight) and not (options.softcap and options.label_smoothing)
         total, hits = (_native_sums if fused else _torch_sums)(head, options, count)
@@ -172,6 +162,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale = grad_outputs[0]
         return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None
+
+
+def target_log_probabilities(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float = 0.0
+) -> torch.Tensor:
+    """Returns the log-probability of each target, (N,), of hidden (N, D), weight (V, D) and targets (N,).
+
+    Runs chunk by chunk as `linear_cross_entropy`. The gradients depend on what the loss does with the results, so the
+    backward pass computes the logits again.
+    """
+    device = hidden.device.type
+    hidden = autocasted(hidden)
+    with torch.autocast(device, enabled=False):
+        return cast(torch.Tensor, _TargetLogProbabilities.apply(hidden, weight, targets, LossOptions(softcap=softcap)))
+
+
+class _TargetLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions
+    ) -> torch.Tensor:
+        head = _operands(hidden, weight, targets, of_hidden=False, of_weight=False)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.options = options
+        losses = [part for part, _ in _chunks(head)(head, options)]
+        return -torch.cat([hidden.new_empty(0, dtype=_wide(hidden)), *losses])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        head = _operands(*ctx.saved_tensors, *ctx.needs_input_grad[:2])
+        for _ in _chunks(head)(head, ctx.options, scale=-grad_outputs[0]):
+            pass
+        return head.hidden_grad, head.weight_grad, None, None
 
 
 @dataclass(frozen=True)
@@ -194,35 +217,39 @@ class _HeadOperands:
         return self.hidden.new_empty(min(CHUNK_ROWS, len(self.hidden)), len(self.weight))
 
 
+def _operands(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_hidden: bool, of_weight: bool
+) -> _HeadOperands:
+    """Returns contiguous operands of the head, with memory for the gradients of its hidden states and its weight."""
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
+        raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
+    weight_grad = hidden.new_empty(weight.shape, dtype=_wide(hidden)) if of_weight else None
+    if weight_grad is not None and not len(hidden):
+        weight_grad.zero_()
+    return _HeadOperands(
+        hidden.contiguous(),
+        weight.to(hidden.dtype).contiguous(),
+        targets.to(torch.int64).contiguous(),
+        hidden.new_empty(hidden.shape) if of_hidden else None,
+        weight_grad,
+    )
+
+
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _native_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sums of losses and hits and computes the gradients, with the kernels.
+def _chunks(head: _HeadOperands) -> Callable[..., Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    return _native_chunks if is_native(head.hidden, head.weight) else _torch_chunks
 
-    Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses.
-    """
+
+def _native_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sums of losses and hits and computes the gradients, with the kernels."""
     hidden, weight, uniform = head.hidden, head.weight, options.label_smoothing / len(head.weight)
     total, hits = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-    settings = (options.label_smoothing, options.z_loss, options.softcap, count)
-    buffer, scaled = head.buffer(), torch.empty_like(hidden[:CHUNK_ROWS])
-    for start in range(0, len(hidden), CHUNK_ROWS):
-        part = slice(start, start + CHUNK_ROWS)
-        chunk, targets = hidden[part], head.targets[part]
-        exponentials = None if buffer is None else buffer[: len(chunk)]
-        losses, shares, at_target, above = torch.ops.sansgpu.cross_entropy_losses(
-            exponentials, chunk, weight, targets, *settings
-        )
+    for losses, above in _native_chunks(head, options, count):
         total += losses.sum()
         hits += (above == 0).sum()  # `above` is empty without `count`
-        if head.hidden_grad is not None:
-            out = head.hidden_grad[part]
-            torch.ops.sansgpu.cross_entropy_hidden(out, exponentials, weight, targets, shares, at_target)
-        if head.weight_grad is not None and exponentials is not None:
-            rows = torch.mul(chunk, shares[:, None], out=scaled[: len(chunk)])
-            matmul_into(head.weight_grad, exponentials.T, rows, add=start > 0)
-            add_rows(head.weight_grad, targets, chunk, at_target)
     if uniform:  # the same for all tokens: the gradient of every logit is smaller by `uniform`
         hidden_sum, weight_sum = hidden.sum(0, dtype=torch.float32), weight.sum(0, dtype=torch.float32)
         total -= uniform * (hidden_sum * weight_sum).sum()
@@ -232,10 +259,49 @@ def _native_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tupl
     return total, hits
 
 
+def _native_chunks(
+    head: _HeadOperands, options: LossOptions, count: bool = False, scale: torch.Tensor | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each chunk's losses and ranks of the targets, and computes the gradients of the losses times `scale` (N,).
+
+    Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses.
+    """
+    settings = (options.label_smoothing, options.z_loss, options.softcap, count)
+    buffer, scaled = head.buffer(), torch.empty_like(head.hidden[:CHUNK_ROWS])
+    for start in range(0, len(head.hidden), CHUNK_ROWS):
+        part = slice(start, start + CHUNK_ROWS)
+        chunk, targets = head.hidden[part], head.targets[part]
+        exponentials = None if buffer is None else buffer[: len(chunk)]
+        losses, shares, at_target, above = torch.ops.sansgpu.cross_entropy_losses(
+            exponentials, chunk, head.weight, targets, *settings
+        )
+        if scale is not None:
+            shares.mul_(scale[part])
+            at_target.mul_(scale[part])
+        if head.hidden_grad is not None:
+            out = head.hidden_grad[part]
+            torch.ops.sansgpu.cross_entropy_hidden(out, exponentials, head.weight, targets, shares, at_target)
+        if head.weight_grad is not None and exponentials is not None:
+            rows = torch.mul(chunk, shares[:, None], out=scaled[: len(chunk)])
+            matmul_into(head.weight_grad, exponentials.T, rows, add=start > 0)
+            add_rows(head.weight_grad, targets, chunk, at_target)
+        yield losses, above
+
+
 def _torch_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what `_native_sums` does, with plain torch."""
     total = torch.zeros((), dtype=_wide(head.hidden), device=head.hidden.device)
     hits = torch.zeros((), dtype=torch.int64, device=head.hidden.device)
+    for losses, is_hit in _torch_chunks(head, options, count):
+        total += losses.sum()
+        hits += is_hit.sum()
+    return total, hits
+
+
+def _torch_chunks(
+    head: _HeadOperands, options: LossOptions, count: bool = False, scale: torch.Tensor | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each chunk's losses and hits, and computes gradients as `_native_chunks` does."""
     buffer = head.buffer()
     for start in range(0, len(head.hidden), CHUNK_ROWS):
         part = slice(start, start + CHUNK_ROWS)
@@ -243,15 +309,16 @@ def _torch_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple
         logits = chunk @ head.weight.T if buffer is None else buffer[: len(chunk)]
         if buffer is not None:
             matmul_into(logits, chunk, head.weight.T)
-        if count:  # before the logits become their gradients
-            hits += (logits.argmax(dim=1) == targets).sum()
+        # Counted before the logits become their gradients.
+        is_hit = logits.argmax(dim=1) == targets if count else targets.new_empty(0)
         losses, logits_grad = _losses(logits, targets, options, buffer is not None)
-        total += losses.sum()
+        if scale is not None:
+            logits_grad.mul_(scale[part, None])
         if head.hidden_grad is not None:
             matmul_into(head.hidden_grad[part], logits_grad, head.weight)
         if head.weight_grad is not None:
             matmul_into(head.weight_grad, logits_grad.T, chunk, add=start > 0)
-    return total, hits
+        yield losses[:, 0], is_hit
 
 
 def _losses(
