@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
 from sansgpu.config import SETTINGS, Config, DataConfig
-from sansgpu.data.batch import IGNORE
+from sansgpu.data.batch import IGNORE, ExampleBatch
 from sansgpu.data.chat import TokenizedConversations, show_masked, tokenize_conversations
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sequences import PackedSequences
@@ -27,7 +27,7 @@ from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows
 from sansgpu.tasks.language_modeling import text_metrics
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import Evaluator, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
@@ -78,7 +78,7 @@ class SFTObjective(FineTuning):
 
     head_kind = "causal"
 
-    def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
+    def summed_loss(self, batch: Any) -> torch.Tensor:
         """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
         training = self.config.training
         return self._cross_entropy(batch, LossOptions(training.label_smoothing, training.z_loss))
@@ -97,7 +97,7 @@ class SFT(SFTObjective, FineTuningTask):
     settings = SETTINGS["sft"]
     verbs = ("evaluate", "generate", "chat", "export", "gguf")
     verbs_for_any_model = ("generate", "chat")
-    objective_class = SFTObjective
+    objective_class: ClassVar[type[FineTuning]] = SFTObjective
 
     def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
         super().__init__(config)
@@ -125,7 +125,7 @@ class SFT(SFTObjective, FineTuningTask):
         return config, ChatCorpus(train, validation, notes, fingerprint, tokenizer)
 
     @classmethod
-    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
         """Builds `size` examples of random tokens, all with a loss."""
         drawn = cls.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, drawn)
@@ -138,7 +138,7 @@ class SFT(SFTObjective, FineTuningTask):
         return "".join(answer(self.model, self.corpus.tokenizer, messages, tokens, Sampling(seed=seed)))
 
     @classmethod
-    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> SFTEvaluator:
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         if request.data is None:
             return SFTEvaluator(loaded.objective, cast(ChatCorpus, request.own_corpus()).validation)
         notes: list[str] = []
