@@ -24,7 +24,7 @@ class AnswerPairs(ExampleBatch):
     targets: torch.Tensor  # (K,) int64: first answer, second answer; IGNORE for tokens without a loss
     sizes: torch.Tensor  # (B, 3) int64: tokens of the prompt and targets of the answers
     labels: torch.Tensor  # (B,) int64: 1 if the first answer is good, 0 if it is bad, IGNORE for no loss
-    reference: torch.Tensor  # (B, 2) float32: log-probabilities of the answers before training
+    reference: torch.Tensor  # (B, 2) float64: log-probabilities of the answers before training
     numbers: torch.Tensor  # (B,) int64: indices of the examples in the dataset
 
     @classmethod
@@ -38,7 +38,7 @@ class AnswerPairs(ExampleBatch):
             concatenated(targets),
             torch.tensor(sizes, dtype=torch.int64).reshape(-1, 3),
             torch.tensor([int(e.label) for e in examples], dtype=torch.int64),
-            torch.from_numpy(reference.astype(np.float32)),
+            torch.from_numpy(reference.astype(np.float64)),
             torch.from_numpy(numbers.astype(np.int64)),
         )
 
@@ -94,7 +94,7 @@ class PreferenceExamples:
 
     def __init__(self, examples: Sequence[Answers]) -> None:
         self.examples = examples
-        self.reference = np.zeros((len(examples), 2), np.float32)
+        self.reference = np.zeros((len(examples), 2))
 
     def __len__(self) -> int:
         return len(self.examples)

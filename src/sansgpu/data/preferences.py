@@ -158,7 +158,7 @@ class Answers:
 
     prompt: np.ndarray  # (P,) int32
     ids: tuple[np.ndarray, ...]  # (L,) int32 each
-    learned: tuple[np.ndarray, ...]  # (L,) bool each: tokens that the model generates
+    learned: tuple[np.ndarray, ...]  # (L,) bool each: tokens that the model generates, among them the last one
     label: bool = True  # whether the first answer is good
 
 
@@ -270,5 +270,10 @@ def _split(masked: Sequence[MaskedConversation]) -> Answers | None:
     length = min(*starts, same) if len(starts) > 1 else starts[0]
     if not length:
         return None
-    learned = tuple(np.array(one.learned[length:], np.bool_) for one in masked)
-    return Answers(ids[0][:length], tuple(one[length:] for one in ids), learned)
+    learned = [np.array(one.learned[length:], np.bool_) for one in masked]
+    stops = [int(np.flatnonzero(known)[-1]) + 1 if known.any() else 0 for known in learned]
+    if not all(stops):
+        return None
+    answers = zip(ids, learned, stops, strict=True)
+    parts = [(one[length : length + stop], known[:stop]) for one, known, stop in answers]
+    return Answers(ids[0][:length], tuple(one for one, _ in parts), tuple(known for _, known in parts))

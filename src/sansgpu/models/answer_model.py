@@ -24,7 +24,7 @@ class AnswerModel:
         self._unpadded = unpadded
 
     def log_probabilities(self, tokens: torch.Tensor, sizes: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Returns the log-probability of each answer, (B, 2) fp32, summed over its targets but -100.
+        """Returns the log-probability of each answer, (B, 2) fp64, summed over its targets but -100.
 
         `tokens` (N,) are B prompts with two answers each, `sizes` (B, 3) their numbers of tokens, and `targets` (K,)
         the tokens of the answers.
@@ -36,7 +36,7 @@ class AnswerModel:
             inputs = self._shared(tokens, layout)[layout.copies[places]]
         else:
             inputs = self._separate(tokens, layout)[places]
-        found = self._of_targets(inputs, targets[has_target])
+        found = self._of_targets(inputs, targets[has_target]).double()  # a loss compares sums of many, which are close
         return found.new_zeros(len(layout.lengths)).index_add(0, answers, found).view(-1, 2)
 
     def _shared(self, tokens: torch.Tensor, layout: PairLayout) -> torch.Tensor:

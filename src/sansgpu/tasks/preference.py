@@ -71,7 +71,7 @@ class PreferenceObjective(FineTuning):
         self._step_sums: Sums = {}
 
     def log_probabilities(self, batch: AnswerPairs) -> torch.Tensor:
-        """Returns the log-probability of each answer, (B, 2) fp32."""
+        """Returns the log-probability of each answer, (B, 2) fp64."""
         return self._answers.log_probabilities(batch.tokens, batch.sizes, batch.targets)
 
     def summed_loss(self, batch: Any) -> torch.Tensor:
@@ -272,6 +272,8 @@ class PreferenceEvaluator:
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         numbers = sorted({int(name.split()[0]) for name in sums})
-        policy = torch.tensor([[sums[f"{number} {answer}"] for answer in range(ANSWERS)] for number in numbers])
+        policy = torch.tensor(
+            [[sums[f"{number} {answer}"] for answer in range(ANSWERS)] for number in numbers], dtype=torch.float64
+        )
         loss, found = self._objective.measured(policy, self._part.batch(np.array(numbers)))
         return {"loss": float(loss) / len(numbers), **reward_metrics(found), "examples": len(numbers)}

@@ -61,7 +61,7 @@ def compute_reference(
 def _read(folder: Path, count: int) -> np.ndarray:
     try:
         values: np.ndarray = np.load(folder / _FILE, allow_pickle=False)
-        if values.shape == (count, 2) and values.dtype == np.float32 and np.isfinite(values).all():
+        if values.shape == (count, 2) and values.dtype == np.float64 and np.isfinite(values).all():
             return values
     except (OSError, ValueError, EOFError):
         pass
@@ -73,14 +73,14 @@ def _read(folder: Path, count: int) -> np.ndarray:
 def _log_probabilities(
     objective: PreferenceObjective, batch: AnswerPairs, device: torch.device, precision: str
 ) -> np.ndarray:
-    """Returns the log-probabilities of the answers, (B, 2) float32, in passes of a few thousand tokens."""
+    """Returns the log-probabilities of the answers, (B, 2) float64, in passes of a few thousand tokens."""
     from sansgpu.models.generate import reading
 
     objective.model.to(device)  # type: ignore[arg-type]
-    results = np.empty((len(batch), 2), np.float32)
+    results = np.empty((len(batch), 2))
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with reading(objective.model), torch.no_grad(), autocast:
         for numbers in passes(batch.sizes.sum(1).numpy()):
             pieces = AnswerPairs.joined([batch.rows(number, number + 1) for number in numbers])
-            results[numbers] = objective.log_probabilities(pieces.to(device)).float().cpu().numpy()
+            results[numbers] = objective.log_probabilities(pieces.to(device)).cpu().numpy()
     return results
