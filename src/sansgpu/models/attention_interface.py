@@ -13,9 +13,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sansgpu.kernels.attention import attention, visible_keys
+from sansgpu.models.slots import SlotCache
 
 NAME = "sansgpu"
 _RANGES = "_sansgpu_ranges"  # attribute of a mask: the key range of each query, if each sees one contiguous range
+_SLOTS = "_sansgpu_slots"  # attribute of a mask: the SlotCache that computes the attention
 
 
 def use_our_attention(model: PreTrainedModel) -> bool:
@@ -55,6 +57,13 @@ def ranges_mask(ranges: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def slots_mask(cache: SlotCache) -> torch.Tensor:
+    """Returns a stand-in mask with which every layer attends to the sequences of a cache."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    setattr(mask, _SLOTS, cache)
+    return mask
+
+
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Builds the mask of SDPA, even if SDPA could do without, and computes its key ranges once for all layers."""
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
@@ -75,14 +84,16 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention; query (B, H, T, d), key and value (B, K, S, d); returns (B, T, H, d)."""
-    ranges = getattr(attention_mask, _RANGES, None)
+    ranges, slots = (getattr(attention_mask, name, None) for name in (_RANGES, _SLOTS))
     if attention_mask is None:
         ranges = _default_ranges(module, query, key, is_causal)
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):  # rotary embeddings give fp32
         query, key = query.to(value.dtype), key.to(value.dtype)
     uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
     unsupported = any(kwargs.get(name) is not None for name in ("position_bias", "cache"))
-    if ranges is None or not uniform or unsupported:
+    if slots is not None and (not uniform or unsupported):
+        raise NotImplementedError("a SlotCache needs attention that our kernel computes")
+    if slots is None and (ranges is None or not uniform or unsupported):
         if ranges is not None and attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
             attention_mask = visible_keys(ranges, key.shape[2])  # replaces the stand-in of `ranges_mask`
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -92,7 +103,12 @@ def attention_forward(
     root = query.shape[-1] ** 0.5
     if scaling is not None and scaling * root != 1.0:
         query = query * (scaling * root)
-    return attention(query, key, value, ranges, dropout).transpose(1, 2).contiguous(), None
+    if slots is not None:
+        y = slots.attend(query, key, value)
+    else:
+        assert ranges is not None
+        y = attention(query, key, value, ranges, dropout)
+    return y.transpose(1, 2).contiguous(), None
 
 
 def _default_ranges(

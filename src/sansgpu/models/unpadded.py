@@ -49,11 +49,16 @@ class UnpaddedModel:
         self._window = None if self.causal else _encoder_window(self._text)
         known = self._window is not None or not _has_windows(self._text)
         self._by_ranges = known and model.config._attn_implementation == NAME
-        self._offset = _position_offset(model)
+        self.position_offset = _position_offset(model)
         self._softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
             self.packs = pack and self._packs_well(longest)
             self.fused = head_is_plain(model, self._softcap)
+
+    @property
+    def uses_ranges(self) -> bool:
+        """True if packed examples attend by key ranges, and no rotary frequencies depend on length."""
+        return self.packs and self._by_ranges and not self._rotary
 
     def inputs(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
@@ -61,7 +66,7 @@ class UnpaddedModel:
         """Returns the model's inputs, and a function that maps outputs to a row per token; tokens and types (N,)."""
         examples, positions = _places(lengths)
         if self.packs:
-            inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self._offset}
+            inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self.position_offset}
             if self._by_ranges:
                 inputs["attention_mask"] = self._packed_mask(examples[None])
             if types is not None:
@@ -248,8 +253,7 @@ class UnpaddedModel:
             separate = [output(part, torch.tensor([len(part)])) for part in tokens.split(lengths)]
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return False
-        error = (packed - torch.cat(separate)).abs().max() / packed.abs().max()
-        return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(self.model), min(PROBE_TOLERANCE.values())))
+        return close_outputs(self.model, packed, torch.cat(separate))
 
     def _probe_lengths(self, longest: int) -> list[int]:
         """Returns the lengths of a short example and one longer than every window or block in the configuration.
@@ -257,7 +261,7 @@ class UnpaddedModel:
         Neither exceeds `longest`, nor the length from which rotary frequencies depend on it.
         """
         max_positions = int(getattr(self._text, "max_position_embeddings", None) or 0)
-        position_limit = [max_positions - self._offset] if max_positions > 0 else []
+        position_limit = [max_positions - self.position_offset] if max_positions > 0 else []
         limits = [longest, *position_limit, self._rotary.unscaled or longest]
         beyond_windows = 1 + max(_possible_windows(self.model.config.to_dict()), default=0)
         return [min(PROBE_SHORT, *limits), min(max(PROBE_LONG, beyond_windows), *limits)]
@@ -322,6 +326,12 @@ def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
         yield
     finally:
         setattr(parent, name, block_list)
+
+
+def close_outputs(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Returns True if two outputs of a model differ by no more than rounding in the dtype of its matrices."""
+    error = (found - expected).abs().max() / found.abs().max()
+    return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values())))
 
 
 def autocast_of(model: PreTrainedModel) -> torch.autocast:
