@@ -32,7 +32,9 @@ from sansgpu.cli.options import (
 
 if TYPE_CHECKING:
     from sansgpu.data.shards import ReportProgress
+    from sansgpu.reporting.terminal import RunConsole
 
+LARGEST_BATCH = 65536  # prompts at once
 _GRAPH = "Task graph"
 TemperatureOption = Annotated[float, option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
 TopKOption = Annotated[int, option("Sample from the k most likely tokens. 0: from all.", SAMPLING)]
@@ -92,7 +94,12 @@ def evaluate(
 
 def generate(
     run: ModelArgument,
-    prompt: Annotated[str, option("Text to continue.")] = "",
+    prompt: Annotated[str | None, option("Text to continue.")] = None,
+    data: Annotated[str | None, option("Prompts to complete, many at once (file, folder or Hub name).")] = None,
+    output: Annotated[Path | None, path_option("With --data: new JSON lines file for the rows.", "FILE")] = None,
+    batch_size: Annotated[
+        str, option("With --data: prompts at once. auto: by the available memory.", None, metavar="auto|N")
+    ] = "auto",
     max_new_tokens: Annotated[int, option("Maximum number of tokens to generate.", min=1)] = 200,
     temperature: TemperatureOption = 0.8,
     top_k: TopKOption = 0,
@@ -101,21 +108,54 @@ def generate(
     snapshot: SnapshotOption = "latest",
     trust_remote_code: RemoteCodeOption = False,
     objective: ObjectiveOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Continue a prompt with generated text.
+    """Continue a prompt with generated text, or complete the prompts of a file.
+
+    With --data: rows have a prompt, messages or a text. The output has each row with its completion.
+    A command that was killed continues when it is repeated.
 
     Example: sansgpu generate runs/default --prompt "def main" --max-new-tokens 100
     """
+    slots = _batch_size(batch_size)
+    if data is None and (output is not None or as_json or slots is not None):
+        raise typer.BadParameter("--output, --batch-size and --json require --data")
+    if data is not None and (prompt is not None or output is None):
+        raise typer.BadParameter("--data requires --output, and no --prompt")
     with preparation_bar() as bar:
         from sansgpu.jobs.generate import generate_text
         from sansgpu.models.generate import Sampling
 
         sampling = Sampling(temperature, top_k, top_p, seed)
-        pieces = generate_text(run, prompt, max_new_tokens, sampling, snapshot, warn, trust_remote_code, objective, bar)
-    show(prompt, end="")
+        if data is not None and output is not None:
+            from sansgpu.jobs.generate_rows import GenerateRequest, generate_rows
+
+            chosen = slots, snapshot, trust_remote_code, objective
+            request = GenerateRequest(run, data, output, max_new_tokens, sampling, *chosen)
+            print_result(generate_rows(request, warn, bar), as_json, _print_generated)
+            return
+        text = prompt or ""
+        pieces = generate_text(run, text, max_new_tokens, sampling, snapshot, warn, trust_remote_code, objective, bar)
+    show(text, end="")
     for piece in pieces:
         show(piece, end="")
     show()
+
+
+def _batch_size(value: str) -> int | None:
+    """Returns the number of prompts at once, or None for auto. Raises BadParameter."""
+    if value == "auto":
+        return None
+    if not value.isdecimal() or not 0 < int(value) <= LARGEST_BATCH:
+        raise typer.BadParameter(f"--batch-size is {value}, but must be auto or a number from 1 to {LARGEST_BATCH:,}")
+    return int(value)
+
+
+def _print_generated(console: RunConsole, summary: dict[str, Any]) -> None:
+    figures = (
+        f"{summary['rows']:,} rows, {summary['tokens']:,} new tokens, {summary['tokens_per_second']:,.0f} per second"
+    )
+    console.print(f"{summary['output']}: {figures}", highlight=False, markup=False)
 
 
 def chat(

@@ -156,6 +156,18 @@ def _joined(content: Any) -> Any:
 
 def check_turns(where: str, turns: Sequence[Message], first: int) -> tuple[Message, ...]:
     """Returns `turns` after checking their order and that an assistant turn comes at or after `first`."""
+    in_order = _in_order(where, turns)
+    if not any(turn["role"] == "assistant" for turn in turns[first:]):
+        raise bad_row(where, "has no assistant turn to learn from")
+    return in_order
+
+
+def ordered_turns(where: str, values: Any, column: str) -> tuple[Message, ...]:
+    """Returns the turns in a column of a row. Raises BadRowError if one is invalid, or they are in the wrong order."""
+    return _in_order(where, tuple(_turns(where, values, column)))
+
+
+def _in_order(where: str, turns: Sequence[Message]) -> tuple[Message, ...]:
     before: str | None = None
     for number, turn in enumerate(turns, 1):
         role = turn["role"]
@@ -163,6 +175,4 @@ def check_turns(where: str, turns: Sequence[Message], first: int) -> tuple[Messa
             order = f"follows {before}" if before else "is the first"
             raise bad_row(where, f"has its turns in the wrong order: turn {number} ({role}) {order}")
         before = role
-    if not any(turn["role"] == "assistant" for turn in turns[first:]):
-        raise bad_row(where, "has no assistant turn to learn from")
     return tuple(turns)

@@ -14,10 +14,12 @@ from transformers.masking_utils import sdpa_mask
 
 from sansgpu.kernels.attention import attention, visible_keys
 from sansgpu.models.pair_layout import PairLayout
+from sansgpu.models.slots import SlotCache
 
 NAME = "sansgpu"
 _RANGES = "_sansgpu_ranges"  # attribute of a mask: the key range of each query, if each sees one contiguous range
 _LAYOUT = "_sansgpu_layout"  # attribute of a mask: where the tokens of answers are that share their prompt
+_SLOTS = "_sansgpu_slots"  # attribute of a mask: the SlotCache that computes the attention
 
 
 def use_our_attention(model: PreTrainedModel) -> bool:
@@ -59,6 +61,13 @@ def ranges_mask(ranges: torch.Tensor, layout: PairLayout | None = None) -> torch
     return mask
 
 
+def slots_mask(cache: SlotCache) -> torch.Tensor:
+    """Returns a stand-in mask with which every layer attends to the sequences of a cache."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    setattr(mask, _SLOTS, cache)
+    return mask
+
+
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Builds the mask of SDPA, even if SDPA could do without, and computes its key ranges once for all layers."""
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
@@ -80,6 +89,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention; query (B, H, T, d), key and value (B, K, S, d); returns (B, T, H, d)."""
     layout: PairLayout | None = getattr(attention_mask, _LAYOUT, None)
+    slots: SlotCache | None = getattr(attention_mask, _SLOTS, None)
     if layout is not None:
         query, key, value = (layout.expand(part, 2) for part in (query, key, value))
     ranges = getattr(attention_mask, _RANGES, None)
@@ -89,7 +99,9 @@ def attention_forward(
         query, key = query.to(value.dtype), key.to(value.dtype)
     uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
     unsupported = any(kwargs.get(name) is not None for name in ("position_bias", "cache"))
-    if ranges is None or not uniform or unsupported:
+    if slots is not None and (not uniform or unsupported):
+        raise NotImplementedError("a SlotCache needs attention that our kernel computes")
+    if slots is None and (ranges is None or not uniform or unsupported):
         if ranges is not None and attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
             attention_mask = visible_keys(ranges, key.shape[2])  # replaces the stand-in of `ranges_mask`
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -99,7 +111,11 @@ def attention_forward(
     root = query.shape[-1] ** 0.5
     if scaling is not None and scaling * root != 1.0:
         query = query * (scaling * root)
-    heads = attention(query, key, value, ranges, dropout).transpose(1, 2)
+    if slots is not None:
+        heads = slots.attend(query, key, value).transpose(1, 2)
+    else:
+        assert ranges is not None
+        heads = attention(query, key, value, ranges, dropout).transpose(1, 2)
     return (heads.contiguous() if layout is None else layout.contract(heads, 1)), None
 
 

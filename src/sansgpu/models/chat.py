@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import first_line
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.models.attention_interface import slots_mask
+from sansgpu.models.batched import PASS_TOKENS, BatchModel, BatchReader, OneByOne, SlotReader
 from sansgpu.models.generate import Sampling, reading, write
-from sansgpu.models.unpadded import autocast_of
+from sansgpu.models.slots import SlotCache
+from sansgpu.models.unpadded import UnpaddedModel, autocast_of, close_outputs
 
 UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
 
@@ -31,12 +35,84 @@ class PretrainedReader:
         self._cache, self.length = DynamicCache(config=self._model.config), 0
 
     def forward_new(self, ids: list[int]) -> torch.Tensor:
-        inputs = torch.tensor([ids], device=self._model.device)
-        with autocast_of(self._model):
-            output = self._model(inputs, past_key_values=self._cache, use_cache=True)
-        self.length += len(ids)
-        logits: torch.Tensor = output.logits[0, -1]
-        return logits
+        for start in range(0, len(ids), PASS_TOKENS):
+            inputs = torch.tensor([ids[start : start + PASS_TOKENS]], device=self._model.device)
+            with autocast_of(self._model):
+                options = {"past_key_values": self._cache, "use_cache": True}
+                logits = logits_after(self._model, torch.tensor([inputs.shape[1] - 1]), input_ids=inputs, **options)
+            self.length += inputs.shape[1]
+        return logits[0]
+
+
+class PretrainedSlots(SlotReader):
+    """A BatchReader for a transformers model that uses our attention; see `slots_work`."""
+
+    def __init__(self, unpadded: UnpaddedModel, slots: int, length: int) -> None:
+        super().__init__(slots, length)
+        self._unpadded = unpadded
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        model = self._unpadded.model
+        inputs = {
+            "input_ids": ids,
+            "position_ids": positions + self._unpadded.position_offset,
+            "attention_mask": slots_mask(self.cache),
+            "past_key_values": _TransformersCache(self.cache),
+        }
+        with autocast_of(model):
+            return logits_after(model, chosen, **inputs, use_cache=True)
+
+
+class _TransformersCache(Cache):
+    """A SlotCache for the layers of transformers."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.append(key_states, value_states, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def slots_work(unpadded: UnpaddedModel) -> bool:
+    """Returns True if a model can read several sequences with one cache: if that gives the logits of separate passes.
+
+    Models with sliding windows, recurrent state or frequencies that depend on the length cannot.
+    """
+    if not unpadded.has_plain_rows or unpadded.model.device.type != "cpu":
+        return False
+    model, tokens = unpadded.model, torch.arange(15) * 7 % unpadded.model.config.get_text_config().vocab_size
+    first, second = tokens[:6].tolist(), tokens[6:].tolist()
+    reader, last = PretrainedSlots(unpadded, 2, 32), torch.tensor([-1])
+    try:
+        with torch.inference_mode(), autocast_of(model):
+            expected = [logits_after(model, last, input_ids=torch.tensor([ids])) for ids in (first, second)]
+            reader.add([first[:-1], second[:-1]])
+            found = reader.step([first[-1], second[-1]])
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
+        return False
+    return close_outputs(model, found.float(), torch.cat(expected).float())
+
+
+def logits_after(model: PreTrainedModel, chosen: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Returns the logits (n, V) after the `chosen` ones of all tokens; those after others are not computed."""
+    base: Any = model.base_model
+
+    def select(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[chosen][None]
+        return output
+
+    hook = base.register_forward_hook(select)
+    try:
+        logits: torch.Tensor = model(**inputs).logits[0]
+    finally:
+        hook.remove()
+    return logits
 
 
 @tokenizer_errors()
@@ -84,11 +160,34 @@ def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
 def _generate(
     model: PreTrainedModel, tokenizer: Any, ids: list[int], max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    eos: Any = getattr(model.generation_config, "eos_token_id", None)
-    stop_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
+    decode, ends = partial(_decode, tokenizer), _end_ids(model, tokenizer)
     with reading(model):
-        yield from write(PretrainedReader(model), ids, stop_ids, decode, max_new_tokens, sampling)
+        yield from write(PretrainedReader(model), ids, ends, decode, max_new_tokens, sampling)
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    eos: Any = getattr(model.generation_config, "eos_token_id", None)
+    ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    return frozenset(end for end in ends if end is not None)
+
+
+def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
+    """Returns a transformers model and its tokenizer as a BatchModel."""
+    model, together = unpadded.model, slots_work(unpadded)
+
+    def open_reader(slots: int, length: int) -> BatchReader:
+        return PretrainedSlots(unpadded, slots, length) if together else OneByOne(PretrainedReader(model))
+
+    return BatchModel(
+        open_reader,
+        PretrainedReader(model).context,
+        together,
+        text_ids=partial(_encode_prompt, tokenizer),
+        chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
+        decode=partial(_decode, tokenizer),
+        ends=_end_ids(model, tokenizer),
+    )

@@ -5,8 +5,8 @@ B batch, T time, D width, H query heads, K key-value heads, d head dim, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,21 @@ class KeyValueCache:
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        """Appends k and v (B, K, t, d); returns the attention of q (B, H, t, d) to all keys in `ranges`."""
+        return attention(q, *self.append(k, v), ranges)
+
+
+class LayerCache(Protocol):
+    """Keys and values of one layer: a `KeyValueCache`, or a `LayerSlots` of models/slots.py."""
+
+    @property
+    def length(self) -> int:
+        """Number of cached tokens before the positions that a forward pass computes itself."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        """Adds the keys and values of a pass to the cache, and computes its attention."""
+
 
 def _norm(config: ModelConfig, width: int) -> LayerNorm | RMSNorm:
     kind = RMSNorm if config.decoder.norm == "rmsnorm" else LayerNorm
@@ -80,7 +95,7 @@ class Attention(nn.Module):
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         ranges: torch.Tensor,
-        cache: KeyValueCache | None,
+        cache: LayerCache | None,
     ) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
         batch, time, _ = x.shape
@@ -90,9 +105,10 @@ class Attention(nn.Module):
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         else:
             q, k = rotate_heads(q, k, *rotary, self.q_norm, self.k_norm)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        y = attention(q, k, v, ranges, self.dropout if self.training else 0.0)
+        if cache is None:
+            y = attention(q, k, v, ranges, self.dropout if self.training else 0.0)
+        else:
+            y = cache.attend(q, k, v, ranges)
         merged: torch.Tensor = self.o(y.transpose(1, 2).reshape(batch, time, -1))
         return merged
 
@@ -130,7 +146,7 @@ class DecoderBlock(nn.Module):
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         ranges: torch.Tensor,
-        cache: KeyValueCache | None = None,
+        cache: LayerCache | None = None,
         branch: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Takes and returns the residual stream and a branch, both (B, T, D), that the next norm adds to it.
@@ -210,7 +226,7 @@ class TransformerLM(nn.Module):
         inputs: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        caches: list[KeyValueCache] | None = None,
+        caches: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
         """Returns the final normalized hidden states: (B, T) -> (B, T, D).
 
@@ -254,7 +270,7 @@ class TransformerLM(nn.Module):
         input_ids: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        caches: list[KeyValueCache] | None = None,
+        caches: Sequence[LayerCache] | None = None,
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor | CausalLMOutput:
         """Returns logits: (B, T) -> (B, T, V). With `labels` (B, T), returns the loss and the logits.

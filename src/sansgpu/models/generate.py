@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +14,7 @@ from sansgpu.config import ConfigError
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.text import TextCodec
 
+NUCLEUS_TOKENS = 1024  # most likely tokens that nearly always hold the probability of top-p
 REPLACEMENT = "\ufffd"  # an incomplete UTF-8 sequence decodes to this
 
 
@@ -134,16 +135,45 @@ def _tokens(
 
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Samples a token from logits (V,), applying temperature, then top-k, then top-p."""
+    """Samples a token from logits (V,)."""
+    return sample_tokens(logits[None], sampling, [generator])[0]
+
+
+def sample_tokens(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
+    """Samples a token from each row of logits (B, V), applying temperature, then top-k, then top-p.
+
+    A row draws one number from its own generator, and its token does not depend on other rows.
+    """
     logits = logits.float().cpu()
     if sampling.temperature == 0:
-        return int(logits.argmax())
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
+        return logits.argmax(dim=-1).tolist()
+    logits, order = logits / sampling.temperature, None
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits, order = logits.topk(sampling.top_k)
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
-        ordered, order = probabilities.sort(descending=True, stable=True)
-        excluded = ordered.cumsum(0) - ordered >= sampling.top_p
-        probabilities[order[excluded]] = 0
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+        probabilities, order = _nucleus(probabilities, order, sampling.top_p)
+    sums = probabilities.cumsum(dim=-1)
+    draws = torch.cat([torch.rand(1, generator=generator) for generator in generators])[:, None]
+    places = torch.searchsorted(sums, draws * sums[:, -1:], right=True)
+    # Rounding can put a draw on the end of the sums: then the last token with a probability is the one.
+    places = places.clamp(max=torch.searchsorted(sums, sums[:, -1:].contiguous()))
+    chosen: list[int] = (places if order is None else order.gather(-1, places)).flatten().tolist()
+    return chosen
+
+
+def _nucleus(
+    probabilities: torch.Tensor, order: torch.Tensor | None, top_p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the largest probabilities that first add up to top_p, the others as 0, and their tokens.
+
+    Sorts only the largest ones if they suffice, because sorting a vocabulary takes as long as a small model.
+    """
+    if order is None:
+        ordered, order = probabilities.topk(min(NUCLEUS_TOKENS, probabilities.shape[-1]))
+        if bool((ordered.sum(dim=-1) < top_p).any()):
+            ordered, order = probabilities.sort(descending=True, stable=True)
+    else:
+        ordered = probabilities  # top-k has sorted them
+    before = ordered.cumsum(dim=-1) - ordered
+    return ordered.masked_fill(before >= top_p, 0), order

@@ -35,22 +35,18 @@ class RotaryAttention:
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        past_key_values: object = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         module = cast(Any, self)
-        if past_key_values is not None:  # while it generates
-            original = cast(Any, super()).forward
-            return cast(
-                tuple[torch.Tensor, None],
-                original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs),
-            )
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (getattr(module, name)(hidden_states).view(shape) for name in PROJECTIONS[:3])
         cos, sin = (angles.unsqueeze(1) for angles in position_embeddings)
         q, k = rotate_heads(q, k, cos, sin, *(getattr(module, name, None) for name in NORMS))
-        dropout = self.attention_dropout if self.training else 0.0
-        out, _ = attention_forward(module, q, k, v.transpose(1, 2), attention_mask, dropout, self.scaling, **kwargs)
+        v, dropout = v.transpose(1, 2), self.attention_dropout if self.training else 0.0
+        if past_key_values is not None:  # while it generates
+            k, v = past_key_values.update(k, v, module.layer_idx)
+        out, _ = attention_forward(module, q, k, v, attention_mask, dropout, self.scaling, **kwargs)
         return module.o_proj(out.flatten(2)), None
 
 

@@ -263,8 +263,7 @@ class UnpaddedModel:
             separate = [output(part, torch.tensor([len(part)])) for part in tokens.split(lengths)]
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return False
-        error = (packed - torch.cat(separate)).abs().max() / packed.abs().max()
-        return bool(error <= tolerance_of(self.model))
+        return close_outputs(self.model, packed, torch.cat(separate))
 
     def _probe_lengths(self, longest: int) -> list[int]:
         """Returns the lengths of a short example and one longer than every window or block in the configuration.
@@ -339,14 +338,15 @@ def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
         setattr(parent, name, block_list)
 
 
+def close_outputs(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Returns True if two outputs of a model differ by no more than rounding in the dtype of its matrices."""
+    error = (found - expected).abs().max() / found.abs().max()
+    return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values())))
+
+
 def autocast_of(model: PreTrainedModel) -> torch.autocast:
     """Returns bf16 autocast, enabled if the model's matrices are in bf16; for use outside training steps."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=_matrix_dtype(model) == torch.bfloat16)
-
-
-def tolerance_of(model: PreTrainedModel) -> float:
-    """Returns the error, relative to the largest output, that rounding alone explains."""
-    return PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values()))
 
 
 def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -26,12 +26,14 @@ from sansgpu.data.tokenizer import (
 )
 from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.models import TransformerLM
+from sansgpu.models.batched import BatchModel, decoder_batch
 from sansgpu.models.decoder_costs import DecoderCosts
 from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
 from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
+from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.language_modeling import LanguageModeling
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
@@ -94,7 +96,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
     """`task: pretrain`."""
 
     settings = SETTINGS["pretrain"]
-    verbs = ("evaluate", "generate", "export", "gguf")
+    verbs = ("evaluate", "generate", "complete", "export", "gguf")
     verbs_for_any_model = ("evaluate",)
     verbs_without_kernels = ("generate", "export", "gguf")
     has_windows = True
@@ -228,6 +230,13 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
     @classmethod
     def generate(cls, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         return generate(loaded.objective.model, loaded.tokenizer, prompt, max_new_tokens, sampling)
+
+    @classmethod
+    def batch_model(cls, loaded: TrainedModel) -> BatchModel:
+        model = loaded.objective.model
+        if loaded.precision == "bf16":
+            narrow_matrices(model)
+        return decoder_batch(model, loaded.tokenizer)
 
     @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:

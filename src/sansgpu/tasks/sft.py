@@ -21,6 +21,7 @@ from sansgpu.data.sources import Source, open_single, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
+from sansgpu.models.batched import BatchModel
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.modules import narrow_matrices
@@ -95,7 +96,7 @@ class SFT(SFTObjective, FineTuningTask):
     """`task: sft`."""
 
     settings = SETTINGS["sft"]
-    verbs = ("evaluate", "generate", "chat", "export", "gguf")
+    verbs = ("evaluate", "generate", "complete", "chat", "export", "gguf")
     verbs_for_any_model = ("generate", "chat")
     objective_class: ClassVar[type[FineTuning]] = SFTObjective
 
@@ -165,6 +166,13 @@ class SFT(SFTObjective, FineTuningTask):
 
         _narrow_where_faster(loaded.objective.model)
         return answer(loaded.objective.model, loaded.tokenizer, messages, max_new_tokens, sampling)
+
+    @classmethod
+    def batch_model(cls, loaded: TrainedModel) -> BatchModel:
+        from sansgpu.models.chat import pretrained_batch  # imports transformers
+
+        _narrow_where_faster(loaded.objective.model)
+        return pretrained_batch(loaded.objective.unpadded, loaded.tokenizer)
 
     @classmethod
     def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:

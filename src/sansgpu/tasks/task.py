@@ -14,6 +14,7 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.group import Group
+from sansgpu.models.batched import BatchModel
 from sansgpu.models.costing import Costs
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
@@ -218,6 +219,9 @@ class TaskKind(Protocol):
 
     def generate(self, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         """Streams the continuation of a prompt."""
+
+    def batch_model(self, loaded: TrainedModel) -> BatchModel:
+        """Returns the model to complete many prompts at once. It cannot be trained further."""
 
     def answer(
         self, loaded: TrainedModel, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling

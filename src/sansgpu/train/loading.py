@@ -19,6 +19,7 @@ from sansgpu.train.snapshots import Snapshot, find_snapshot
 
 _REFUSALS: dict[Verb, str] = {
     "generate": "which cannot generate text; this command",
+    "complete": "which cannot generate text; this command",
     "gguf": "but --format gguf",
 }
 

@@ -1,0 +1,231 @@
+"""Completes the prompts of a file, in batches. A killed run continues where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sansgpu.config import ConfigError, DataConfig, SansGPUError
+from sansgpu.config.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
+from sansgpu.config.plain_data import InvalidDataError, read_object
+from sansgpu.data.prompts import Prompt, read_prompt
+from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import open_single
+from sansgpu.machine.probe import available_memory
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.models.batched import BatchModel, Completion, complete
+from sansgpu.models.generate import Sampling, reading, require_valid_sampling
+from sansgpu.reporting.outputs import require_file
+from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.train.loading import open_model
+
+AUTO_SLOTS = 128  # sequences at once: more rows make matmuls hardly faster
+CACHE_RATIO = 0.5  # of the available memory, for keys and values
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What `sansgpu generate --data` is asked to do. `batch_size` None means the largest that fits and helps."""
+
+    target: str
+    data: str
+    output: Path
+    max_new_tokens: int
+    sampling: Sampling
+    batch_size: int | None = None
+    snapshot: str = "latest"
+    remote_code: bool = False
+    objective: str | None = None
+
+
+def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
+    """Writes the rows of a dataset with their completions, and returns a summary.
+
+    Raises ConfigError if no row can be completed, or if the output belongs to something else.
+    """
+    require_valid_sampling(request.sampling)
+    require_file(request.output)
+    is_run = (Path(request.target).expanduser() / "config.yaml").is_file()
+    loaded = open_model(
+        request.target, "complete" if is_run else "chat", request.snapshot, warn, request.remote_code,
+        request.objective, progress,
+    )  # fmt: skip
+    model = loaded.kind.batch_model(loaded)
+    if not model.together:
+        warn(f"{request.target}: its prompts are completed one by one, because its layers cannot share a cache.")
+    bad_rows = BadRows("skip")
+    prompts = list(_encoded(request.data, model, bad_rows, progress))
+    bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
+    if not prompts:
+        raise ConfigError(f"{request.data} has no rows to complete; give rows with a prompt, messages or a text.")
+    file = PartialFile(request.output, _fingerprint(request, loaded, prompts))
+    with write_failures_as(SansGPUError, request.output), reading(loaded.objective.model):
+        summary = _complete_rest(request, model, prompts, file, progress)
+    return {**summary, "skipped": bad_rows.count, "output": str(request.output)}
+
+
+def _complete_rest(
+    request: GenerateRequest,
+    model: BatchModel,
+    prompts: list[tuple[Prompt, list[int]]],
+    file: PartialFile,
+    progress: ReportProgress,
+) -> dict[str, Any]:
+    done = file.open()
+    rest, tokens, start = prompts[done:], 0, time.monotonic()
+    longest = max((len(ids) for _, ids in rest), default=0)
+    length = min(model.context, longest + request.max_new_tokens)
+    slots = _slots(model, request.batch_size, len(rest), length) if rest else 0
+
+    def counted(completions: Iterator[Completion]) -> Iterator[Completion]:
+        nonlocal tokens
+        for number, completion in enumerate(completions, done + 1):
+            tokens += len(completion.ids)
+            progress("generating", number, len(prompts), "row")
+            yield completion
+
+    progress("generating", done, len(prompts), "row")
+    if rest:
+        limits = [min(request.max_new_tokens, model.context - len(ids)) for _, ids in rest]
+        reader, ids = model.open_reader(slots, length), [ids for _, ids in rest]
+        for completion in _in_order(counted(complete(reader, ids, model.ends, limits, request.sampling, done)), done):
+            row = prompts[completion.row][0].completed(model.decode(completion.ids), completion.reason)
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.finish()
+    seconds = time.monotonic() - start
+    return {
+        "rows": len(prompts),
+        "resumed": done,
+        "batch_size": slots,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def _encoded(
+    name: str, model: BatchModel, bad_rows: BadRows, progress: ReportProgress
+) -> Iterator[tuple[Prompt, list[int]]]:
+    """Yields each usable row with its token ids."""
+
+    def encode(row: SourceRow) -> tuple[Prompt, list[int]]:
+        prompt = read_prompt(row)
+        if prompt.turns and not prompt.text and model.chat_ids is None:
+            raise row.error("it has messages, but the model has no chat template")
+        with tokenizer_errors(row.where):
+            ids = (
+                model.chat_ids(list(prompt.turns))
+                if prompt.turns and model.chat_ids is not None
+                else model.text_ids(prompt.text)
+            )
+        if len(ids) >= model.context:
+            raise row.error(f"it has {len(ids):,} tokens, but the model reads and writes at most {model.context:,}")
+        return prompt, ids
+
+    rows = open_single(name, DataConfig(dataset_name=name), text_rows=True).rows()
+    for number, encoded in enumerate(bad_rows.parsed(rows, encode), 1):
+        progress("tokenizing", number, 0, "row")
+        yield encoded
+
+
+def _slots(model: BatchModel, requested: int | None, rows: int, length: int) -> int:
+    """Returns the number of sequences to read at once: what is requested, or what fits into the available memory."""
+    most = min(requested or AUTO_SLOTS, rows)
+    if requested is not None or not model.together:
+        return most
+    probe = model.open_reader(1, 1)
+    probe.add([[0]])
+    return max(1, min(most, int(CACHE_RATIO * available_memory(torch.device("cpu"))) // (probe.token_bytes * length)))
+
+
+def _in_order(completions: Iterable[Completion], first: int) -> Iterator[Completion]:
+    """Yields completions by row number, from `first` on."""
+    early: dict[int, Completion] = {}
+    for completion in completions:
+        early[completion.row] = completion
+        while first in early:
+            yield early.pop(first)
+            first += 1
+
+
+def _fingerprint(request: GenerateRequest, loaded: TrainedModel, prompts: list[tuple[Prompt, list[int]]]) -> str:
+    """Returns a hash of everything that decides the output."""
+    digest = hashlib.sha256(
+        repr((request.target, loaded.source.step, request.max_new_tokens, request.sampling)).encode()
+    )
+    for prompt, ids in prompts:
+        digest.update(json.dumps([prompt.row, ids]).encode())
+    return digest.hexdigest()
+
+
+class PartialFile:
+    """Lines that become `path` once all are written. Until then they stand in `path`.partial, so that a killed run
+    continues after the last whole line."""
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path, self._fingerprint = path, fingerprint
+        self._partial, self._request = (path.with_name(f"{path.name}.{kind}") for kind in ("partial", "request"))
+
+    def open(self) -> int:
+        """Returns the number of lines that an earlier run has written.
+
+        Raises ConfigError if that run had another request.
+        """
+        make_folder(self._path.parent)
+        for path in (self._partial, self._request):
+            if path.is_symlink() or path.is_dir():
+                raise ConfigError(f"{path} is not a regular file; choose another --output.")
+        lines = 0
+        if self._request.exists():
+            self._require_own_request()
+            lines = self._drop_torn_line()
+        else:
+            self._partial.unlink(missing_ok=True)
+            with atomic_write(self._request) as partial:
+                partial.write_text(json.dumps({"fingerprint": self._fingerprint}) + "\n", encoding="utf-8")
+        self._file = self._partial.open("a", encoding="utf-8")
+        return lines
+
+    def _require_own_request(self) -> None:
+        try:
+            known = read_object(self._request).get("fingerprint")
+        except (ConfigError, InvalidDataError):
+            known = None
+        if known != self._fingerprint:
+            raise ConfigError(
+                f"{self._partial} was begun with another model, other rows or other options; repeat its command, "
+                f"delete {self._request}, or choose another --output."
+            )
+
+    def _drop_torn_line(self) -> int:
+        """Cuts off a last line without an end; returns the number of the others."""
+        if not self._partial.exists():
+            return 0
+        lines = size = 0
+        with self._partial.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    lines, size = lines + 1, size + len(line)
+        with self._partial.open("rb+") as file:
+            file.truncate(size)
+        return lines
+
+    def write(self, line: str) -> None:
+        self._file.write(line)
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Renames the file to its final name."""
+        self._file.close()
+        sync_to_disk(self._partial)
+        self._partial.replace(self._path)
+        self._request.unlink()
+        sync_to_disk(self._path.parent)

@@ -1,0 +1,242 @@
+"""Generates continuations of many prompts at once.
+
+A finished sequence makes room for the next prompt, so that the batch stays full. The random draws of a row depend on
+the seed and the row's number only, and no row's arithmetic depends on the others, so neither the batch size nor an
+interruption changes a text.
+
+B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from sansgpu.config import derive_seed
+from sansgpu.kernels.linear import MIN_ROWS, linear
+from sansgpu.models.decoder import TransformerLM
+from sansgpu.models.generate import DecoderReader, IncrementalReader, Sampling, sample_tokens
+from sansgpu.models.slots import LayerSlots, SlotCache
+from sansgpu.models.text import TextCodec
+
+PASS_TOKENS = 2048  # tokens of prompts in a forward pass: enough for full speed, with bounded memory
+REFILL_RATIO = 8  # prompts are read when this fraction of the slots is free: short passes are slow
+
+
+class Completion(NamedTuple):
+    """The tokens generated for a prompt."""
+
+    row: int
+    ids: list[int]
+    reason: str  # stop: the model ended the text; length: the limit of tokens or the context was reached
+
+
+class BatchReader(Protocol):
+    """A language model that reads several sequences at once, in the order in which they were added."""
+
+    @property
+    def slots(self) -> int:
+        """Maximum number of sequences."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, known after the first pass."""
+
+    def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
+        """Adds sequences; returns the logits (B, V) of their next tokens."""
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Appends a token to each sequence; returns the logits (B, V) of their next tokens."""
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Removes all sequences but those with these indices, in ascending order."""
+
+
+@dataclass(frozen=True)
+class BatchModel:
+    """A language model and its tokenizer, to complete many prompts."""
+
+    open_reader: Callable[[int, int], BatchReader]  # of a number of slots and the tokens that each holds
+    context: int
+    together: bool  # False: the model reads one sequence at a time
+    text_ids: Callable[[str], list[int]]
+    chat_ids: Callable[[list[dict[str, Any]]], list[int]] | None  # None: it has no chat template
+    decode: Callable[[list[int]], str]
+    ends: frozenset[int]
+
+
+@dataclass
+class _Row:
+    number: int
+    limit: int  # tokens to generate
+    draws: torch.Generator
+    ids: list[int] = field(default_factory=list)
+
+    def ended(self, ends: Container[int]) -> str | None:
+        """Returns the reason why no more tokens follow, or None."""
+        if self.ids and self.ids[-1] in ends:
+            self.ids.pop()
+            return "stop"
+        return "length" if len(self.ids) == self.limit else None
+
+
+def complete(
+    reader: BatchReader,
+    prompts: Sequence[Sequence[int]],
+    ends: Container[int],
+    limits: Sequence[int],
+    sampling: Sampling,
+    first: int = 0,
+) -> Iterator[Completion]:
+    """Yields the completion of each prompt, as they end. A completion has up to its `limits` tokens, at least 1.
+
+    The first prompt is that of row number `first`.
+    """
+    waiting, active = list(range(len(prompts)))[::-1], list[_Row]()
+    while waiting or active:
+        free, logits = reader.slots - len(active), []
+        if active:
+            logits.append(reader.step([row.ids[-1] for row in active]))
+        if waiting and (not active or free >= max(1, reader.slots // REFILL_RATIO)):
+            added = [waiting.pop() for _ in range(min(free, len(waiting)))]
+            logits.append(reader.add([list(prompts[number]) for number in added]))
+            for number in added:
+                draws = torch.Generator().manual_seed(derive_seed(sampling.seed, "row", first + number))
+                active.append(_Row(first + number, limits[number], draws))
+        tokens = sample_tokens(torch.cat(logits), sampling, [row.draws for row in active])
+        kept = []
+        for index, (row, token) in enumerate(zip(active, tokens, strict=True)):
+            row.ids.append(token)
+            if reason := row.ended(ends):
+                yield Completion(row.number, row.ids, reason)
+            else:
+                kept.append(index)
+        if len(kept) < len(active):
+            reader.keep(kept)
+            active = [active[index] for index in kept]
+
+
+class SlotReader:
+    """The part of a BatchReader that its model does not change. A pass has at least MIN_ROWS tokens.
+
+    Those of fewer are filled up, because torch multiplies fewer rows with sums in another order than our kernel.
+    """
+
+    def __init__(self, slots: int, length: int) -> None:
+        self.slots, self._count = slots, 0
+        self.cache = SlotCache(slots + MIN_ROWS, max(length, MIN_ROWS))
+
+    @property
+    def token_bytes(self) -> int:
+        return self.cache.token_bytes
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Runs the model on ids (B, T); returns logits (n, V) after the `chosen` ones of all tokens."""
+        raise NotImplementedError
+
+    def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
+        parts, together, tokens = [], list[list[int]](), 0
+        for prompt in prompts:
+            if together and tokens + len(prompt) > PASS_TOKENS:
+                parts.append(self._read(together))
+                together, tokens = [], 0
+            together.append(prompt)
+            tokens += len(prompt)
+        return torch.cat([*parts, self._read(together)])
+
+    def _read(self, prompts: Sequence[list[int]]) -> torch.Tensor:
+        """Reads prompts in one pass, or one longer than PASS_TOKENS in pieces."""
+        first, self._count = self._count, self._count + len(prompts)
+        *pieces, last = [prompts[0][n : n + PASS_TOKENS] for n in range(0, len(prompts[0]), PASS_TOKENS)]
+        if not pieces:
+            return self._read_whole(first, prompts)
+        for number, piece in enumerate([*pieces, last]):
+            padded = [*piece, *[0] * (MIN_ROWS - len(piece))]
+            self.cache.start_piece(first, number * PASS_TOKENS, len(padded))
+            logits = self._run(torch.tensor([padded]), [len(piece) - 1])
+        self.cache.lengths[first] = len(prompts[0])
+        return logits
+
+    def _read_whole(self, first: int, prompts: Sequence[list[int]]) -> torch.Tensor:
+        lengths = [len(prompt) for prompt in prompts]
+        fill = max(0, MIN_ROWS - sum(lengths))
+        self.cache.start_prompts(first, lengths + [fill] * (fill > 0))
+        ids = torch.tensor([[*(token for prompt in prompts for token in prompt), *[0] * fill]])
+        return self._run(ids, (torch.tensor(lengths).cumsum(0) - 1).tolist())
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        count = max(MIN_ROWS, len(tokens))
+        self.cache.lengths[len(tokens) : count] = 0
+        self.cache.start_step(count)
+        ids = torch.tensor([*tokens, *[0] * (count - len(tokens))])
+        return self._run(ids[:, None], list(range(len(tokens))))
+
+    def _run(self, ids: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        filled = [*chosen, *chosen[:1] * (MIN_ROWS - len(chosen))]
+        positions = self.cache.positions.view_as(ids)
+        with torch.inference_mode():
+            return self.logits(ids, positions, torch.tensor(filled))[: len(chosen)]
+
+    def keep(self, kept: Sequence[int]) -> None:
+        with torch.inference_mode():
+            self.cache.keep(kept)
+        self._count = len(kept)
+
+
+class DecoderSlots(SlotReader):
+    """A BatchReader for a `TransformerLM`, for sequences of up to `length` tokens."""
+
+    def __init__(self, model: TransformerLM, slots: int, length: int) -> None:
+        super().__init__(slots, length)
+        self._model = model
+        self._caches = [LayerSlots(self.cache, layer) for layer in range(len(model.blocks))]
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        weight = self._model.head_weight
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
+            hidden = self._model.hidden(ids, positions, caches=self._caches).flatten(0, 1)[chosen]
+        return linear(hidden.to(weight.dtype), weight)
+
+
+def decoder_batch(model: TransformerLM, tokenizer: TextCodec) -> BatchModel:
+    """Returns a `TransformerLM` and its tokenizer as a BatchModel. A text starts a document, as in training."""
+
+    def open_reader(slots: int, length: int) -> BatchReader:
+        return DecoderSlots(model, slots, length) if on_cpu else OneByOne(DecoderReader(model))
+
+    on_cpu = model.embedding.weight.is_cpu
+    return BatchModel(
+        open_reader,
+        model.config.max_seq_len,
+        on_cpu,
+        text_ids=lambda text: [*tokenizer.prefix_ids, *tokenizer.encode(text)],
+        chat_ids=None,
+        decode=tokenizer.decode,
+        ends=frozenset({tokenizer.end_id}),
+    )
+
+
+class OneByOne:
+    """A BatchReader of one sequence at a time, for models that cannot read several with one cache."""
+
+    slots, token_bytes = 1, 0
+
+    def __init__(self, reader: IncrementalReader) -> None:
+        self._reader = reader
+
+    def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
+        self._reader.reset()
+        return self._new(prompts[0])
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self._new(list(tokens))
+
+    def _new(self, ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._reader.forward_new(ids)[None]
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Does nothing: the next prompt empties the cache."""

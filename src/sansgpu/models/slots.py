@@ -1,0 +1,114 @@
+"""A static key-value cache for many sequences at once, each of its own length.
+
+B slots, N new tokens, S tokens that a slot holds, H query heads, K key-value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sansgpu.kernels.attention import attention, causal_ranges
+
+
+class SlotCache:
+    """Keys and values of every layer in tensors (B, K, S, d), allocated in a layer's first forward pass.
+
+    The sequences in use fill the first slots. Before each forward pass, `start_prompts`, `start_piece` or `start_step`
+    says where its tokens go. What a sequence sees does not depend on the others, so neither do its results.
+    """
+
+    def __init__(self, slots: int, length: int) -> None:
+        self.slots, self.length = slots, length
+        self.lengths = torch.zeros(slots, dtype=torch.long)
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        tensors = (*self._keys.values(), *self._values.values())
+        return sum(stored.nbytes // (self.slots * self.length) for stored in tensors)
+
+    def start_prompts(self, first: int, lengths: Sequence[int]) -> None:
+        """Prepares for a pass over whole prompts, concatenated in one row, for the slots from `first` on."""
+        self._separate, counts = list(lengths), torch.tensor(lengths)
+        slots = torch.arange(first, first + len(counts))
+        self.lengths[slots] = counts
+        starts = counts.cumsum(0) - counts
+        self._slots = torch.repeat_interleave(slots, counts)
+        self.positions = torch.arange(len(self._slots)) - torch.repeat_interleave(starts, counts)
+        self._visible: slice | None = None
+
+    def start_piece(self, slot: int, start: int, count: int) -> None:
+        """Prepares for a pass over the next `count` tokens of a long prompt, of which `start` are cached."""
+        self.lengths[slot] = start + count
+        self._slots, self.positions = torch.full((count,), slot), torch.arange(start, start + count)
+        self._visible, self._longest, self._separate = slice(slot, slot + 1), start + count, []
+        self._ranges = _up_to(self.positions[None] + 1)
+
+    def start_step(self, count: int) -> None:
+        """Prepares for a pass over one token of each of the first `count` slots, in rows of their own."""
+        self._slots, self.positions = torch.arange(count), self.lengths[:count].clone()
+        self.lengths[:count] += 1
+        self._visible, self._longest, self._separate = slice(0, count), int(self.lengths[:count].max()), []
+        self._ranges = _up_to(self.lengths[:count, None])
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Moves the sequences in `slots`, in ascending order, to the first slots."""
+        for to, slot in enumerate(slots):
+            if to != slot:
+                used = int(self.lengths[slot])
+                for stored in (*self._keys.values(), *self._values.values()):
+                    stored[to, :, :used] = stored[slot, :, :used]
+                self.lengths[to] = used
+        self.lengths[len(slots) :] = 0
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the keys and values of a pass; returns those that its queries see.
+
+        Both are (1, K, N, d), or (B, K, 1, d) in a step.
+        """
+        if layer not in self._keys:
+            _, heads, _, dim = keys.shape
+            self._keys[layer], self._values[layer] = (
+                new.new_zeros(self.slots, heads, self.length, dim) for new in (keys, values)
+            )
+        stored, flat = (self._keys[layer], self._values[layer]), (keys, values)
+        for place, new in zip(stored, flat, strict=True):
+            by_token = new[0].transpose(0, 1) if len(new) == 1 else new[:, :, 0]
+            place[self._slots, :, self.positions] = by_token
+        if self._visible is None:
+            return keys, values
+        first, second = (place[self._visible, :, : self._longest] for place in stored)
+        return first, second
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Computes the attention of a pass from q (1, H, N, d) or (B, H, 1, d), and what `append` returned.
+
+        Whole prompts are computed one by one: the order of a packed prompt's sums would depend on the prompts before.
+        """
+        if self._visible is not None:
+            return attention(q, k, v, self._ranges)
+        ranges = causal_ranges(torch.zeros(1, max(self._separate), dtype=torch.long))
+        parts = zip(*(x.split(self._separate, dim=2) for x in (q, k, v)), strict=True)
+        outs = [attention(q, k, v, ranges[:, : q.shape[2]]) for q, k, v in parts]
+        return torch.cat(outs, dim=2)
+
+
+class LayerSlots:
+    """One layer of a `SlotCache`, with the interface of `decoder.KeyValueCache`."""
+
+    length = 0  # the positions of tokens are given, so they need not continue a length
+
+    def __init__(self, cache: SlotCache, layer: int) -> None:
+        self._cache, self._layer = cache, layer
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        return self._cache.attend(q, *self._cache.append(k, v, self._layer))
+
+
+def _up_to(ends: torch.Tensor) -> torch.Tensor:
+    """Returns ranges (B, T, 2) of the keys before `ends` (B, T)."""
+    return torch.stack((torch.zeros_like(ends), ends), dim=-1).int()

@@ -1,0 +1,122 @@
+"""`sansgpu generate --data` completes the rows of a file, skips bad ones, and continues after a kill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sansgpu.cli import run as cli
+from tests.processes import kill_when, messages, start, train, use_cache, write_corpus
+from tests.tasks.folders import model_folder
+
+Captured = pytest.CaptureFixture[str]
+WORDS = "red blue green fast slow old new warm"
+ROWS: list[Any] = [
+    {"prompt": f"{WORDS[:number]}?", "id": number} if number % 2 else
+    {"messages": [{"role": "user", "content": WORDS[: number + 3]}], "id": number} if number % 4 else
+    {"text": WORDS[: number + 2]}
+    for number in range(1, 25)
+]  # fmt: skip
+OPTIONS = ("--max-new-tokens", "30", "--temperature", "1", "--seed", "5")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, tmp_path / "cache")
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def generated(capsys: Captured, target: Path, data: Path, output: Path, *more: str) -> dict[str, Any]:
+    capsys.readouterr()
+    arguments = ["generate", str(target), "--data", str(data), "--output", str(output), "--json", *OPTIONS, *more]
+    assert cli(arguments) == 0, capsys.readouterr().err
+    summary: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return summary
+
+
+def test_rows_are_completed_in_order_and_task_sft_reads_them(tmp_path: Path, capsys: Captured) -> None:
+    target, data, output = model_folder("qwen2"), written(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    summary = generated(capsys, target, data, output)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert (summary["rows"], summary["skipped"], summary["batch_size"]) == (len(ROWS), 0, len(ROWS))
+    assert summary["tokens"] > 100
+    assert summary["tokens_per_second"] > 0
+    for before, after in zip(ROWS, rows, strict=True):
+        assert after["finish_reason"] in ("stop", "length")
+        assert after.get("id") == before.get("id")
+        if "prompt" in before:
+            assert after["prompt"] == before["prompt"]
+            assert after["completion"]
+        elif "messages" in before:
+            assert after["messages"][:-1] == before["messages"]
+            assert after["messages"][-1]["role"] == "assistant"
+        else:
+            assert after["text"] == before["text"] + after["completion"]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
+    small = tmp_path / "small.jsonl"
+    assert generated(capsys, target, data, small, "--batch-size", "3")["batch_size"] == 3
+    assert small.read_bytes() == output.read_bytes()
+    settings = ["task=sft", f"model.name_or_path={target}", f"data.dataset_name={output}", "data.on_bad_row=skip"]
+    chosen = [part for setting in settings for part in ("--set", setting)]
+    assert cli(["train", *chosen, "--dry-run", "--output-dir", str(tmp_path / "run")]) == 0
+
+
+def test_a_killed_command_continues(tmp_path: Path, capsys: Captured) -> None:
+    data, whole, output = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    target, partial = model_folder("qwen2"), tmp_path / "out.jsonl.partial"
+    arguments = ["generate", str(target), "--data", str(data), "--output", str(output), *OPTIONS]
+    process = start([*arguments, "--batch-size", "2"], tmp_path / "cache")
+    kill_when(process, lambda: partial.exists() and partial.read_bytes().count(b"\n") > 3)
+    assert not output.exists()
+    done = partial.read_bytes()
+    partial.write_bytes(done + b'{"prompt": "tor')  # a line that was being written
+    assert cli([*arguments, "--seed", "6"]) == 2
+    assert "begun with another model, other rows or other options" in messages(capsys.readouterr().err)[0]
+    assert generated(capsys, target, data, output)["resumed"] == done.count(b"\n")
+    generated(capsys, target, data, whole)
+    assert output.read_bytes() == whole.read_bytes()
+    assert whole.read_bytes().startswith(done)
+    assert cli(arguments) == 2
+    assert "already exists" in messages(capsys.readouterr().err)[0]
+
+
+def test_runs_complete_texts_and_skip_bad_rows(tmp_path: Path, capsys: Captured) -> None:
+    write_corpus(tmp_path / "corpus.jsonl")
+    assert train(tmp_path, tmp_path / "run", "--max-steps", "2") == 0
+    bad = [
+        {"prompt": " "},
+        {"other": 1},
+        [1],
+        "{",
+        {"messages": []},
+        {"messages": "x"},
+        {"text": 3},
+        {"prompt": "\ud800"},
+    ]
+    bad += [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}]
+    bad += [{"messages": [{"role": "user", "content": "no template"}]}, {"prompt": "a b c " * 4000}]
+    data = written(tmp_path / "rows.jsonl", [*bad, {"text": "The"}, {"prompt": "A run"}])
+    summary = generated(capsys, tmp_path / "run", data, tmp_path / "out.jsonl")
+    assert (summary["rows"], summary["skipped"]) == (2, len(bad))
+    lines = tmp_path / "lines.txt"
+    lines.write_text("The first\nThe second\n")
+    assert generated(capsys, tmp_path / "run", lines, tmp_path / "lines.jsonl")["rows"] == 2
+    written(data, bad)
+    for arguments, words in (
+        (["--data", str(data), "--output", str(tmp_path / "none.jsonl")], "has no rows to complete"),
+        (["--data", str(data)], "--data requires --output"),
+        (["--data", str(lines), "--output", str(tmp_path)], "is a folder"),
+        (["--data", str(lines), "--output", str(tmp_path / "x"), "--batch-size", "0"], "--batch-size is 0"),
+        (["--prompt", "x", "--json"], "require --data"),
+    ):
+        capsys.readouterr()
+        assert cli(["generate", str(tmp_path / "run"), *arguments]) == 2
+        (line,) = messages(capsys.readouterr().err)
+        assert words in line

@@ -1,0 +1,135 @@
+"""Many prompts at once give the texts that each gives alone, whatever the number of slots and the order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sansgpu.config import ModelConfig
+from sansgpu.kernels import native
+from sansgpu.models import batched
+from sansgpu.models.batched import BatchModel, Completion, complete, decoder_batch
+from sansgpu.models.chat import PretrainedReader, continued, pretrained_batch
+from sansgpu.models.generate import DecoderReader, Sampling, generate, sample_token
+from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.patches import patch_model
+from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of
+from sansgpu.models.unpadded import UnpaddedModel
+from tests.models.small import TEXT, TOKENIZER, model_of
+from tests.tasks.folders import model_folder
+
+GREEDY, RANDOM = Sampling(temperature=0), Sampling(temperature=1.0, top_p=0.95, seed=3)
+WORDS = TEXT[0].split()
+PROMPTS = [" ".join(WORDS[: 1 + number % 7] * (1 + number % 3)) for number in range(9)]
+CONTEXT = 96
+# Those with sliding windows cannot share a cache.
+ARCHITECTURES = {
+    "llama": True,
+    "qwen2": True,
+    "qwen3": True,
+    "gpt2": True,
+    "phi": True,
+    "gemma": True,
+    "mistral": False,
+}
+
+
+def pretrained(architecture: str) -> tuple[UnpaddedModel, Any]:
+    settings = ModelConfig(name_or_path=str(model_folder(architecture)))
+    model = load_pretrained(settings, Head("causal"), seed=0).eval()
+    patch_model(model)
+    return UnpaddedModel(model, pack=True), load_tokenizer_of(settings, None)
+
+
+def completions(
+    model: BatchModel, slots: int, sampling: Sampling, first: int = 0, prompts: list[str] = PROMPTS
+) -> list[Completion]:
+    ids = [model.text_ids(prompt) for prompt in prompts]
+    limits = [min(5 + 3 * number, model.context - len(ids[number])) for number in range(len(prompts))]
+    reader = model.open_reader(slots, max(len(row) + limit for row, limit in zip(ids, limits, strict=True)))
+    with torch.inference_mode():
+        return sorted(complete(reader, ids, model.ends, limits, sampling, first))
+
+
+@pytest.mark.parametrize("layout", ["modern", "classic", "grouped"])
+def test_a_batch_of_our_decoder_writes_what_each_prompt_gives_alone(layout: str) -> None:
+    model = model_of(layout, vocab_size=300, max_seq_len=CONTEXT)
+    batch = decoder_batch(model, TOKENIZER)
+    alone = ["".join(generate(model, TOKENIZER, p, 5 + 3 * n, GREEDY)) for n, p in enumerate(PROMPTS)]
+    assert any(alone)
+    for slots in (1, 4, 20):  # with refills, and without
+        assert [TOKENIZER.decode(row.ids) for row in completions(batch, slots, GREEDY)] == alone
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_batch_of_a_transformers_model_writes_what_each_prompt_gives_alone(architecture: str) -> None:
+    unpadded, tokenizer = pretrained(architecture)
+    batch = pretrained_batch(unpadded, tokenizer)
+    assert batch.together == ((native.available() and ARCHITECTURES[architecture]) or batch.together)
+    together = completions(batch, 4, GREEDY)
+    for number, prompt in enumerate(PROMPTS):
+        alone = "".join(continued(unpadded.model, tokenizer, prompt, 5 + 3 * number, GREEDY))
+        assert batch.decode(together[number].ids) == alone
+        assert together[number].reason == ("length" if len(together[number].ids) == 5 + 3 * number else "stop")
+
+
+@pytest.mark.skipif(not native.available(), reason="torch rounds differently for other numbers of rows")
+@pytest.mark.parametrize("narrow", [False, True])
+def test_texts_depend_on_seed_and_row_but_not_on_the_batch(narrow: bool) -> None:
+    unpadded, tokenizer = pretrained("qwen2")
+    if narrow:
+        narrow_matrices(unpadded.model)
+    batch = pretrained_batch(unpadded, tokenizer)
+    expected = completions(batch, 9, RANDOM)
+    for slots in (1, 2, 5):
+        assert completions(batch, slots, RANDOM) == expected
+    limits = [5 + 3 * number for number in range(4, 9)]
+    ids = [batch.text_ids(prompt) for prompt in PROMPTS[4:]]
+    with torch.inference_mode():
+        later = complete(batch.open_reader(3, CONTEXT), ids, batch.ends, limits, RANDOM, first=4)
+        assert sorted(later) == expected[4:]  # as after an interruption
+    other = completions(batch, 9, Sampling(temperature=1.0, top_p=0.95, seed=4))
+    assert [row.ids for row in other] != [row.ids for row in expected]
+    same = completions(batch, 9, RANDOM, prompts=[PROMPTS[0]] * 9)
+    assert len({tuple(row.ids[:5]) for row in same}) > 1
+
+
+def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, (unpadded, tokenizer) = model_of("modern", vocab_size=300, max_seq_len=CONTEXT), pretrained("llama")
+    for batch, reader in (
+        (decoder_batch(decoder, TOKENIZER), DecoderReader(decoder)),
+        (pretrained_batch(unpadded, tokenizer), PretrainedReader(unpadded.model)),
+    ):
+        prompts = [[7 * n % 250 + 1 for n in range(length)] for length in (70, 3, 50, 33, 17)]
+        monkeypatch.setattr(batched, "PASS_TOKENS", 24)
+        with torch.inference_mode():
+            found = batch.open_reader(5, CONTEXT).add(prompts)
+            for row, prompt in zip(found, prompts, strict=True):
+                reader.reset()
+                torch.testing.assert_close(row, reader.forward_new(prompt), atol=2e-5, rtol=1e-4)
+        monkeypatch.undo()
+
+
+def test_rows_end_at_the_context() -> None:
+    model = model_of("modern", vocab_size=300, max_seq_len=24)
+    with torch.no_grad():
+        model.head_weight[TOKENIZER.end_id] = -model.head_weight[7]
+    batch, prompts = decoder_batch(model, TOKENIZER), [[5] * 23, [6] * 20, [7] * 2]
+    limits = [batch.context - len(prompt) for prompt in prompts]
+    with torch.inference_mode():
+        found = sorted(complete(batch.open_reader(2, 24), prompts, (), limits, GREEDY))
+    assert [(len(row.ids), row.reason) for row in found] == [(1, "length"), (4, "length"), (22, "length")]
+
+
+def test_a_rows_draw_does_not_depend_on_other_rows() -> None:
+    logits = torch.randn(6, 2000, generator=torch.Generator().manual_seed(0)) * 3
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(row) for row in range(6)]
+
+    for sampling in (Sampling(0.7), Sampling(1.0, top_k=5), Sampling(2.0, top_p=0.999), Sampling(1.0, 50, 0.8)):
+        together = batched.sample_tokens(logits, sampling, generators())
+        alone = [sample_token(row, sampling, draws) for row, draws in zip(logits, generators(), strict=True)]
+        assert together == alone
