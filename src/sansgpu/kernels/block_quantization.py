@@ -1,0 +1,174 @@
+"""Weights quantized in blocks of a row, byte for byte as in GGUF files (github.com/ggml-org/ggml, ggml-common.h).
+
+A matrix (outputs, inputs) is stored as uint8 (outputs, bytes of a row). Matmuls of `quantized_linear` read it as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import gguf
+import torch
+from gguf import GGMLQuantizationType as Encoding
+
+from sansgpu.kernels import native
+
+Precision = Literal["int8", "int4"]
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of GGUF that stores `block` consecutive values of a row in `bytes` bytes."""
+
+    name: str
+    block: int
+    bytes: int
+
+    @property
+    def number(self) -> int:
+        """The number of this format in native/block_formats.h."""
+        return list(FORMATS).index(self.name)
+
+    @property
+    def encoding(self) -> Encoding:
+        """The name of this format in gguf-py."""
+        return Encoding[self.name.upper()]
+
+    def row_bytes(self, inputs: int) -> int:
+        """Returns the bytes of a row. Raises RuntimeError if `inputs` is not a multiple of the block."""
+        if inputs % self.block:
+            raise RuntimeError(f"rows of {inputs} values cannot be stored in {self.name}'s blocks of {self.block}.")
+        return inputs // self.block * self.bytes
+
+
+FORMATS = {
+    format.name: format
+    for format in (
+        BlockFormat("q4_0", 32, 18),
+        BlockFormat("q4_1", 32, 20),
+        BlockFormat("q8_0", 32, 34),
+        BlockFormat("q4_k", 256, 144),
+        BlockFormat("q6_k", 256, 210),
+    )
+}
+
+
+def by_number(number: int) -> BlockFormat:
+    """Returns the format with this `number`."""
+    return [*FORMATS.values()][number]
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A frozen matrix (outputs, inputs) in a block format; `data` is uint8 (outputs, bytes of a row).
+
+    `data` may be memory that cannot be written, such as a mapped file.
+    """
+
+    data: torch.Tensor
+    format: BlockFormat
+
+    def __post_init__(self) -> None:
+        """Raises RuntimeError if `data` cannot be rows of this format."""
+        shape, dtype = tuple(self.data.shape), self.data.dtype
+        if dtype != torch.uint8 or len(shape) != 2 or shape[1] % self.format.bytes:
+            raise RuntimeError(f"a tensor of shape {shape} and {dtype} does not store rows in {self.format.name}.")
+
+    @property
+    def outputs(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.data.shape[1] // self.format.bytes * self.format.block
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the values (outputs, inputs)."""
+        return dequantize_rows(self.data, self.format, dtype)
+
+
+def format_for(precision: Precision, inputs: int) -> BlockFormat | None:
+    """Returns the format of matrices with rows of `inputs` values, or None if their rows are not whole blocks."""
+    names = ("q8_0",) if precision == "int8" else ("q4_k", "q4_1")
+    return next((FORMATS[name] for name in names if inputs % FORMATS[name].block == 0), None)
+
+
+def quantize_rows(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
+    """Rounds a matrix (outputs, inputs) to a format; returns uint8 (outputs, bytes of a row).
+
+    q4_0, q4_1 and q8_0 are equal to those of gguf-py. For q4_k and q6_k, the kernel searches the scales with the least
+    square error; without it, scales cover the range of each group. Raises RuntimeError if values are not finite or rows
+    are not whole blocks.
+    """
+    outputs, inputs = values.shape
+    row_bytes = format.row_bytes(inputs)
+    blocks = values.detach().float().cpu().reshape(-1, format.block)
+    if not blocks.isfinite().all():
+        raise RuntimeError(f"values that are not finite cannot be stored in {format.name}.")
+    if format.name not in _PLAIN:
+        data = torch.from_numpy(gguf.quants.quantize(blocks.numpy(), format.encoding))
+    elif native.takes(blocks):
+        data = torch.empty(len(blocks), format.bytes, dtype=torch.uint8)
+        native.call(f"quantize_{format.name}", len(blocks), blocks, data)
+    else:
+        data = _PLAIN[format.name](blocks)
+    return data.reshape(outputs, row_bytes)
+
+
+def dequantize_rows(data: torch.Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns the values (outputs, inputs) that uint8 `data` (outputs, bytes of a row) stores."""
+    outputs, inputs = data.shape[0], data.shape[1] // format.bytes * format.block
+    values = torch.empty(outputs, inputs, dtype=dtype, device=data.device)
+    if native.takes(values):
+        narrow = dtype == torch.bfloat16
+        native.call("dequantize_rows", narrow, format.number, outputs, inputs, data.contiguous(), values)
+        return values
+    return values.copy_(torch.from_numpy(gguf.quants.dequantize(data.cpu().numpy(), format.encoding)))
+
+
+def _half_bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.half()[:, None].contiguous().view(torch.uint8)
+
+
+def _inverse(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x == 0, 0.0, 1 / x)
+
+
+def _quantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Returns blocks of 8 groups of 32 values; a value is d scale code - dmin min with 6-bit scale and min."""
+    x = blocks.view(-1, 8, 32)
+    mins = -x.amin(-1).clamp(max=0)
+    scales = (x.amax(-1).clamp(min=0) + mins) / 15
+    d, dmin = (part.amax(1).div(63).half().float() for part in (scales, mins))
+    scale_codes, min_codes = (
+        (part * _inverse(unit)[:, None]).round().clamp(0, 63).to(torch.uint8)
+        for part, unit in ((scales, d), (mins, dmin))
+    )
+    steps, offsets = d[:, None, None] * scale_codes[..., None], dmin[:, None, None] * min_codes[..., None]
+    codes = ((x + offsets) * _inverse(steps)).round().clamp(0, 15).to(torch.uint8)
+    low, high = codes.view(-1, 4, 2, 32).unbind(2)
+    packed = [
+        scale_codes[:, :4] | (scale_codes[:, 4:] >> 4) << 6,
+        min_codes[:, :4] | (min_codes[:, 4:] >> 4) << 6,
+        (scale_codes[:, 4:] & 15) | (min_codes[:, 4:] & 15) << 4,
+    ]
+    return torch.cat([_half_bytes(d), _half_bytes(dmin), *packed, (low | high << 4).flatten(1)], 1)
+
+
+def _quantize_q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Returns blocks of 16 groups of 16 values; a value is d scale code with 8-bit scale and code from -32 to 31."""
+    x = blocks.view(-1, 16, 16)
+    scales = x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0] / -32
+    d = (scales.abs().amax(1) / 127).half().float()
+    scale_codes = (scales * _inverse(d)[:, None]).round().clamp(-127, 127)
+    codes = (x * _inverse(d[:, None, None] * scale_codes[..., None])).round().clamp(-32, 31).to(torch.int8) + 32
+    quarters = codes.view(-1, 2, 4, 32).to(torch.uint8)  # of each half of a block
+    low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
+    shifted = (quarters >> 4) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = shifted.sum(2, dtype=torch.uint8)  # no two share a bit
+    parts = [low.flatten(1), high.flatten(1), scale_codes.to(torch.int8).view(torch.uint8), _half_bytes(d)]
+    return torch.cat(parts, 1)
+
+
+_PLAIN = {"q4_k": _quantize_q4_k, "q6_k": _quantize_q6_k}  # formats that gguf-py only reads

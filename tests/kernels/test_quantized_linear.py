@@ -1,0 +1,180 @@
+"""Linear layers with block-quantized weights, compared with float64 of the values that gguf-py reads."""
+
+import gguf
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, dequantize_rows, format_for, quantize_rows
+from sansgpu.kernels.quantized_linear import quantized_linear, quantized_lora_linear
+
+RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NAMES = st.sampled_from(list(FORMATS))
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+ERROR = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # relative, with two roundings in bf16
+SCALE, RANK = 1.7, 5
+
+
+def new_weight(name: str, outputs: int, blocks: int, seed: int = 0) -> QuantizedWeight:
+    """Returns random blocks with scales of at most 2, in memory that cannot be written."""
+    format, generator = FORMATS[name], torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (outputs, blocks, format.bytes), dtype=torch.uint8, generator=generator)
+    for high in {"q4_1": (1, 3), "q4_k": (1, 3), "q6_k": (-1,)}.get(name, (1,)):  # upper bytes of fp16 scales
+        data[..., high] &= 0xBF
+    array = data.view(outputs, -1).numpy()
+    array.flags.writeable = False
+    return QuantizedWeight(torch.from_numpy(array), format)
+
+
+def values_of(weight: QuantizedWeight) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(weight.data.numpy(), weight.format.encoding))
+
+
+def leaves(rows: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns x, x after dropout, A and B."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(rows, weight.inputs), (rows, weight.inputs), (RANK, weight.inputs), (weight.outputs, RANK)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@RANDOM
+@given(NAMES, st.integers(1, 70), st.integers(1, 40), DTYPES, st.booleans(), st.integers(0, 99))
+def test_values_are_those_of_gguf_py(
+    kernels: str, name: str, outputs: int, blocks: int, dtype: torch.dtype, flush: bool, seed: int
+) -> None:
+    weight = new_weight(name, outputs, blocks, seed)
+    expected = values_of(weight)
+    torch.set_flush_denormal(flush)  # as in training: subnormal fp16 scales must not be flushed
+    assert torch.equal(dequantize_rows(weight.data, weight.format, dtype), expected.to(dtype))
+    torch.set_flush_denormal(False)
+    assert expected.shape == (weight.outputs, weight.inputs)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
+def test_simple_formats_are_rounded_as_by_gguf_py(name: str) -> None:
+    values, format = torch.randn(5, 320), FORMATS[name]
+    expected = torch.from_numpy(gguf.quants.quantize(values.numpy(), format.encoding))
+    assert torch.equal(quantize_rows(values.double(), format), expected)
+
+
+# Relative square errors of llama.cpp (ggml_quantize_chunk of version 0.3.36 of llama-cpp-python) on these values.
+@pytest.mark.parametrize(
+    ("name", "tails", "expected"),
+    [("q4_k", False, 5.10e-3), ("q4_k", True, 8.58e-3), ("q6_k", False, 3.14e-4), ("q6_k", True, 6.48e-4)],
+)
+def test_errors_are_below_those_of_llama_cpp(kernels: str, name: str, tails: bool, expected: float) -> None:
+    torch.manual_seed(0)
+    values = torch.distributions.StudentT(3.0).sample((256, 2048)) if tails else torch.randn(256, 2048)
+    values, results = values * 0.02, []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(quantize_rows(values, FORMATS[name]))
+    assert all(torch.equal(results[0], other) for other in results)
+    error = (values_of(QuantizedWeight(results[0], FORMATS[name])) - values).double().square().mean()
+    assert error / values.double().square().mean() < expected * (1.25 if kernels == "torch" else 0.97)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_extreme_values_are_rounded_without_loss_of_the_others(kernels: str, name: str) -> None:
+    format = FORMATS[name]
+    for values in (torch.zeros(1, 256), torch.full((1, 256), 0.3), torch.full((1, 256), -0.3), torch.eye(256) * 1e4):
+        found = dequantize_rows(quantize_rows(values, format), format)
+        assert (found - values).abs().max() <= 1e-3 * values.abs().max()
+    if kernels != "torch":
+        tiny = torch.randn(4, 256) * 1e-6  # the fp16 factor of the scales is subnormal
+        assert (dequantize_rows(quantize_rows(tiny, format), format) - tiny).norm() < 0.3 * tiny.norm()
+    with pytest.raises(RuntimeError, match=f"values that are not finite cannot be stored in {name}"):
+        quantize_rows(torch.full((1, 256), torch.nan), format)
+
+
+def test_formats_of_precisions() -> None:
+    assert [format_for("int8", 960), format_for("int4", 1024)] == [FORMATS["q8_0"], FORMATS["q4_k"]]
+    assert [format_for("int4", 960), format_for("int4", 100)] == [FORMATS["q4_1"], None]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@RANDOM
+@given(NAMES, st.integers(1, 200), st.integers(1, 200), st.integers(1, 9), st.booleans(), st.booleans(), DTYPES)
+@example("q4_k", 20, 65, 33, True, False, torch.float32)  # more terms than one pass sums
+@example("q6_k", 20, 8200, 1, True, False, torch.bfloat16)  # the same, backward
+@example("q4_1", 15, 70, 40, True, True, torch.bfloat16)  # few rows
+def test_products_and_gradients(
+    kernels: str, name: str, rows: int, outputs: int, blocks: int, biased: bool, adapted: bool, dtype: torch.dtype
+) -> None:
+    weight = new_weight(name, outputs, blocks)
+    bias = torch.arange(outputs) / 10.0 if biased else None
+    ours = leaves(rows, weight, dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in ours]
+    sizes = [tensor.detach().abs().requires_grad_() for tensor in exact]
+    wide = values_of(weight).to(dtype).double()
+    found = []
+    for x, dropped, first, second in (ours, exact, sizes):
+        if x is ours[0]:
+            y = (
+                quantized_lora_linear(x, dropped, weight, bias, first, second, SCALE)
+                if adapted
+                else quantized_linear(x, weight, bias)
+            )
+        else:
+            y = x @ (wide if x is exact[0] else wide.abs()).T + (0 if bias is None else bias)
+            y = y + SCALE * (dropped @ first.T) @ second.T if adapted else y
+        grad = torch.linspace(-1, 1, y.numel()).view_as(y)
+        y.backward((grad.abs() if x is sizes[0] else grad).to(y.dtype))
+        found.append([y.detach(), *(t.grad for t in ((x, dropped, first, second) if adapted else (x,)))])
+    for value, expected, size in zip(*found, strict=True):  # size: of the terms of the sums, which may cancel
+        assert value is not None
+        assert expected is not None
+        assert size is not None
+        assert value.dtype == dtype
+        assert (value.double() - expected).norm() <= ERROR[dtype] * size.norm()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [3, 150])
+def test_results_do_not_depend_on_the_threads(native_kernels: str, rows: int, dtype: torch.dtype) -> None:
+    weight = new_weight("q4_k", 300, 3)
+    x, _, first, second = leaves(rows, weight, dtype)
+    results = []
+    for threads in (1, 2, 5, 5):
+        torch.set_num_threads(threads)
+        y = quantized_lora_linear(x, x, weight, None, first, second, SCALE)
+        plain = quantized_linear(x, weight)
+        results.append([y, plain, *torch.autograd.grad((y + plain).sum(), (x, first, second))])
+    for others in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_flops_are_those_of_matmuls(kernels: str) -> None:
+    weight = new_weight("q4_k", 300, 3)
+    x, _, first, second = leaves(50, weight, torch.float32)
+    product, adapter = 2 * 50 * 300 * 768, 2 * 50 * RANK * (300 + 768)
+    with FlopCounterMode(display=False) as counter:
+        quantized_linear(x, weight).sum().backward()
+    assert counter.get_total_flops() == 2 * product
+    with FlopCounterMode(display=False) as counter:
+        quantized_lora_linear(x, x, weight, None, first, second, SCALE).sum().backward()
+    assert counter.get_total_flops() == 2 * product + 3 * adapter
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_what_does_not_fit_is_refused(kernels: str) -> None:
+    weight = new_weight("q4_k", 5, 2)
+    x, dropped, first, second = leaves(3, weight, torch.float32)
+    for refused in (
+        (x[:, :256], dropped, weight, None, first, second),
+        (x, dropped, weight, torch.ones(4), first, second),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            quantized_lora_linear(*refused, SCALE)
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            quantized_linear(refused[0], weight, refused[3])
+    with pytest.raises(RuntimeError, match=r"rows of 300 values cannot be stored in q4_k's blocks of 256"):
+        quantize_rows(torch.ones(2, 300), FORMATS["q4_k"])
+    for data in (torch.zeros(2, 145, dtype=torch.uint8), torch.zeros(144, dtype=torch.uint8), torch.zeros(2, 144)):
+        with pytest.raises(RuntimeError, match="does not store rows in q4_k"):
+            QuantizedWeight(data, FORMATS["q4_k"])
