@@ -224,3 +224,9 @@ def test_a_run_loads_nothing_of_weight_that_it_does_not_need(tmp_path: Path) -> 
     chosen = settings(data__dataset_name=corpus, training__max_steps=1)
     heavy = {"transformers", "datasets", "peft", "sympy", "torch._dynamo", "torch.distributed.tensor"}
     assert loaded(["train", *chosen, "--output-dir", str(tmp_path / "r")], heavy, tmp_path / "cache") == "0 []"
+
+
+def test_loading_the_tasks_imports_no_metrics() -> None:
+    """`sansgpu generate` and `chat` look through the tasks for one that knows the model; torchmetrics loads scipy."""
+    program = "import sys; from sansgpu.tasks import TASKS; list(TASKS.values()); print('torchmetrics' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

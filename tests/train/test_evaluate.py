@@ -81,3 +81,20 @@ def test_a_signal_before_the_first_step_leaves_nothing_that_hinders_a_resume(tmp
     assert code in (143, -15, 0)  # by its handler, before there was one, or after four quick steps
     assert finish([*arguments, "--resume"], tmp_path / "cache")[0] == 0
     assert record(tmp_path / "r")[-1]["step"] == 4
+
+
+def test_an_evaluation_on_start_comes_first_and_changes_no_result(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl")
+    chosen = settings(data__dataset_name=corpus, training__max_steps=4, training__learning_rate=5.0)  # diverges
+    for name in ("without", "with"):
+        first = ["--set", "training.eval_on_start=true"] if name == "with" else []
+        done = finish(["train", *chosen, *first, "--output-dir", str(tmp_path / name)], tmp_path / "cache")
+        assert done[0] == 0, done[2]
+    events = record(tmp_path / "with")
+    assert [(event["event"], event["step"]) for event in events[:2]] == [("start", 0), ("eval", 0)]
+    last = [event["loss"] for event in events if event["event"] == "eval"][-1]
+    assert last > events[1]["loss"], "the untrained weights are to be the best, of which there is no snapshot"
+    weights = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in ("without", "with")]
+    assert weights[0] == weights[1]
+    code, shown, _ = finish(["snapshots", "list", str(tmp_path / "with")], tmp_path / "cache")
+    assert (code, "step-000004" in shown, "step-000000" in shown) == (0, True, False)

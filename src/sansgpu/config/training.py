@@ -172,6 +172,7 @@ class TrainingConfig(Section):
     seed: int = Field(42, ge=0, description="random seed; the only source of randomness")
     save_steps: int = Field(250, ge=0, description="steps between snapshots; 0: save only the best and the last")
     eval_steps: int = Field(100, ge=0, description="steps between evaluations; 0: only a final one")
+    eval_on_start: bool = Field(False, description="also evaluate before the first step, to see what training improves")
     eval_batches: int | None = Field(None, ge=1, description="number of batches to evaluate on. Default: all")
     logging_steps: int = Field(10, ge=1, description="steps between logged step events")
     keep_last: int = Field(3, ge=1, description="number of latest snapshots to keep, in addition to the best")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import groupby
 from typing import Any, Literal
 
@@ -28,9 +29,10 @@ Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_END = "</think>"
-# Some templates insert today's date, but a run resumed tomorrow must get the same tokens. This is the default date of
-# Llama 3's templates.
-FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
+# Some templates write today's date, but a run resumed tomorrow must get the same tokens. This is the default date of
+# Llama 3's templates. transformers passes no functions to a template, so a macro replaces the codes of a format.
+_CODES = "".join(f" | replace('%{code}', '{date(2024, 7, 26).strftime('%' + code)}')" for code in "aAbBdHIjmMpSyY")
+FIXED_DATE = f"{{% macro strftime_now(format) %}}{{{{ format{_CODES} }}}}{{% endmacro %}}\n"
 MAX_PREFIX_CHARACTERS = 1 << 22  # limit on the prefixes that one call renders, in total
 
 
@@ -41,6 +43,7 @@ class MaskedConversation:
     ids: list[int]
     learned: list[bool]
     sizes: list[int] = field(default_factory=list, compare=False)
+    lacks_system: bool = False  # the template left the system message out
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class TokenizedConversations:
     dropped: int  # rows that are too long, or have no token with a loss
     skipped: int  # invalid rows
     first_skipped: str | None  # error message of the first invalid row
+    lacking_system: int = 0  # conversations whose system message the chat template left out
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -85,7 +89,7 @@ def tokenize_conversations(
     is_text_token = token_bytes(tokenizer.backend_tokenizer) > 0
     if tokenizer.unk_token_id is not None:
         is_text_token[tokenizer.unk_token_id] = True
-    shortened = dropped = 0
+    shortened = dropped = lacking_system = 0
 
     def fit(row: SourceRow) -> tuple[MaskedConversation | None, bool]:
         with tokenizer_errors(row.where):
@@ -97,6 +101,7 @@ def tokenize_conversations(
             dropped += 1
             continue
         shortened += is_shortened
+        lacking_system += fitted.lacks_system
         tokens.extend(fitted.ids)
         learned.extend(fitted.learned)
         offsets.append(len(tokens))
@@ -104,7 +109,7 @@ def tokenize_conversations(
         sizes.append(int(np.array(fitted.sizes[1:])[counted].sum()))
     arrays = (np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64))
     return TokenizedConversations(
-        *arrays, np.array(sizes, np.int64), shortened, dropped, bad_rows.count, bad_rows.first
+        *arrays, np.array(sizes, np.int64), shortened, dropped, bad_rows.count, bad_rows.first, lacking_system
     )
 
 
@@ -209,7 +214,7 @@ def _mask_chat(conversation: Conversation, tokenizer: Any) -> MaskedConversation
         visible = stop - len(rendered.full[start:stop].lstrip())
         learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
     sizes = bytes_between(rendered.full, stops.tolist())
-    return MaskedConversation(list(encoded["input_ids"]), learned.tolist(), sizes.tolist())
+    return MaskedConversation(list(encoded["input_ids"]), learned.tolist(), sizes.tolist(), rendered.lacks_system())
 
 
 class _RenderedConversation:
@@ -226,6 +231,7 @@ class _RenderedConversation:
         self._prefixes: dict[tuple[int, bool], Rendered] = {}
         self._render_needed_prefixes()
         self.full = self._prefix(len(self._turns))
+        self._require_calls()
         known = self.full + "".join(turn["content"] for turn in self._turns)
         unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in known)  # private use area
         self._start_mark, self._end_mark = next(unused), next(unused)
@@ -235,6 +241,16 @@ class _RenderedConversation:
         if GENERATION.search(self._template):
             return self._generation_spans()
         return [self._span(number, stops) for number in self._learned_turns()]
+
+    def lacks_system(self) -> bool:
+        """Returns whether the template leaves the system message out, as Mistral's does after the last question."""
+        return any(turn["role"] == "system" and turn["content"].strip() not in self.full for turn in self._turns)
+
+    def _require_calls(self) -> None:
+        """Raises BadRowError if the template ignores a call of a tool, where an empty answer would be learned."""
+        for number in self._learned_turns():
+            if any(name not in self.full for name in _called(self._turns[number])):
+                raise bad_row(self._where, f"calls a tool in turn {number + 1}, which the chat template does not write")
 
     def _learned_turns(self) -> list[int]:
         return [n for n, turn in enumerate(self._turns) if n >= self._first and turn["role"] == "assistant"]
@@ -343,6 +359,15 @@ class _RenderedConversation:
 def _common_length(one: str, other: str) -> int:
     """Returns the length of the common prefix."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _called(turn: Message) -> Iterator[str]:
+    """Yields the names of the tools that a turn calls."""
+    calls = turn.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        match call:
+            case {"function": {"name": str(name)}} | {"name": str(name)}:
+                yield name
 
 
 def _marked(turn: Message, start_mark: str, end_mark: str) -> Message | None:

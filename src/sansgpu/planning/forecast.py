@@ -32,7 +32,7 @@ class Forecast:
 
     def seconds(self, training: TrainingConfig, steps: int, first: int = 0) -> float:
         """Returns the time to train from step `first` to step `steps`, including evaluations and snapshots."""
-        evaluations = _due(training.eval_steps, first, steps)
+        evaluations = _due(training.eval_steps, first, steps) + (training.eval_on_start and not first)
         saves = _due(training.save_steps, first, steps)
         between = evaluations * self.evaluation_seconds + saves * self.save_seconds
         return self.startup_seconds + (steps - first) * self.step_seconds + between + self.end_seconds

@@ -1,4 +1,7 @@
-"""Metrics of predicted labels and scores, by torchmetrics."""
+"""Metrics of predicted labels and scores, by torchmetrics.
+
+Functions import torchmetrics when they need it, because that takes seconds and every command loads this module.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import warnings
 from typing import Any
 
 import torch
-from torchmetrics.functional import classification, regression
 
 from sansgpu.data.labeled import Labels
 
@@ -23,6 +25,8 @@ def label_metrics(labels: Labels, predicted: torch.Tensor, targets: torch.Tensor
         return _correlations(predicted[:, 0].double(), targets[:, 0].double())
     if labels.kind == "multiple":
         return _several(predicted, targets)
+    from torchmetrics.functional import classification
+
     count = len(labels.names)
     given, right = predicted[:, 0], targets[:, 0]
     found: dict[str, Any] = {
@@ -37,12 +41,16 @@ def label_metrics(labels: Labels, predicted: torch.Tensor, targets: torch.Tensor
 
 def _matthews(given: torch.Tensor, right: torch.Tensor, count: int) -> float:
     """Returns 0 if all predictions or all labels are equal, as in scikit-learn; torchmetrics approximates a limit."""
+    from torchmetrics.functional import classification
+
     if any(len(values.unique()) < 2 for values in (given, right)):
         return 0.0
     return float(classification.multiclass_matthews_corrcoef(given, right, count))
 
 
 def _several(predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    from torchmetrics.functional import classification
+
     count = targets.shape[1]
     if count == 1:  # torchmetrics refuses a single label
         predicted, targets, count = predicted.repeat(1, 2), targets.repeat(1, 2), 2
@@ -55,6 +63,8 @@ def _several(predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
 
 def _correlations(predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
     """Returns the rank and the linear correlation; NaN if all predictions or all targets are equal."""
+    from torchmetrics.functional import regression
+
     constant = any(bool((values == values[0]).all()) for values in (predicted, targets))
     if constant or not bool(predicted.isfinite().all()):
         return {"spearman": math.nan, "pearson": math.nan}

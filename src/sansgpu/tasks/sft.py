@@ -246,6 +246,11 @@ def _examples(
             f"{source.name}: {examples.dropped} rows are dropped: {whole} are longer than {window} tokens, or there is "
             "nothing to learn; raise data.max_length to keep the long ones."
         )
+    if examples.lacking_system:
+        notes.append(
+            f"{source.name}: the chat template leaves out the system message of {examples.lacking_system} rows; to "
+            "train on it, put its text into the first question."
+        )
     if examples.skipped:
         notes.append(f"{source.name}: bad rows skipped: {examples.skipped}; the first: {examples.first_skipped}")
     return examples

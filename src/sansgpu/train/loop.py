@@ -129,6 +129,8 @@ class Trainer:
         self._task.model.train()
         try:
             with self._control.interrupt, self._group.diagnosing_torch():
+                if training.eval_on_start and not self._progress.step:
+                    self._evaluate(stop=self._control.is_interrupted)
                 signal = self._run_steps(prefetch)
                 if signal is None:
                     self._evaluate()
@@ -250,6 +252,8 @@ class Trainer:
             with self._plan.autocast():
                 event["sample"] = self._task.sample(training.sample_prompt, training.sample_tokens, seed)
         self._log.emit(event)
+        if not progress.step:
+            return  # there is no snapshot of untrained weights that could be the best one
         if loss is not None and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.best_step = loss, progress.step
 

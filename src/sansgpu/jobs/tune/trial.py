@@ -67,6 +67,7 @@ def trial_config(config: Config, values: Values, length: Length) -> Config:
         steps *= chosen.training.num_epochs / config.training.num_epochs
     settings = {
         "eval_steps": max(1, round(steps / length.evaluations)),
+        "eval_on_start": False,
         "save_steps": 0,  # the best evaluation so far is saved anyway
         "keep_last": 1,
         "report_to": "none",
