@@ -8,6 +8,7 @@ from sansgpu.kernels.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_and_hits,
     reference_cross_entropy,
+    target_log_probabilities,
 )
 from sansgpu.kernels.embedding import embed
 
@@ -93,3 +94,40 @@ def test_a_frozen_operand_gets_no_gradient(kernels: str, frozen: int) -> None:
     assert grad is not None
     assert expected is not None
     assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize(("tokens", "width", "vocabulary"), [(0, 8, 20), (7, 33, 51), (1500, 24, 130)])
+def test_log_probabilities_of_targets_have_the_gradients_of_any_function_of_them(
+    kernels: str, tokens: int, width: int, vocabulary: int, softcap: float
+) -> None:
+    targets = random_targets(tokens, vocabulary)
+    coefficients = torch.randn(tokens, generator=torch.Generator().manual_seed(2))
+
+    def function(log_probabilities: torch.Tensor) -> torch.Tensor:
+        return (log_probabilities * coefficients.to(log_probabilities) + log_probabilities.square()).sum()
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves(tokens, width, vocabulary, torch.float32)]
+    logits = exact[0] @ exact[1].T
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    expected = torch.log_softmax(logits, dim=1).gather(1, targets[:, None])[:, 0]
+    function(expected).backward()
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        hidden, head = leaves(tokens, width, vocabulary, torch.float32)
+        found = target_log_probabilities(hidden, head, targets, softcap)
+        function(found).backward()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        for leaf, other in zip((hidden, head), exact, strict=True):
+            assert leaf.grad is not None
+            assert other.grad is not None
+            scale = other.grad.abs().max() if tokens else 1.0
+            torch.testing.assert_close(leaf.grad.double() / scale, other.grad / scale, rtol=1e-4, atol=1e-5)
+        results.append((found, hidden.grad, head.grad))
+    torch.set_num_threads(before)
+    if kernels == "native":
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    with torch.no_grad():
+        assert torch.equal(target_log_probabilities(hidden, head, targets, softcap), found)

@@ -44,9 +44,7 @@ class PreferenceConfig(Section):
     def _only_keys_of_the_loss(self) -> PreferenceConfig:
         for key, losses in _KEYS_OF_LOSSES.items():
             if self.loss not in losses and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"{key} is for loss {' and '.join(losses)}, and has no effect in {self.loss}; remove it"
-                )
+                raise ValueError(f"{key} is for {' and '.join(losses)}, and has no effect in {self.loss}; remove it")
         return self
 
     @property

@@ -5,6 +5,7 @@ N tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,6 @@ from sansgpu.kernels import native
 from sansgpu.kernels.embedding import add_rows
 from sansgpu.kernels.linear import autocasted
 from sansgpu.kernels.matmul import is_native, matmul_into
-from sansgpu.kernels.soft_targets import MixedLoss, SoftTargets
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
 
@@ -45,15 +45,6 @@ def _cross_entropy_losses(
         float(smoothing), float(z_loss), float(softcap), exponentials, above if count else None, *results,
     )  # fmt: skip
     return *results, above
-
-
-def _logits_at(hidden: torch.Tensor, head: torch.Tensor, places: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Returns the logits (N, K) of the tokens of the vocabulary at `places` (N, K)."""
-    logits = hidden.new_empty(places.shape, dtype=torch.float32)
-    sizes = (*hidden.shape, places.shape[1])
-    narrow = hidden.dtype == torch.bfloat16
-    native.call("head_logits_at", narrow, *sizes, hidden, head, places, float(softcap), logits)
-    return logits
 
 
 def _cross_entropy_hidden(
@@ -142,81 +133,72 @@ def linear_cross_entropy_and_hits(
 
     The number is 0 without `count_hits`.
     """
-    loss, counts = _apply(hidden, weight, targets, options, ignore_index, count_hits, None)
-    return loss, counts[0].to(torch.int64)
-
-
-def linear_mixed_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    soft: SoftTargets,
-    options: LossOptions = DEFAULT_LOSS_OPTIONS,
-    ignore_index: int = -100,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the loss of `SoftTargets` with one pass over the logits, as `linear_cross_entropy` does.
-
-    Returns its sum, (), and the sums of its parts without their factors, (2,): the cross-entropy and the KL divergence.
-    Label smoothing is not supported.
-    """
-    loss, counts = _apply(hidden, weight, targets, options, ignore_index, False, soft)
-    return loss, counts[1:]
-
-
-def _apply(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions, ignore_index: int,
-    count: bool, soft: SoftTargets | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns the loss and what `_Totals.counts` has, of the positions with a target."""
     device = hidden.device.type
     hidden = autocasted(hidden)
     with torch.autocast(device, enabled=False):
         has_target = targets != ignore_index
         if not bool(has_target.all()):
             hidden, targets = hidden[has_target], targets[has_target]
-            soft = soft and soft.rows(has_target)
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
             hidden, weight = hidden.detach(), weight.detach()
-        results = _LinearCrossEntropy.apply(hidden, weight, targets, options, count, soft)
-        return cast(tuple[torch.Tensor, torch.Tensor], results)
+        sums = _LinearCrossEntropy.apply(hidden, weight, targets, options, count_hits)
+        return cast(tuple[torch.Tensor, torch.Tensor], sums)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions, count: bool,
-        soft: SoftTargets | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        of_hidden, of_weight = ctx.needs_input_grad[:2]
-        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
-            raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
-        if soft is not None and len(targets) and not 0 <= int(soft.ids.min()) <= int(soft.ids.max()) < len(weight):
-            raise IndexError(f"a teacher's token is out of bounds: tokens must lie in 0 to {len(weight) - 1}.")
-        head = _HeadOperands(
-            hidden.contiguous(),
-            weight.to(hidden.dtype).contiguous(),
-            targets.to(torch.int64).contiguous(),
-            hidden.new_empty(hidden.shape) if of_hidden else None,
-            hidden.new_empty(weight.shape, dtype=_wide(hidden)) if of_weight else None,
-            soft,
-        )
-        if head.weight_grad is not None and not len(hidden):
-            head.weight_grad.zero_()
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions, count: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = head_operands(hidden, weight, targets, *ctx.needs_input_grad[:2])
         # With both options, the gradient of smoothing differs from logit to logit.
         fused = is_native(head.hidden, head.weight) and not (options.softcap and options.label_smoothing)
-        totals = (_native_sums if fused else _torch_sums)(head, options, count)
+        total, hits = (_native_sums if fused else _torch_sums)(head, options, count)
         ctx.save_for_backward(head.hidden_grad, head.weight_grad)
-        ctx.mark_non_differentiable(totals.counts)
-        return totals.loss, totals.counts
+        ctx.mark_non_differentiable(hits)
+        return total, hits
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale = grad_outputs[0]
-        return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None, None
+        return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None
+
+
+def target_log_probabilities(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float = 0.0
+) -> torch.Tensor:
+    """Returns the log-probability of each target, (N,), of hidden (N, D), weight (V, D) and targets (N,).
+
+    Runs chunk by chunk as `linear_cross_entropy`. The gradients depend on what the loss does with the results, so the
+    backward pass computes the logits again.
+    """
+    device = hidden.device.type
+    hidden = autocasted(hidden)
+    with torch.autocast(device, enabled=False):
+        return cast(torch.Tensor, _TargetLogProbabilities.apply(hidden, weight, targets, LossOptions(softcap=softcap)))
+
+
+class _TargetLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions
+    ) -> torch.Tensor:
+        head = head_operands(hidden, weight, targets, of_hidden=False, of_weight=False)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.options = options
+        losses = [part for part, _ in _chunks(head)(head, options)]
+        return -torch.cat([hidden.new_empty(0, dtype=wide(hidden)), *losses])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        head = head_operands(*ctx.saved_tensors, *ctx.needs_input_grad[:2])
+        for _ in _chunks(head)(head, ctx.options, scale=-grad_outputs[0]):
+            pass
+        return head.hidden_grad, head.weight_grad, None, None
 
 
 @dataclass(frozen=True)
-class _HeadOperands:
+class HeadOperands:
     """The operands of the head, and its gradients, which are None for what is frozen."""
 
     hidden: torch.Tensor
@@ -224,7 +206,6 @@ class _HeadOperands:
     targets: torch.Tensor
     hidden_grad: torch.Tensor | None
     weight_grad: torch.Tensor | None  # in fp32 or wider
-    soft: SoftTargets | None
 
     def buffer(self) -> torch.Tensor | None:
         """Returns memory for a chunk's logits, or None without gradients.
@@ -236,130 +217,121 @@ class _HeadOperands:
         return self.hidden.new_empty(min(CHUNK_ROWS, len(self.hidden)), len(self.weight))
 
 
-class _Totals:
-    """The sums over all chunks: the loss, (), and the hits, the cross-entropy and the KL divergence, (3,) fp64."""
+def head_operands(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_hidden: bool, of_weight: bool
+) -> HeadOperands:
+    """Returns contiguous operands of the head, with memory for the gradients of its hidden states and its weight."""
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
+        raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
+    weight_grad = hidden.new_empty(weight.shape, dtype=wide(hidden)) if of_weight else None
+    if weight_grad is not None and not len(hidden):
+        weight_grad.zero_()
+    return HeadOperands(
+        hidden.contiguous(),
+        weight.to(hidden.dtype).contiguous(),
+        targets.to(torch.int64).contiguous(),
+        hidden.new_empty(hidden.shape) if of_hidden else None,
+        weight_grad,
+    )
 
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
-        self.counts = torch.zeros(3, dtype=torch.float64, device=hidden.device)
 
-    def add_mixed(self, cross_entropy: torch.Tensor, mixed: MixedLoss) -> None:
-        self.loss += mixed.losses.sum()
-        self.counts[1] += cross_entropy.sum()
-        self.counts[2] += mixed.kl.sum()
+# Takes the rows of a chunk and its losses, shares and exponentials, which it may change; returns the shares and the
+# gradients of the targets' logits.
+Revise = Callable[[slice, torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _native_sums(head: _HeadOperands, options: LossOptions, count: bool) -> _Totals:
-    """Returns the sums and computes the gradients, with the kernels.
+def _chunks(head: HeadOperands) -> Callable[..., Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    return native_chunks if is_native(head.hidden, head.weight) else _torch_chunks
+
+
+def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sums of losses and hits and computes the gradients, with the kernels."""
+    hidden, weight, uniform = head.hidden, head.weight, options.label_smoothing / len(head.weight)
+    total, hits = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+    for losses, above in native_chunks(head, options, count):
+        total += losses.sum()
+        hits += (above == 0).sum()  # `above` is empty without `count`
+    if uniform:  # the same for all tokens: the gradient of every logit is smaller by `uniform`
+        hidden_sum, weight_sum = hidden.sum(0, dtype=torch.float32), weight.sum(0, dtype=torch.float32)
+        total -= uniform * (hidden_sum * weight_sum).sum()
+        for grad, summed in ((head.hidden_grad, weight_sum), (head.weight_grad, hidden_sum)):
+            if grad is not None:
+                grad.sub_(uniform * summed)
+    return total, hits
+
+
+def native_chunks(
+    head: HeadOperands,
+    options: LossOptions,
+    count: bool = False,
+    scale: torch.Tensor | None = None,
+    revise: Revise | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each chunk's losses and ranks of the targets, and computes the gradients of the losses times `scale` (N,).
+
+    `revise` replaces what the gradients of a chunk are computed from.
 
     Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses.
     """
-    hidden, weight, uniform = head.hidden, head.weight, options.label_smoothing / len(head.weight)
-    totals, z_loss = _Totals(hidden), options.z_loss if head.soft is None else 0.0  # the mixed loss has its own
-    settings = (options.label_smoothing, z_loss, options.softcap, count)
-    buffer, scaled = head.buffer(), torch.empty_like(hidden[:CHUNK_ROWS])
-    for start in range(0, len(hidden), CHUNK_ROWS):
+    settings = (options.label_smoothing, options.z_loss, options.softcap, count)
+    buffer, scaled = head.buffer(), torch.empty_like(head.hidden[:CHUNK_ROWS])
+    for start in range(0, len(head.hidden), CHUNK_ROWS):
         part = slice(start, start + CHUNK_ROWS)
-        chunk, targets = hidden[part], head.targets[part]
+        chunk, targets = head.hidden[part], head.targets[part]
         exponentials = None if buffer is None else buffer[: len(chunk)]
         losses, shares, at_target, above = torch.ops.sansgpu.cross_entropy_losses(
-            exponentials, chunk, weight, targets, *settings
+            exponentials, chunk, head.weight, targets, *settings
         )
-        if head.soft is None:
-            totals.loss += losses.sum()
-            totals.counts[0] += (above == 0).sum()  # `above` is empty without `count`
-        else:
-            results = exponentials, losses, shares
-            shares, at_target = _mix_native(head, options, head.soft.rows(part), part, results, totals)
+        if scale is not None:
+            shares.mul_(scale[part])
+            at_target.mul_(scale[part])
+        if revise is not None:
+            shares, at_target = revise(part, losses, shares, exponentials)
         if head.hidden_grad is not None:
             out = head.hidden_grad[part]
-            torch.ops.sansgpu.cross_entropy_hidden(out, exponentials, weight, targets, shares, at_target)
+            torch.ops.sansgpu.cross_entropy_hidden(out, exponentials, head.weight, targets, shares, at_target)
         if head.weight_grad is not None and exponentials is not None:
             rows = torch.mul(chunk, shares[:, None], out=scaled[: len(chunk)])
             matmul_into(head.weight_grad, exponentials.T, rows, add=start > 0)
             add_rows(head.weight_grad, targets, chunk, at_target)
-    if uniform:  # the same for all tokens: the gradient of every logit is smaller by `uniform`
-        hidden_sum, weight_sum = hidden.sum(0, dtype=torch.float32), weight.sum(0, dtype=torch.float32)
-        totals.loss -= uniform * (hidden_sum * weight_sum).sum()
-        for grad, summed in ((head.hidden_grad, weight_sum), (head.weight_grad, hidden_sum)):
-            if grad is not None:
-                grad.sub_(uniform * summed)
-    return totals
+        yield losses, above
 
 
-def _mix_native(
-    head: _HeadOperands,
-    options: LossOptions,
-    soft: SoftTargets,
-    part: slice,
-    results: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
-    totals: _Totals,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the losses of the chunk `part`, and returns the shares and the target's gradients of the mixed loss.
-
-    `results` are those of the kernel: exponentials, losses and shares. The exponentials of the teacher's tokens become
-    their gradients divided by the share of the row. They are not added to the gradients of all tokens, because small
-    differences would be lost in the rounding of large exponentials.
-    """
-    exponentials, losses, shares = results
-    targets = head.targets[part, None]
-    logits = _logits_at(head.hidden[part], head.weight, torch.cat((soft.ids, targets), dim=1), options.softcap)
-    mixed = soft.mix(logits[:, :-1], logits[:, -1], losses, targets[:, 0], options.z_loss)
-    totals.add_mixed(losses, mixed)
-    slope = 1 - (logits / options.softcap).square() if options.softcap else torch.ones_like(logits)
-    shares = shares * mixed.share
-    if exponentials is not None:
-        at_ids = mixed.at_ids * slope[:, :-1] / shares[:, None]
-        exponentials.scatter_(1, soft.ids, at_ids.to(exponentials.dtype)).scatter_(1, targets, 0.0)
-    return shares, mixed.at_target * slope[:, -1]
-
-
-def _torch_sums(head: _HeadOperands, options: LossOptions, count: bool) -> _Totals:
+def _torch_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what `_native_sums` does, with plain torch."""
-    totals, buffer = _Totals(head.hidden), head.buffer()
+    total = torch.zeros((), dtype=wide(head.hidden), device=head.hidden.device)
+    hits = torch.zeros((), dtype=torch.int64, device=head.hidden.device)
+    for losses, is_hit in _torch_chunks(head, options, count):
+        total += losses.sum()
+        hits += is_hit.sum()
+    return total, hits
+
+
+def _torch_chunks(
+    head: HeadOperands, options: LossOptions, count: bool = False, scale: torch.Tensor | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each chunk's losses and hits, and computes gradients as `native_chunks` does."""
+    buffer = head.buffer()
     for start in range(0, len(head.hidden), CHUNK_ROWS):
         part = slice(start, start + CHUNK_ROWS)
         chunk, targets = head.hidden[part], head.targets[part]
         logits = chunk @ head.weight.T if buffer is None else buffer[: len(chunk)]
         if buffer is not None:
             matmul_into(logits, chunk, head.weight.T)
-        if count:  # before the logits become their gradients
-            totals.counts[0] += (logits.argmax(dim=1) == targets).sum()
-        if head.soft is None:
-            losses, logits_grad = _losses(logits, targets, options, buffer is not None)
-            totals.loss += losses.sum()
-        else:
-            logits_grad = _mix_torch(logits, targets, options, head.soft.rows(part), buffer is not None, totals)
+        # Counted before the logits become their gradients.
+        is_hit = logits.argmax(dim=1) == targets if count else targets.new_empty(0)
+        losses, logits_grad = _losses(logits, targets, options, buffer is not None)
+        if scale is not None:
+            logits_grad.mul_(scale[part, None])
         if head.hidden_grad is not None:
             matmul_into(head.hidden_grad[part], logits_grad, head.weight)
         if head.weight_grad is not None:
             matmul_into(head.weight_grad, logits_grad.T, chunk, add=start > 0)
-    return totals
-
-
-def _mix_torch(
-    logits: torch.Tensor, targets: torch.Tensor, options: LossOptions, soft: SoftTargets, with_gradients: bool,
-    totals: _Totals,
-) -> torch.Tensor:  # fmt: skip
-    """Adds the mixed losses of a chunk, and returns the gradient of the logits, which are overwritten."""
-    places = torch.cat((soft.ids, targets[:, None]), dim=1)
-    known, softcap = logits.gather(1, places).to(_wide(logits)), options.softcap
-    if softcap:
-        known = softcap * torch.tanh(known / softcap)
-    losses, grad = _losses(logits, targets, LossOptions(softcap=softcap), with_gradients)
-    mixed = soft.mix(known[:, :-1], known[:, -1], losses[:, 0], targets, options.z_loss)
-    totals.add_mixed(losses, mixed)
-    if with_gradients:
-        slope = 1 - (known / softcap).square() if softcap else torch.ones_like(known)
-        at_places = torch.cat((mixed.at_ids, mixed.at_target[:, None]), dim=1) * slope
-        grad.mul_(mixed.share[:, None].to(grad.dtype))
-        for column in (slice(-1), slice(-1, None)):  # the target last, which may also be a token of the teacher
-            grad.scatter_(1, places[:, column], at_places[:, column].to(grad.dtype))
-    return grad
+        yield losses[:, 0], is_hit
 
 
 def _losses(
