@@ -90,9 +90,16 @@ def reference_mixed_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes what `linear_mixed_loss` returns from all logits at once; every row has a target."""
     logits = hidden @ weight.T
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if options.softcap:
         logits = options.softcap * torch.tanh(logits / options.softcap)
+    return mixed_loss_of_logits(logits, targets, soft, options.z_loss)
+
+
+def mixed_loss_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, soft: SoftTargets, z_loss: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes what `linear_mixed_loss` returns from logits (N, V); every row has a target."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_probabilities = torch.log_softmax(logits, dim=1)
     rest = log_probabilities.scatter(1, soft.ids, -torch.inf).logsumexp(dim=1, keepdim=True)
     classes = torch.cat((log_probabilities.gather(1, soft.ids), rest), dim=1)
@@ -100,7 +107,7 @@ def reference_mixed_loss(
     teacher = torch.log_softmax(soft.log_probabilities.to(logits.dtype) / soft.temperature, dim=1)
     kl = (teacher.exp() * (teacher - student)).sum()
     cross_entropy = -log_probabilities.gather(1, targets[:, None]).sum()
-    z_term = options.z_loss * torch.logsumexp(logits, dim=1).square().sum()
+    z_term = z_loss * torch.logsumexp(logits, dim=1).square().sum()
     loss = (1 - soft.weight) * cross_entropy + soft.weight * soft.temperature**2 * kl + z_term
     return loss, torch.stack((cross_entropy, kl)).detach()
 
@@ -125,13 +132,13 @@ def linear_mixed_loss(
         hidden, targets, soft = hidden[has_target], targets[has_target], soft.rows(has_target)
         if len(targets) and not 0 <= int(soft.ids.min()) <= int(soft.ids.max()) < len(weight):
             raise IndexError(f"a teacher's token is out of bounds: tokens must lie in 0 to {len(weight) - 1}.")
-        narrow = weight.to(hidden.dtype)
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
-            hidden, weight, narrow = hidden.detach(), weight.detach(), narrow.detach()
-        if is_native(hidden, narrow):
+            hidden, weight = hidden.detach(), weight.detach()
+        if is_native(hidden) and native.takes(weight):
             return cast(
                 tuple[torch.Tensor, torch.Tensor], _LinearMixedLoss.apply(hidden, weight, targets, soft, options)
             )
+        narrow = weight.to(hidden.dtype)
         parts = [slice(start, start + REFERENCE_ROWS) for start in range(0, max(1, len(hidden)), REFERENCE_ROWS)]
         sums = [
             checkpoint(reference_mixed_loss, hidden[p], narrow, targets[p], soft.rows(p), options, use_reentrant=False)

@@ -49,19 +49,19 @@ class UnpaddedModel:
         self._window = None if self.causal else _encoder_window(self._text)
         known = self._window is not None or not _has_windows(self._text)
         self._by_ranges = known and model.config._attn_implementation == NAME
-        self._offset = _position_offset(model)
-        self._softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
+        self.position_offset = _position_offset(model)
+        self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
             self.packs = pack and self._packs_well(longest)
-            self.fused = head_is_plain(model, self._softcap)
+            self.fused = head_is_plain(model, self.softcap)
 
     def inputs(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], Flat]:
         """Returns the model's inputs, and a function that maps outputs to a row per token; tokens and types (N,)."""
-        examples, positions = _places(lengths)
+        examples, positions = token_places(lengths)
         if self.packs:
-            inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self._offset}
+            inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self.position_offset}
             if self._by_ranges:
                 inputs["attention_mask"] = self._packed_mask(examples[None])
             if types is not None:
@@ -104,16 +104,31 @@ class UnpaddedModel:
         self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossOptions
     ) -> torch.Tensor:
         inputs, flat = self.inputs(tokens, lengths)
-        shape = LossOptions(shape.label_smoothing, shape.z_loss, self._softcap)
-        head: Any = self.model.get_output_embeddings()
-        if self.fused and isinstance(head, nn.Linear):  # peft may have replaced the head since
-            hidden = flat(self.model.base_model(**inputs, use_cache=False).last_hidden_state)
-            return linear_cross_entropy(hidden, head.weight, targets, shape)
-        logits = flat(self.model(**inputs, use_cache=False).logits)
+        shape = LossOptions(shape.label_smoothing, shape.z_loss, self.softcap)
+        states, head = self.head_inputs(inputs, flat), self.head
+        if head is not None:
+            return linear_cross_entropy(states, head.weight, targets, shape)
         valid = targets != -100
-        logits, targets = logits[valid].float(), targets[valid]
+        logits, targets = states[valid].float(), targets[valid]
         loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=shape.label_smoothing)
         return loss + shape.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if shape.z_loss else loss
+
+    def head_inputs(self, inputs: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
+        """Returns the last hidden states of a causal model if it has a plain `head`, otherwise its logits: (N, ...)."""
+        if self.head is not None:
+            return flat(self.model.base_model(**inputs, use_cache=False).last_hidden_state)
+        return flat(self.model(**inputs, use_cache=False).logits)
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """True if all examples of a causal model share a row, and key ranges alone say what each token sees."""
+        return self.packs and self.causal and self._by_ranges and not self._rotary
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The output projection of a causal model whose logits are its product with the last hidden states."""
+        head: Any = self.model.get_output_embeddings()
+        return head if self.fused and isinstance(head, nn.Linear) else None  # peft may have replaced the head
 
     def qa_logits(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
@@ -125,7 +140,7 @@ class UnpaddedModel:
             output = self.model(**inputs)
             return torch.stack((flat(output.start_logits), flat(output.end_logits)), dim=1).float()
 
-        starts, ends = self._by_token(lengths, start_and_end).unbind(dim=1)
+        starts, ends = self.by_token(lengths, start_and_end).unbind(dim=1)
         return starts, ends
 
     def token_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
@@ -135,11 +150,11 @@ class UnpaddedModel:
             inputs, flat = self.inputs(tokens[indices], lengths, None if types is None else types[indices])
             return flat(self.model(**inputs).logits).float()
 
-        return self._by_token(lengths, logits)
+        return self.by_token(lengths, logits)
 
     def sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
         """Returns the logits of a model that classifies sequences, for each of the B examples: (B, L), fp32."""
-        examples, _ = _places(lengths)
+        examples, _ = token_places(lengths)
         groups = []
         for indices, group in self._groups(lengths):
             own_types = None if types is None else types[indices]
@@ -180,7 +195,7 @@ class UnpaddedModel:
             inputs, flat = self.inputs(tokens[indices], lengths)
             return flat(self.model(**inputs).last_hidden_state)
 
-        return self._by_token(lengths, last)
+        return self.by_token(lengths, last)
 
     def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a masked LM at the M tokens where `masked` (N,) is true: (M, V)."""
@@ -214,7 +229,7 @@ class UnpaddedModel:
             chosen[group] = True
             yield all_tokens[torch.repeat_interleave(chosen, lengths)], lengths[chosen]
 
-    def _by_token(
+    def by_token(
         self, lengths: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Calls `run` for each group and returns its results in the order of the tokens: (N, ...)."""
@@ -249,7 +264,7 @@ class UnpaddedModel:
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return False
         error = (packed - torch.cat(separate)).abs().max() / packed.abs().max()
-        return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(self.model), min(PROBE_TOLERANCE.values())))
+        return bool(error <= tolerance_of(self.model))
 
     def _probe_lengths(self, longest: int) -> list[int]:
         """Returns the lengths of a short example and one longer than every window or block in the configuration.
@@ -257,7 +272,7 @@ class UnpaddedModel:
         Neither exceeds `longest`, nor the length from which rotary frequencies depend on it.
         """
         max_positions = int(getattr(self._text, "max_position_embeddings", None) or 0)
-        position_limit = [max_positions - self._offset] if max_positions > 0 else []
+        position_limit = [max_positions - self.position_offset] if max_positions > 0 else []
         limits = [longest, *position_limit, self._rotary.unscaled or longest]
         beyond_windows = 1 + max(_possible_windows(self.model.config.to_dict()), default=0)
         return [min(PROBE_SHORT, *limits), min(max(PROBE_LONG, beyond_windows), *limits)]
@@ -267,7 +282,7 @@ class UnpaddedModel:
         return flat(self.model.base_model(**inputs).last_hidden_state).float()
 
 
-def _places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns each token's example and its position in it, (N,) and (N,)."""
     examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     starts = lengths.cumsum(0) - lengths
@@ -278,7 +293,7 @@ def _pad(values: torch.Tensor, lengths: torch.Tensor, fill_value: int = 0) -> to
     """Converts a row per token, (N, ...), to padded rows per example, (B, T, ...)."""
     longest = int(lengths.max()) if len(lengths) else 0
     out = values.new_full((len(lengths), longest, *values.shape[1:]), fill_value)
-    out[_places(lengths)] = values
+    out[token_places(lengths)] = values
     return out
 
 
@@ -327,6 +342,11 @@ def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
 def autocast_of(model: PreTrainedModel) -> torch.autocast:
     """Returns bf16 autocast, enabled if the model's matrices are in bf16; for use outside training steps."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=_matrix_dtype(model) == torch.bfloat16)
+
+
+def tolerance_of(model: PreTrainedModel) -> float:
+    """Returns the error, relative to the largest output, that rounding alone explains."""
+    return PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values()))
 
 
 def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:
