@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from sansgpu import __version__
+from sansgpu.cli.distill import distill
 from sansgpu.cli.extract import extract
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
@@ -25,7 +26,7 @@ from sansgpu.cli.vectors import embed, search
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
 _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Start": {"doctor": doctor, "plan": plan, "bench": bench},
-    "Train": {"train": train, "tune": tune},
+    "Train": {"train": train, "tune": tune, "distill": distill},
     "Look": {"runs": list_runs, "report": report, "snapshots": snapshots},
     "Use": {
         "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "extract": extract, "embed": embed,

@@ -39,6 +39,8 @@ _FEW_SHOT: Values = {
     "num_epochs": 20,
     "eval_steps": 0,
 }
+# Keys that choose texts and split them.
+_TEXT_KEYS = "data.dataset_name", "data.dataset_config", "data.validation_name", "data.validation_split"
 _GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}
 # Keys that have an effect only with fusion, an entity embedding or leaves.
 _FUSION_KEYS = ("model.relation_rank", "model.relation_dropout")
@@ -99,6 +101,27 @@ def fine_tuning_problems(config: Any, data: str = "rows") -> Iterator[str]:
         yield f"task {config.task} fine-tunes a pretrained model; set model.name_or_path"
     if config.data.dataset_name == config.settings.default("data", "dataset_name", PYTHON_STDLIB):
         yield f"task {config.task} needs {data}; set data.dataset_name"
+
+
+def _distillation_problems(config: Any, keys: tuple[str, ...]) -> Iterator[str]:
+    """Yields a clause for each of `keys` that is set although a teacher's folder determines what they choose."""
+    if config.training.distillation.teacher is not None:
+        yield from config.without_effect(
+            (*_TEXT_KEYS, *keys), "the texts and their tokens are those of training.distillation.teacher"
+        )
+        yield from config.without_effect(("training.label_smoothing",), "training.distillation.teacher is set")
+
+
+def _pretraining_problems(config: Any) -> Iterator[str]:
+    yield from _window_problems(config)
+    keys = "data.text_column", "data.tokenizer", "data.vocab_size", "data.tokenizer_sample_mb", "data.pack_sequences"
+    yield from _distillation_problems(config, keys)
+
+
+def _sft_problems(config: Any) -> Iterator[str]:
+    if config.training.distillation.teacher is None or config.model.name_or_path is None:
+        yield from fine_tuning_problems(config)
+    yield from _distillation_problems(config, ("data.long_rows", "data.chat_template", "data.on_bad_row"))
 
 
 def _masked_lm_problems(config: Any) -> Iterator[str]:
@@ -188,8 +211,8 @@ def _preference(label: str = "", with_kto: str | None = None) -> TaskSettings:
 SETTINGS = {
     "pretrain": TaskSettings(
         "pretrain",
-        ("decoder", "from scratch", "texts", "text generation", "samples", "packing"),
-        problems=_window_problems,
+        ("decoder", "from scratch", "texts", "text generation", "samples", "packing", "distillation"),
+        problems=_pretraining_problems,
         varying_length=False,
         metrics=TEXT_METRICS,
         card=_decoder_card,
@@ -219,10 +242,10 @@ SETTINGS = {
     ),
     "sft": TaskSettings(
         "sft",
-        ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations"),
+        ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations", "distillation"),
         defaults={"training": {**_FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
         adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
-        problems=fine_tuning_problems,
+        problems=_sft_problems,
         metrics=TEXT_METRICS,
         card=lambda model: CardText("a decoder fine-tuned on conversations", "text-generation", "CausalLM", _CHAT),
     ),

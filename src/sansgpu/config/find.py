@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from sansgpu.config.built_in import PRESETS
 from sansgpu.config.errors import ConfigError
@@ -16,7 +17,11 @@ from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
 from sansgpu.config.task_settings import BUILT_IN_NAMES
 
 # Keys that may name a file or a folder to read.
-INPUT_KEYS = {"data": ("dataset_name", "validation_name", "tokenizer", "chat_template"), "model": ("name_or_path",)}
+INPUT_KEYS = {
+    "data": ("dataset_name", "validation_name", "tokenizer", "chat_template"),
+    "model": ("name_or_path",),
+    "training.distillation": ("teacher",),
+}
 MAX_NAMES = 20  # names in a message
 _PRESETS = Path(__file__).parent / "presets"
 _SOURCE = Path(__file__).parents[2]  # `src` in a clone of the repository
@@ -85,7 +90,9 @@ def use_files_beside(values: Values, folder: Path, overridden: Collection[str]) 
     """
     notes: list[str] = []
     for section, keys in INPUT_KEYS.items():
-        given = values.get(section)
+        given: Any = values
+        for name in section.split("."):
+            given = given.get(name) if isinstance(given, dict) else None
         if not isinstance(given, dict):
             continue
         for key in keys:

@@ -77,7 +77,11 @@ def accuracy(
 
 LOSS = Metric("loss")  # every task has it
 BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per byte")  # comparable across vocabularies
-TEXT_METRICS = (Metric("perplexity", form="{:.2f}", plotted=False), BITS_PER_BYTE)
+TEXT_METRICS = (
+    Metric("perplexity", form="{:.2f}", plotted=False),
+    BITS_PER_BYTE,
+    Metric("kl", "KL divergence from the teacher", short="KL"),  # in training, with training.distillation
+)
 # Link prediction: mean reciprocal rank of held-out triples' tails.
 _RANKING_METRICS = (
     Metric(

@@ -59,6 +59,7 @@ KEY_GROUPS = {
         model.pooling training.embedding_loss training.matryoshka_dims
     """,
     "preferences": "training.preference",
+    "distillation": "training.distillation",
     "answers": """
         data.n_best_size data.max_answer_length data.null_answers data.null_score_diff_threshold
     """,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, StrictBool, model_validator
 
+from sansgpu.config.distillation import DistillationConfig
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.plain_data import truncate
 from sansgpu.config.preference import PreferenceConfig
@@ -149,6 +150,9 @@ class TrainingConfig(Section):
         "examples with the same label are similar, then fit a classifier to the vectors",
     )
     preference: PreferenceConfig = Field(default_factory=PreferenceConfig, description="the loss of task preference")
+    distillation: DistillationConfig = Field(
+        default_factory=DistillationConfig, description="learning from a teacher's predictions"
+    )
     precision: Precision = Field(
         "auto", description="auto: bf16 if the device supports it natively and computes it faster"
     )

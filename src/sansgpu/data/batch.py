@@ -74,6 +74,8 @@ class Batch(ExampleBatch):
     positions: torch.Tensor | None = None  # (B, T) int64
     document_ids: torch.Tensor | None = None  # (B, T) int64
     target_bytes: torch.Tensor | None = None  # (B, 1) int64: UTF-8 bytes of text covered by a row's targets
+    teacher_ids: torch.Tensor | None = None  # (B, T, K) int32: a teacher's most likely tokens
+    teacher_log_probabilities: torch.Tensor | None = None  # (B, T, K + 1) fp16; the last is that of all others
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -91,13 +93,14 @@ class Batch(ExampleBatch):
         def cut(value: torch.Tensor | None, padding: int) -> torch.Tensor | None:
             if value is None:
                 return None
-            blank = value.new_full((missing, value.shape[1]), padding)
+            blank = value.new_full((missing, *value.shape[1:]), padding)
             return torch.cat([value[start:stop], blank]) if missing else value[start:stop]
 
         inputs, targets = cut(self.inputs, 0), cut(self.targets, IGNORE)
         assert inputs is not None
         assert targets is not None
-        return Batch(inputs, targets, cut(self.positions, 0), cut(self.document_ids, 0), cut(self.target_bytes, 0))
+        others = self.positions, self.document_ids, self.target_bytes, self.teacher_ids, self.teacher_log_probabilities
+        return Batch(inputs, targets, *(cut(value, 0) for value in others))
 
     def without_targets(self, size: int) -> Batch:
         return self.rows(len(self), len(self) + size)

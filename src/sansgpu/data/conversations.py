@@ -164,7 +164,7 @@ def check_turns(where: str, turns: Sequence[Message], first: int) -> tuple[Messa
 
 def ordered_turns(where: str, values: Any, column: str) -> tuple[Message, ...]:
     """Returns the turns in a column of a row. Raises BadRowError if one is invalid, or they are in the wrong order."""
-    return _in_order(where, tuple(_turns(where, values, column)))
+    return _in_order(where, tuple(read_turns(where, values, column)))
 
 
 def _in_order(where: str, turns: Sequence[Message]) -> tuple[Message, ...]:

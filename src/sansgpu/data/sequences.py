@@ -25,6 +25,8 @@ class PackedSequences(ExampleBatch):
     targets: torch.Tensor  # (N,) or (B, K) int64, or (B, K) float32
     types: torch.Tensor | None = None  # (N,) int64: token type ids, if the model has them
     numbers: torch.Tensor | None = None  # (B,) int64: indices of the examples in the dataset
+    teacher_ids: torch.Tensor | None = None  # (N, K) int32: a teacher's most likely tokens
+    teacher_log_probabilities: torch.Tensor | None = None  # (N, K + 1) fp16; the last is that of all others
 
     @classmethod
     def of(
@@ -64,12 +66,18 @@ class PackedSequences(ExampleBatch):
     def rows(self, start: int, stop: int) -> PackedSequences:
         first, last = (int(self.lengths[:end].sum()) for end in (start, stop))
         by_token = self.targets.ndim == 1
+
+        def of_tokens(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[first:last]
+
         return PackedSequences(
             self.tokens[first:last],
             self.lengths[start:stop],
             self.targets[first:last] if by_token else self.targets[start:stop],
-            None if self.types is None else self.types[first:last],
+            of_tokens(self.types),
             None if self.numbers is None else self.numbers[start:stop],
+            of_tokens(self.teacher_ids),
+            of_tokens(self.teacher_log_probabilities),
         )
 
     def without_targets(self, size: int) -> PackedSequences:

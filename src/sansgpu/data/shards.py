@@ -53,8 +53,11 @@ class TokenSizes:
 
     def between(self, start: int, stop: int) -> int:
         """Returns the bytes covered by tokens [start, stop)."""
-        sizes = self.by_id[self.tokens[start:stop]] if self.counted is None else self.counted[start:stop]
-        return int(sizes.sum(dtype=np.int64))
+        return int(self.of_tokens(start, stop).sum(dtype=np.int64))
+
+    def of_tokens(self, start: int, stop: int) -> np.ndarray:
+        """Returns the bytes covered by each of the tokens [start, stop)."""
+        return self.by_id[self.tokens[start:stop]] if self.counted is None else self.counted[start:stop]
 
 
 @dataclass(frozen=True)

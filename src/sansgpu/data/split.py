@@ -24,6 +24,12 @@ class TokenRanges:
     def token_count(self) -> int:
         return int((self.stops - self.starts).sum())
 
+    def token_sizes(self) -> np.ndarray:
+        """Returns the UTF-8 bytes of text covered by each token of the documents, one after the other."""
+        assert self.sizes is not None
+        pieces = [self.sizes.of_tokens(int(a), int(b)) for a, b in zip(self.starts, self.stops, strict=True)]
+        return np.concatenate(pieces)
+
     def bytes_between(self, start: int, stop: int) -> int:
         """Returns the UTF-8 bytes of text covered by tokens [start, stop)."""
         assert self.sizes is not None

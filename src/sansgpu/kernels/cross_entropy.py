@@ -150,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions, count: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = _operands(hidden, weight, targets, *ctx.needs_input_grad[:2])
+        head = head_operands(hidden, weight, targets, *ctx.needs_input_grad[:2])
         # With both options, the gradient of smoothing differs from logit to logit.
         fused = is_native(head.hidden, head.weight) and not (options.softcap and options.label_smoothing)
         total, hits = (_native_sums if fused else _torch_sums)(head, options, count)
@@ -183,22 +183,22 @@ class _TargetLogProbabilities(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions
     ) -> torch.Tensor:
-        head = _operands(hidden, weight, targets, of_hidden=False, of_weight=False)
+        head = head_operands(hidden, weight, targets, of_hidden=False, of_weight=False)
         ctx.save_for_backward(hidden, weight, targets)
         ctx.options = options
         losses = [part for part, _ in _chunks(head)(head, options)]
-        return -torch.cat([hidden.new_empty(0, dtype=_wide(hidden)), *losses])
+        return -torch.cat([hidden.new_empty(0, dtype=wide(hidden)), *losses])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        head = _operands(*ctx.saved_tensors, *ctx.needs_input_grad[:2])
+        head = head_operands(*ctx.saved_tensors, *ctx.needs_input_grad[:2])
         for _ in _chunks(head)(head, ctx.options, scale=-grad_outputs[0]):
             pass
         return head.hidden_grad, head.weight_grad, None, None
 
 
 @dataclass(frozen=True)
-class _HeadOperands:
+class HeadOperands:
     """The operands of the head, and its gradients, which are None for what is frozen."""
 
     hidden: torch.Tensor
@@ -217,16 +217,16 @@ class _HeadOperands:
         return self.hidden.new_empty(min(CHUNK_ROWS, len(self.hidden)), len(self.weight))
 
 
-def _operands(
+def head_operands(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_hidden: bool, of_weight: bool
-) -> _HeadOperands:
+) -> HeadOperands:
     """Returns contiguous operands of the head, with memory for the gradients of its hidden states and its weight."""
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
-    weight_grad = hidden.new_empty(weight.shape, dtype=_wide(hidden)) if of_weight else None
+    weight_grad = hidden.new_empty(weight.shape, dtype=wide(hidden)) if of_weight else None
     if weight_grad is not None and not len(hidden):
         weight_grad.zero_()
-    return _HeadOperands(
+    return HeadOperands(
         hidden.contiguous(),
         weight.to(hidden.dtype).contiguous(),
         targets.to(torch.int64).contiguous(),
@@ -235,19 +235,24 @@ def _operands(
     )
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+# Takes the rows of a chunk and its losses, shares and exponentials, which it may change; returns the shares and the
+# gradients of the targets' logits.
+Revise = Callable[[slice, torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunks(head: _HeadOperands) -> Callable[..., Iterator[tuple[torch.Tensor, torch.Tensor]]]:
-    return _native_chunks if is_native(head.hidden, head.weight) else _torch_chunks
+def _chunks(head: HeadOperands) -> Callable[..., Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    return native_chunks if is_native(head.hidden, head.weight) else _torch_chunks
 
 
-def _native_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sums of losses and hits and computes the gradients, with the kernels."""
     hidden, weight, uniform = head.hidden, head.weight, options.label_smoothing / len(head.weight)
     total, hits = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-    for losses, above in _native_chunks(head, options, count):
+    for losses, above in native_chunks(head, options, count):
         total += losses.sum()
         hits += (above == 0).sum()  # `above` is empty without `count`
     if uniform:  # the same for all tokens: the gradient of every logit is smaller by `uniform`
@@ -259,10 +264,16 @@ def _native_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tupl
     return total, hits
 
 
-def _native_chunks(
-    head: _HeadOperands, options: LossOptions, count: bool = False, scale: torch.Tensor | None = None
+def native_chunks(
+    head: HeadOperands,
+    options: LossOptions,
+    count: bool = False,
+    scale: torch.Tensor | None = None,
+    revise: Revise | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields each chunk's losses and ranks of the targets, and computes the gradients of the losses times `scale` (N,).
+
+    `revise` replaces what the gradients of a chunk are computed from.
 
     Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses.
     """
@@ -278,6 +289,8 @@ def _native_chunks(
         if scale is not None:
             shares.mul_(scale[part])
             at_target.mul_(scale[part])
+        if revise is not None:
+            shares, at_target = revise(part, losses, shares, exponentials)
         if head.hidden_grad is not None:
             out = head.hidden_grad[part]
             torch.ops.sansgpu.cross_entropy_hidden(out, exponentials, head.weight, targets, shares, at_target)
@@ -288,9 +301,9 @@ def _native_chunks(
         yield losses, above
 
 
-def _torch_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _torch_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what `_native_sums` does, with plain torch."""
-    total = torch.zeros((), dtype=_wide(head.hidden), device=head.hidden.device)
+    total = torch.zeros((), dtype=wide(head.hidden), device=head.hidden.device)
     hits = torch.zeros((), dtype=torch.int64, device=head.hidden.device)
     for losses, is_hit in _torch_chunks(head, options, count):
         total += losses.sum()
@@ -299,9 +312,9 @@ def _torch_sums(head: _HeadOperands, options: LossOptions, count: bool) -> tuple
 
 
 def _torch_chunks(
-    head: _HeadOperands, options: LossOptions, count: bool = False, scale: torch.Tensor | None = None
+    head: HeadOperands, options: LossOptions, count: bool = False, scale: torch.Tensor | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each chunk's losses and hits, and computes gradients as `_native_chunks` does."""
+    """Yields each chunk's losses and hits, and computes gradients as `native_chunks` does."""
     buffer = head.buffer()
     for start in range(0, len(head.hidden), CHUNK_ROWS):
         part = slice(start, start + CHUNK_ROWS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_conf
 from sansgpu.models.model_folder import require_layers, validate_model_folder
 from sansgpu.models.text import TextCodec
 from sansgpu.models.weights_file import load_weights, readable_weights
+
+if TYPE_CHECKING:
+    from sansgpu.models.unpadded import UnpaddedModel
 
 
 def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
@@ -116,6 +119,12 @@ class HuggingFaceLM(torch.nn.Module):
         self._loss_shape = LossOptions(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
         with torch.no_grad():
             self._fused = head_is_plain(self.model, self._loss_shape.softcap)
+
+    def unpadded(self) -> UnpaddedModel:
+        """Returns the model for sequences that share a row, if it supports that."""
+        from sansgpu.models.unpadded import UnpaddedModel  # imports transformers
+
+        return UnpaddedModel(self.model, pack=True)
 
     @property
     def context(self) -> int | None:

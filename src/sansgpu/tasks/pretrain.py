@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, derive_seed
@@ -14,9 +15,11 @@ from sansgpu.config.wording import counted
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, make_windows, piece_length
-from sansgpu.data.shards import ReportProgress, TokenStore, build_store, build_tokenizer
-from sansgpu.data.sources import open_single, open_sources
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.shards import ReportProgress, TokenSizes, TokenStore, build_store, build_tokenizer
+from sansgpu.data.sources import Sources, open_single, open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
+from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
@@ -25,6 +28,7 @@ from sansgpu.data.tokenizer import (
     special_tokens_around,
 )
 from sansgpu.kernels.cross_entropy import LossOptions
+from sansgpu.kernels.mixed_loss import linear_mixed_loss
 from sansgpu.models import TransformerLM
 from sansgpu.models.batched import BatchModel, decoder_batch
 from sansgpu.models.decoder_costs import DecoderCosts
@@ -35,9 +39,21 @@ from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_mod
 from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
+from sansgpu.tasks.distillation import (
+    Lesson,
+    StudentLoss,
+    open_lesson,
+    sequences_of,
+    student_metrics,
+    with_length_of,
+)
 from sansgpu.tasks.language_modeling import LanguageModeling
+from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from sansgpu.models.teacher import Teacher
 
 EVALUATION_TOKENS = 4096  # per micro-batch
 UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
@@ -54,6 +70,7 @@ class TextCorpus:
     train_tokens: int
     validation_tokens: int
     fingerprint: str
+    teacher: Predictions | None = None
 
     @property
     def train_examples(self) -> int:
@@ -76,14 +93,27 @@ class PretrainObjective(ObjectiveBase):
     def __init__(self, config: Config, model: Any = None) -> None:
         """Uses `model`, or a new decoder."""
         self._loss_shape = LossOptions(config.training.label_smoothing, config.training.z_loss)
+        self._student = StudentLoss(config)
         self.model = model or TransformerLM(config.model, derive_seed(config.training.seed, "model"))
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
+        """Computes the summed cross-entropy with the configured label smoothing and z-loss, or a student's loss: ()."""
+        if (soft := self._student.soft_targets(batch)) is not None:
+            hidden = self.model.hidden(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
+            targets = batch.targets.flatten()
+            mixed, parts = linear_mixed_loss(hidden, self.model.head_weight, targets, soft, self._loss_shape)
+            self._student.add(parts, targets)
+            return mixed
         loss: torch.Tensor = self.model.summed_loss(
             batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_shape
         )
         return loss
+
+    def step_sums(self) -> Sums:
+        return self._student.take()
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        return student_metrics(sums)
 
     def compile(self, on: bool) -> None:
         self.model.compile_blocks(on)
@@ -96,8 +126,8 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
     """`task: pretrain`."""
 
     settings = SETTINGS["pretrain"]
-    verbs = ("evaluate", "generate", "complete", "export", "gguf")
-    verbs_for_any_model = ("evaluate",)
+    verbs = ("evaluate", "generate", "complete", "export", "gguf", "distill")
+    verbs_for_any_model = ("evaluate", "distill")
     verbs_without_kernels = ("generate", "export", "gguf")
     has_windows = True
 
@@ -111,31 +141,42 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TextCorpus]:
-        """Tokenizes the data and sets model.vocab_size.
+        """Tokenizes the data, or opens a teacher's, and sets model.vocab_size.
 
         Raises ConfigError if there is not enough data, or a configured vocabulary is smaller than the tokenizer's.
         """
+        if config.training.distillation.teacher is not None:
+            return _taught_corpus(config, open_lesson(config), progress)
         sources = open_sources(config.data)
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
         config = with_vocabulary_of(config, tokenizer.vocab_size)
-        store = build_store(sources.train, tokenizer, cache, progress)
-        if sources.validation is not None:
-            held = build_store(sources.validation, tokenizer, cache, progress)
-            train, validation = all_documents(store), all_documents(held)
-        else:
-            train, validation = split_documents(store, config.data.validation_split)
-        _require_tokens(config, train, validation, store)
-        pack, window = config.data.pack_sequences, config.window
-        fingerprint = f"{sources.train.fingerprint[:16]}-{len(store.tokens)}-{train.token_count}-{window}-{pack}"
-        return config, TextCorpus(
-            tokenizer,
-            make_windows(train, window, tokenizer.end_id, pack),
-            make_windows(validation, window, tokenizer.end_id, pack),
-            window,
-            train.token_count,
-            validation.token_count,
-            fingerprint,
-        )
+        train, validation, name = _read_parts(config, sources, tokenizer, cache, progress)
+        return config, _corpus_of(config, tokenizer, train, validation, name)
+
+    @classmethod
+    def lesson(cls, config: Config, tokenizer: Tokenizer, cache: Path, progress: ReportProgress) -> Lesson:
+        sources = open_sources(config.data)
+        train, validation, name = _read_parts(config, sources, tokenizer, cache, progress)
+        windows = PackedWindows(train, config.window, tokenizer.end_id)
+        counts = np.full(len(windows), config.window, np.int64)
+        counts[-1] -= counts.sum() - train.token_count
+        arrays = {**_arrays_of("train", train), **_arrays_of("validation", validation)}
+        arrays["validation_sizes"] = validation.token_sizes()
+
+        def sequences(first: int, stop: int) -> PackedSequences:
+            return sequences_of(windows.batch(np.arange(first, stop)))
+
+        return Lesson(arrays, counts, sequences, name)
+
+    @classmethod
+    def teacher(cls, loaded: TrainedModel) -> Teacher:
+        from sansgpu.models.teacher import decoder_teacher, transformers_teacher  # imports transformers
+
+        model, tokenizer = loaded.objective.model, loaded.tokenizer
+        before = () if tokenizer.prefix_ids == (tokenizer.end_id,) else tokenizer.prefix_ids
+        if isinstance(model, TransformerLM):
+            return decoder_teacher(model, before)
+        return transformers_teacher(model.unpadded(), model.context, before)
 
     @classmethod
     def without_data(cls, config: Config) -> PretrainObjective:
@@ -161,6 +202,8 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         training, window = self._config.training, self._config.window
         indices = batch_indices(training.seed, step, len(self.corpus.train), self._effective_batch)
         batch: Batch = self.corpus.train.batch(indices)
+        if self.corpus.teacher is not None:
+            batch = self.corpus.teacher.add_to(batch, indices)
         piece = window if total_steps is None else piece_length(training, window, step, total_steps)
         return batch.in_pieces(piece) if piece < window else batch
 
@@ -250,6 +293,73 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
             tokenizer.backend.to_str(), end, end, end, begins=True
         )  # the end-of-text token also starts a document
         return hugging_face_config(decoder.config, end), weights, parts
+
+
+def _read_parts(
+    config: Config, sources: Sources, tokenizer: Tokenizer, cache: Path, progress: ReportProgress
+) -> tuple[TokenRanges, TokenRanges, str]:
+    """Tokenizes the training and validation documents, and returns them and the fingerprint of how they are used.
+
+    Raises ConfigError if there are too few.
+    """
+    store = build_store(sources.train, tokenizer, cache, progress)
+    if sources.validation is not None:
+        held = build_store(sources.validation, tokenizer, cache, progress)
+        train, validation = all_documents(store), all_documents(held)
+    else:
+        train, validation = split_documents(store, config.data.validation_split)
+    _require_tokens(config, train, validation, store)
+    pack, window = config.data.pack_sequences, config.window
+    name = f"{sources.train.fingerprint[:16]}-{len(store.tokens)}-{train.token_count}-{window}-{pack}"
+    return train, validation, name
+
+
+def _corpus_of(
+    config: Config,
+    tokenizer: Tokenizer,
+    train: TokenRanges,
+    validation: TokenRanges,
+    fingerprint: str,
+    teacher: Predictions | None = None,
+) -> TextCorpus:
+    pack, window = config.data.pack_sequences, config.window
+    return TextCorpus(
+        tokenizer,
+        make_windows(train, window, tokenizer.end_id, pack),
+        make_windows(validation, window, tokenizer.end_id, pack),
+        window,
+        train.token_count,
+        validation.token_count,
+        fingerprint,
+        teacher,
+    )
+
+
+def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, TextCorpus]:
+    """Opens the texts and the predictions of a teacher's folder, with its tokenizer."""
+    tokenizer = load_tokenizer(folder.root)
+    config = with_vocabulary_of(with_length_of(config, folder), tokenizer.vocab_size)
+    if config.roots > config.model.max_seq_len:
+        raise ConfigError(
+            f"model.max_seq_len is {config.model.max_seq_len}, but the examples of {folder.root} have "
+            f"{counted(config.roots, 'token')}; raise it."
+        )
+    train, validation = (_ranges_of(folder, part) for part in ("train", "validation"))
+    sizes = TokenSizes(validation.tokens, tokenizer.token_bytes(), folder.array("validation_sizes"))
+    predictions = Predictions(folder, progress)
+    validation = replace(validation, sizes=sizes)
+    return config, _corpus_of(config, tokenizer, train, validation, folder.fingerprint, predictions)
+
+
+def _arrays_of(part: str, ranges: TokenRanges) -> dict[str, np.ndarray]:
+    """Returns the tokens of the documents, one after the other, and their lengths."""
+    pieces = [ranges.tokens[start:stop] for start, stop in zip(ranges.starts, ranges.stops, strict=True)]
+    return {f"{part}_tokens": np.concatenate(pieces), f"{part}_lengths": ranges.stops - ranges.starts}
+
+
+def _ranges_of(folder: TeacherFolder, part: str) -> TokenRanges:
+    stops = np.cumsum(folder.array(f"{part}_lengths"))
+    return TokenRanges(folder.array(f"{part}_tokens"), stops - folder.array(f"{part}_lengths"), stops)
 
 
 def _is_path(target: str) -> bool:

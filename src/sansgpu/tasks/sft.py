@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_single, open_sources
 from sansgpu.data.split import split_examples
+from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.batched import BatchModel
@@ -26,11 +27,24 @@ from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
+from sansgpu.tasks.distillation import (
+    Lesson,
+    StudentLoss,
+    open_lesson,
+    require_same_vocabulary,
+    student_metrics,
+    with_length_of,
+)
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Evaluator, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from sansgpu.models.teacher import Teacher
+
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the name that transformers gives to it
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,10 @@ class ConversationExamples:
         """Returns the number of input tokens of each example: the last token is only a target."""
         lengths: np.ndarray = self.examples.lengths()[self.numbers] - 1
         return lengths
+
+    def example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids (L,) and the loss mask (L,) of one example."""
+        return self.examples.example(self.numbers[index])
 
     @property
     def targets(self) -> int:
@@ -69,6 +87,8 @@ class ConversationExamples:
 class ChatCorpus(TokenizedCorpus[ConversationExamples]):
     """Tokenized conversations with loss masks, for training and validation."""
 
+    teacher: Predictions | None = None
+
     def preview(self) -> str | None:
         """Returns the text of the first example; brackets enclose the parts with a loss."""
         return show_masked(*self.train.examples.example(self.train.numbers[0]), self.tokenizer)
@@ -79,9 +99,25 @@ class SFTObjective(FineTuning):
 
     head_kind = "causal"
 
+    def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
+        super().__init__(config, random, layers)
+        self._student = StudentLoss(config)
+
+    def step_sums(self) -> Sums:
+        return self._student.take()
+
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        return student_metrics(sums)
+
     def summed_loss(self, batch: Any) -> torch.Tensor:
-        """Computes the summed cross-entropy with the configured label smoothing and z-loss, ()."""
+        """Computes the summed cross-entropy with the configured label smoothing and z-loss, or a student's loss: ()."""
         training = self.config.training
+        if (soft := self._student.soft_targets(batch)) is not None:
+            from sansgpu.models.teacher import student_loss  # imports transformers, which takes seconds
+
+            loss, parts = student_loss(self.unpadded, batch.tokens, batch.lengths, batch.targets, soft, training.z_loss)
+            self._student.add(parts, batch.targets)
+            return loss
         return self._cross_entropy(batch, LossOptions(training.label_smoothing, training.z_loss))
 
     def plain_loss(self, batch: PackedSequences) -> torch.Tensor:
@@ -96,7 +132,7 @@ class SFT(SFTObjective, FineTuningTask):
     """`task: sft`."""
 
     settings = SETTINGS["sft"]
-    verbs = ("evaluate", "generate", "complete", "chat", "export", "gguf")
+    verbs = ("evaluate", "generate", "complete", "chat", "export", "gguf", "distill")
     verbs_for_any_model = ("generate", "chat")
     objective_class: ClassVar[type[FineTuning]] = SFTObjective
 
@@ -107,9 +143,18 @@ class SFT(SFTObjective, FineTuningTask):
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
+        """Reads and tokenizes the rows, or opens a teacher's.
+
+        Raises ConfigError if there are too few, one is invalid, or the teacher has another vocabulary.
+        """
+        if config.training.distillation.teacher is not None:
+            return _taught_corpus(config, open_lesson(config), progress)
+        return config, cls.read(config, load_tokenizer_of(config.model, config.data.chat_template), progress)
+
+    @classmethod
+    def read(cls, config: Config, tokenizer: Any, progress: ReportProgress) -> ChatCorpus:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
-        tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
         notes: list[str] = []
         examples = _examples(sources.train, config, tokenizer, progress, notes)
         if sources.validation is not None:
@@ -123,7 +168,34 @@ class SFT(SFTObjective, FineTuningTask):
         require_examples(sources, [len(train), len(validation)], "row", notes)
         tokens = int(train.lengths.sum())
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{tokens}-{train.targets}"
-        return config, ChatCorpus(train, validation, notes, fingerprint, tokenizer)
+        return ChatCorpus(train, validation, notes, fingerprint, tokenizer)
+
+    @classmethod
+    def lesson(cls, config: Config, tokenizer: Any, cache: Path, progress: ReportProgress) -> Lesson:
+        corpus = cls.read(config, tokenizer, progress)
+        arrays = {**_arrays_of("train", corpus.train), **_arrays_of("validation", corpus.validation)}
+
+        def sequences(first: int, stop: int) -> PackedSequences:
+            return corpus.train.batch(np.arange(first, stop))
+
+        counts = np.array([int(corpus.train.example(number)[1][1:].sum()) for number in range(len(corpus.train))])
+        return Lesson(arrays, counts, sequences, corpus.fingerprint, corpus.notes)
+
+    @classmethod
+    def teacher(cls, loaded: TrainedModel) -> Teacher:
+        from sansgpu.models.teacher import transformers_teacher  # imports transformers
+
+        unpadded = loaded.objective.unpadded
+        context: Any = getattr(unpadded.model.config, "max_position_embeddings", None)
+        return transformers_teacher(unpadded, context)
+
+    def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
+        batch = super().batch(step, total_steps)
+        if self.corpus.teacher is None:
+            return batch
+        assert isinstance(batch, PackedSequences)
+        assert batch.numbers is not None
+        return cast(ExampleBatch, self.corpus.teacher.add_to(batch, batch.numbers.numpy()))
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
@@ -178,6 +250,39 @@ class SFT(SFTObjective, FineTuningTask):
     def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
         model = loaded.objective.merged_model()
         return model.config.to_dict(), model.state_dict(), tokenizer_parts(loaded.tokenizer)
+
+
+def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
+    """Opens the conversations and the predictions of a teacher's folder.
+
+    The student gets the teacher's chat template. Raises ConfigError if its tokenizer has another vocabulary.
+    """
+    template = folder.root / CHAT_TEMPLATE_FILE
+    tokenizer = load_tokenizer_of(config.model, str(template) if template.is_file() else None)
+    require_same_vocabulary(tokenizer.backend_tokenizer, str(config.model.name_or_path), folder)
+    train, validation = (_examples_of(folder, part) for part in ("train", "validation"))
+    predictions = Predictions(folder, progress)
+    corpus = ChatCorpus(train, validation, [], folder.fingerprint, tokenizer, predictions)
+    return with_length_of(config, folder), corpus
+
+
+def _arrays_of(part: str, rows: ConversationExamples) -> dict[str, np.ndarray]:
+    """Returns the tokens and loss masks of examples, one after the other, and the size of each."""
+    examples = [rows.example(number) for number in range(len(rows))]
+    return {
+        f"{part}_tokens": np.concatenate([ids for ids, _ in examples]),
+        f"{part}_learned": np.concatenate([learned for _, learned in examples]),
+        f"{part}_lengths": np.array([len(ids) for ids, _ in examples], np.int64),
+        f"{part}_bytes": rows.examples.learned_bytes[rows.numbers],
+    }
+
+
+def _examples_of(folder: TeacherFolder, part: str) -> ConversationExamples:
+    names = ("tokens", "learned", "lengths", "bytes")
+    tokens, learned, lengths, sizes = (folder.array(f"{part}_{name}") for name in names)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    examples = TokenizedConversations(tokens, learned, offsets, sizes, 0, 0, 0, None)
+    return ConversationExamples(examples, np.arange(len(examples)))
 
 
 def _narrow_where_faster(model: torch.nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,6 +19,10 @@ from sansgpu.models.costing import Costs
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
+
+if TYPE_CHECKING:  # the latter imports transformers, which takes seconds
+    from sansgpu.models.teacher import Teacher
+    from sansgpu.tasks.distillation import Lesson
 
 Gather = Callable[[Any], list[Any]]
 Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
@@ -240,6 +244,12 @@ class TaskKind(Protocol):
 
     def export_model(self, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
         """Writes a Hugging Face folder. `merge` chooses whether an adapter is merged; None: as configured."""
+
+    def lesson(self, config: Config, tokenizer: Any, cache: Path, progress: ReportProgress) -> Lesson:
+        """Reads and tokenizes the data as `prepare` does, for a teacher to predict. Raises ConfigError."""
+
+    def teacher(self, loaded: TrainedModel) -> Teacher:
+        """Returns a model whose predictions others learn."""
 
     def gguf_parts(self, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
         """Returns config.json, the weights as transformers names them, and the tokenizer."""

@@ -15,7 +15,9 @@ from sansgpu.data.shards import ReportProgress
 if TYPE_CHECKING:
     from sansgpu.tasks.task import Corpus, TaskKind
 
-Verb = Literal["evaluate", "rank", "generate", "complete", "chat", "predict", "extract", "embed", "export", "gguf"]
+Verb = Literal[
+    "evaluate", "rank", "generate", "complete", "chat", "predict", "extract", "embed", "export", "gguf", "distill"
+]
 
 
 class SavedState(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import count, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +198,20 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def open_any(config: Config) -> Config:
     """Makes local paths in the configuration absolute, so that its file works from any folder."""
     for section, keys in INPUT_KEYS.items():
-        values = getattr(config, section)
+        values = attrgetter(section)(config)
         paths = {
             key: Path(name).expanduser()
             for key in keys
             if (name := getattr(values, key)) and name not in BUILT_IN_NAMES
         }
         local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
-        config = config.model_copy(update={section: values.model_copy(update=local)})
+        config = _with_values(config, section.split("."), local)
     return config
+
+
+def _with_values(values: Any, section: Sequence[str], changes: dict[str, Any]) -> Any:
+    """Returns a copy of `values` with changes in a section inside it."""
+    if not section:
+        return values.model_copy(update=changes)
+    first, *inner = section
+    return values.model_copy(update={first: _with_values(getattr(values, first), inner, changes)})

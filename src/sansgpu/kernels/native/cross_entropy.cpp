@@ -211,6 +211,17 @@ void compute_hidden_gradient(const Head<T>& head, const T* exponentials, const f
   Multiplication(Product<T>{head.N, head.D, head.V, left, right, nullptr, false, nullptr}, finish).run();
 }
 
+template <typename T>
+void compute_logits_at(int64_t N, int64_t D, int64_t K, const T* hidden, const T* weight, const int64_t* places,
+                       const Options& options, float* logits) {
+  each_tokens(N, [&](int64_t first, int64_t end) {
+    for (int64_t i = first * K; i < end * K; ++i) {
+      const T *h = hidden + i / K * D, *w = weight + places[i] * D;
+      logits[i] = options.capped(sum_of(D, [&](int64_t d) { return load(h + d) * load(w + d); }));
+    }
+  });
+}
+
 // Calls compute(T, T*): the dtype of the tensors and `to` as a pointer to it.
 template <typename F>
 void with_dtype(int64_t narrow, void* to, const F& compute) {
@@ -232,6 +243,15 @@ SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t N, int64_t D, i
   const Options options{static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(softcap)};
   with_dtype(narrow, exponentials, [&]<typename T>(T* to) {
     compute_losses(head_of<T>(N, D, V, hidden, weight, targets), options, to, above, {losses, shares, at_target});
+  });
+}
+
+// Stores the logits of the tokens of the vocabulary at `places` (N, K), all in [0, V), in `logits` (N, K).
+SANSGPU_KERNEL void head_logits_at(int64_t narrow, int64_t N, int64_t D, int64_t K, const void* hidden,
+                                   const void* weight, const int64_t* places, double softcap, float* logits) {
+  const Options options{0.0f, 0.0f, static_cast<float>(softcap)};
+  with_dtype(narrow, const_cast<void*>(weight), [&]<typename T>(T* head) {
+    compute_logits_at(N, D, K, static_cast<const T*>(hidden), head, places, options, logits);
   });
 }
 

@@ -1,0 +1,184 @@
+"""A teacher's predictions of a corpus on disk: the folder that `sansgpu distill` writes and training reads.
+
+The folder has the tokenizer's files, arrays with the tokens of the corpus (`NAME.npy`), shards with the predictions of
+its training part (`shard-00000.bin`, one record per token that is predicted), and `MANIFEST.json` with the SHA-256 of
+each file. The manifest is replaced after each shard, so that a killed process loses one shard at most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from sansgpu.config import ConfigError
+from sansgpu.config.atomic import atomic_folder, atomic_write, write_text
+from sansgpu.config.plain_data import first_line, read_object
+from sansgpu.data.batch import IGNORE, Batch
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.shards import ReportProgress
+from sansgpu.machine.disk import file_sha256
+
+B = TypeVar("B", Batch, PackedSequences)
+MANIFEST = "MANIFEST.json"
+FORMAT = 1  # version of the folder's format
+SHARD_RECORDS = 1 << 14  # minimum records of a shard: minutes of a teacher's time
+REMEDY = "run `sansgpu distill` again with the same arguments"
+
+
+def record_type(top_k: int, vocabulary: int) -> np.dtype[Any]:
+    """Returns the type of the predictions of one token.
+
+    `ids` are the teacher's `top_k` most likely tokens, `log_probabilities` theirs and that of all others together.
+    """
+    ids = "<u2" if vocabulary <= 1 << 16 else "<u4"
+    return np.dtype([("ids", ids, (top_k,)), ("log_probabilities", "<f2", (top_k + 1,))])
+
+
+@dataclass(frozen=True)
+class TeacherFolder:
+    """A folder with predictions.
+
+    `settings` identify the teacher, the corpus and how they were used. `counts` are the predicted tokens of each
+    training example.
+    """
+
+    root: Path
+    settings: dict[str, Any]
+    files: dict[str, str]  # SHA-256 by name, without the shards
+    shards: dict[str, str]  # SHA-256 by name, of those that are complete
+    counts: np.ndarray  # (E,) int64
+
+    @property
+    def record(self) -> np.dtype[Any]:
+        return record_type(self.settings["top_k"], self.settings["vocab_size"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the predictions."""
+        return file_sha256(self.root / MANIFEST)[:16]
+
+    def array(self, name: str) -> np.ndarray:
+        try:
+            found: np.ndarray = np.load(self.root / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.root / name}.npy cannot be read ({first_line(error)}); delete {self.root}."
+            ) from None
+        return found
+
+    def shard_examples(self) -> list[tuple[int, int]]:
+        """Returns the ranges of training examples whose predictions are in each shard."""
+        offsets = np.concatenate([[0], np.cumsum(self.counts)])
+        ranges, first = [], 0
+        while first < len(self.counts):
+            stop = int(np.searchsorted(offsets, offsets[first] + SHARD_RECORDS))
+            ranges.append((first, min(max(stop, first + 1), len(self.counts))))
+            first = ranges[-1][1]
+        return ranges
+
+    def write_shard(self, number: int, records: np.ndarray) -> TeacherFolder:
+        """Writes a shard and then the manifest. Raises OSError."""
+        path = self.root / shard_name(number)
+        with atomic_write(path) as partial:
+            records.tofile(partial)
+        done = replace(self, shards={**self.shards, path.name: file_sha256(path)})
+        write_text(self.root / MANIFEST, _manifest(done.settings, done.files, done.shards))
+        return done
+
+    def has_shard(self, number: int) -> bool:
+        """Returns whether a shard is complete and has the content that was written."""
+        name = shard_name(number)
+        return name in self.shards and _is_intact(self.root / name, self.shards[name])
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.bin"
+
+
+def is_teacher_folder(root: Path) -> bool:
+    return (root / MANIFEST).is_file()
+
+
+def create_teacher_folder(
+    root: Path,
+    settings: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    save_tokenizer: Callable[[Path], None],
+) -> None:
+    """Writes a folder without predictions as yet. `arrays` include `counts`. Raises OSError."""
+    if root.is_dir():
+        root.rmdir()  # it is empty
+    with atomic_folder(root) as partial:
+        save_tokenizer(partial)
+        for name, values in arrays.items():
+            np.save(partial / f"{name}.npy", values)
+        files = {path.name: file_sha256(path) for path in sorted(partial.iterdir()) if path.is_file()}
+        (partial / MANIFEST).write_text(_manifest(dict(settings), files, {}), encoding="utf-8")
+
+
+def open_teacher_folder(root: Path) -> TeacherFolder:
+    """Opens a folder, whose predictions may be incomplete. Raises ConfigError if it is none, or a file was changed."""
+    if not is_teacher_folder(root):
+        what = "it has no MANIFEST.json" if root.is_dir() else "it does not exist"
+        raise ConfigError(f"{root} is not a folder written by `sansgpu distill`: {what}.")
+    manifest = read_object(root / MANIFEST)
+    settings, files, shards = (manifest.get(key) for key in ("settings", "files", "shards"))
+    if manifest.get("format") != FORMAT or not all(isinstance(part, dict) for part in (settings, files, shards)):
+        raise ConfigError(f"{root / MANIFEST} was not written by this version of `sansgpu distill`; delete {root}.")
+    assert isinstance(files, dict)
+    for name, sha256 in files.items():
+        if not _is_intact(root / name, sha256):
+            raise ConfigError(f"{root / name} is missing or was changed; delete {root} and {REMEDY}.")
+    folder = TeacherFolder(root, settings or {}, files, shards or {}, np.zeros(0, np.int64))
+    return replace(folder, counts=np.array(folder.array("counts")))
+
+
+class Predictions:
+    """The predictions of a folder's training examples, read from its shards when they are needed."""
+
+    def __init__(self, folder: TeacherFolder, progress: ReportProgress) -> None:
+        """Checks all shards. Raises ConfigError if one is missing or was changed."""
+        self.top_k, self._record = int(folder.settings["top_k"]), folder.record
+        self._offsets = np.concatenate([[0], np.cumsum(folder.counts)])  # of examples
+        ranges = folder.shard_examples()
+        self._starts = np.array([self._offsets[first] for first, _ in ranges])  # of shards
+        self._paths = [folder.root / shard_name(number) for number in range(len(ranges))]
+        for number, path in enumerate(self._paths):
+            progress("checking the teacher's predictions", number, len(ranges), "shard")
+            if path.name not in folder.shards:
+                raise ConfigError(f"{folder.root} is not complete: it has no {path.name}; {REMEDY}.")
+            if not folder.has_shard(number):
+                raise ConfigError(f"{path} is missing or was changed; {REMEDY}.")
+
+    def add_to(self, batch: B, examples: np.ndarray) -> B:
+        """Returns a batch of these examples with the predictions of its targets."""
+        records = np.concatenate([np.zeros(0, self._record), *(self._read(int(example)) for example in examples)])
+        has_target: np.ndarray = batch.targets.numpy() != IGNORE
+        ids = np.zeros((*has_target.shape, self.top_k), np.int32)
+        log_probabilities = np.zeros((*has_target.shape, self.top_k + 1), np.float16)
+        ids[has_target], log_probabilities[has_target] = records["ids"], records["log_probabilities"]
+        tensors = torch.from_numpy(ids), torch.from_numpy(log_probabilities)
+        return replace(batch, teacher_ids=tensors[0], teacher_log_probabilities=tensors[1])
+
+    def _read(self, example: int) -> np.ndarray:
+        """Reads with one call instead of a memory map, whose pages would count as memory of the process."""
+        first, stop = (int(offset) for offset in self._offsets[example : example + 2])
+        shard = int(np.searchsorted(self._starts, first, side="right")) - 1
+        if first == stop:
+            return np.zeros(0, self._record)
+        skipped = (first - int(self._starts[shard])) * self._record.itemsize
+        return np.fromfile(self._paths[shard], self._record, stop - first, offset=skipped)
+
+
+def _is_intact(path: Path, sha256: object) -> bool:
+    return path.is_file() and file_sha256(path) == sha256
+
+
+def _manifest(settings: dict[str, Any], files: dict[str, str], shards: dict[str, str]) -> str:
+    return json.dumps({"format": FORMAT, "settings": settings, "files": files, "shards": shards}, indent=1) + "\n"

@@ -1,0 +1,205 @@
+"""Writes a teacher's predictions of a corpus, for `training.distillation`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+
+from sansgpu.config import Config, ConfigError, SansGPUError, TrainingConfig, as_config
+from sansgpu.config.atomic import write_failures_as
+from sansgpu.config.wording import counted
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.teacher_folder import (
+    TeacherFolder,
+    create_teacher_folder,
+    is_teacher_folder,
+    open_teacher_folder,
+    record_type,
+)
+from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
+from sansgpu.machine.disk import free_disk_bytes
+from sansgpu.machine.probe import cache_dir, resolve_precision
+from sansgpu.machine.world import find_world
+from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.pretrained import save_tokenizer
+from sansgpu.models.teacher import Teacher
+from sansgpu.reporting.outputs import LOCK
+from sansgpu.tasks import TASKS
+from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint, weights_sha256
+from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.train.loading import open_model
+
+PASS_TOKENS = 4096  # of a forward pass: enough for full speed, few enough for the cache
+DEFAULT_LENGTH = {"pretrain": 512, "sft": 1024}  # tokens of an example at most, unless the teacher's context is shorter
+NAMES = ("teacher", "data")  # settings that may differ when the command is run again, as files can be moved
+
+
+@dataclass(frozen=True)
+class DistillRequest:
+    """Arguments of the command. `task` is the task of the students, pretrain or sft."""
+
+    teacher: str
+    data: str
+    output: Path
+    top_k: int = 32
+    task: str = "pretrain"
+    max_length: int | None = None
+    text_column: str | None = None
+    snapshot: str = "latest"
+    remote_code: bool = False
+
+
+def distill(request: DistillRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
+    """Writes a folder, or completes it, and returns what it holds. Raises ConfigError."""
+    if (size := find_world().size) > 1:
+        raise ConfigError(f"sansgpu distill runs in one process, but {size} were started; start it without a launcher.")
+    if request.task not in DEFAULT_LENGTH:
+        raise ConfigError(f"--task is {request.task}, but must be {' or '.join(DEFAULT_LENGTH)}.")
+    _require_output(request.output)
+    verb: Any = "distill" if request.task == "pretrain" else "chat"  # chat models have the template of conversations
+    loaded = open_model(request.teacher, verb, request.snapshot, warn, request.remote_code, progress=progress)
+    teacher = loaded.kind.teacher(loaded)
+    config = _config(request, teacher)
+    tokenizer = _tokenizer(request, loaded)
+    backend = tokenizer.backend if isinstance(tokenizer, Tokenizer) else tokenizer.backend_tokenizer
+    vocabulary = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    if request.top_k >= vocabulary:
+        raise ConfigError(
+            f"--top-k {request.top_k} must be less than the vocabulary of {counted(vocabulary, 'token')}."
+        )
+    lesson = TASKS[request.task].lesson(config, tokenizer, cache_dir(None), progress)
+    for note in lesson.notes:
+        warn(note)
+    settings = {
+        "task": request.task,
+        "teacher": request.teacher,
+        "data": request.data,
+        "weights": weights_sha256(loaded.objective.model),
+        "corpus": lesson.fingerprint,
+        "vocabulary": vocabulary_fingerprint(backend),
+        "vocab_size": vocabulary,
+        "top_k": request.top_k,
+        "max_length": config.data.max_length,
+        "precision": _precision(loaded),
+    }
+    with write_failures_as(SansGPUError, request.output, "--output"):
+        folder = _folder(request, settings, lesson, tokenizer)
+        with _locked(folder.root):
+            folder = _write_shards(folder, teacher, lesson, progress)
+    tokens = int(folder.counts.sum())
+    size = tokens * folder.record.itemsize
+    return {"output": str(request.output), **settings, "tokens": tokens, "shards": len(folder.shards), "bytes": size}
+
+
+def _require_output(output: Path) -> None:
+    if output.is_dir() and any(output.iterdir()) and not is_teacher_folder(output):
+        raise ConfigError(f"{output} contains files that `sansgpu distill` did not write; choose another --output.")
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output} is a file, not a folder; choose another --output.")
+
+
+def _config(request: DistillRequest, teacher: Teacher) -> Config:
+    """Returns the configuration with which the texts are read and tokenized."""
+    room = None if teacher.context is None else teacher.context - len(teacher.before)
+    length = request.max_length or min(DEFAULT_LENGTH[request.task], room or DEFAULT_LENGTH[request.task])
+    if room is not None and length > room:
+        raise ConfigError(f"--max-length {length} is longer than the teacher's context of {counted(room, 'token')}.")
+    data = {"dataset_name": request.data, "max_length": length, "text_column": request.text_column}
+    if request.task == "sft" and request.text_column is not None:
+        raise ConfigError("--text-column has no effect with --task sft; leave it out.")
+    model = {"name_or_path": request.teacher} if request.task == "sft" else {"max_seq_len": max(length, 2)}
+    return as_config({"task": request.task, "model": model, "data": data}, "the request")
+
+
+def _tokenizer(request: DistillRequest, loaded: TrainedModel) -> Any:
+    """Returns the teacher's tokenizer; for plain text as in pretraining, so that documents begin with the end token."""
+    tokenizer = loaded.tokenizer
+    if request.task == "sft":
+        return tokenizer
+    if isinstance(tokenizer, Tokenizer):
+        return Tokenizer(tokenizer.backend, tokenizer.end_of_text)
+    assert loaded.source.tokenizer is not None
+    return load_tokenizer(loaded.source.tokenizer)  # of a run of task sft
+
+
+def _precision(loaded: TrainedModel) -> str:
+    return resolve_precision(TrainingConfig(), loaded.device)
+
+
+def _folder(request: DistillRequest, settings: dict[str, Any], lesson: Lesson, tokenizer: Any) -> TeacherFolder:
+    """Creates the folder, or opens it if it was begun with the same settings. Raises ConfigError otherwise."""
+    root = request.output
+    if not is_teacher_folder(root):
+        _require_space(root, int(lesson.counts.sum()), settings)
+
+        def save(folder: Path) -> None:
+            tokenizer.save(folder) if isinstance(tokenizer, Tokenizer) else save_tokenizer(tokenizer, folder)
+
+        create_teacher_folder(root, settings, {**lesson.arrays, "counts": lesson.counts}, save)
+    folder = open_teacher_folder(root)
+    for key, value in settings.items():
+        if key not in (*NAMES, "precision") and folder.settings.get(key) != value:
+            raise ConfigError(
+                f"{root} was written with another {key.replace('_', ' ')} ({folder.settings.get(key)}, now {value}); "
+                "choose another --output, or delete it."
+            )
+    return folder
+
+
+def _require_space(root: Path, tokens: int, settings: dict[str, Any]) -> None:
+    needed = tokens * record_type(settings["top_k"], settings["vocab_size"]).itemsize
+    free = free_disk_bytes(root.absolute())
+    if needed > free:
+        raise ConfigError(
+            f"the predictions need {needed / 1e9:.1f} GB, but {root.absolute().parent} has {free / 1e9:.1f} GB free; "
+            "lower --top-k or choose another --output."
+        )
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Locks a folder. Raises ConfigError if another process writes into it."""
+    try:
+        with FileLock(root / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise ConfigError(f"{root} is being written by another process; wait for it, or stop it first.") from None
+
+
+def _write_shards(folder: TeacherFolder, teacher: Teacher, lesson: Lesson, progress: ReportProgress) -> TeacherFolder:
+    """Predicts the shards that are missing or damaged."""
+    narrow = folder.settings["precision"] == "bf16"
+    if narrow:
+        narrow_matrices(teacher.model)
+    done, total = 0, int(folder.counts.sum())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        for number, (first, stop) in enumerate(folder.shard_examples()):
+            if not folder.has_shard(number):
+                parts: list[np.ndarray] = []
+                size = max(1, PASS_TOKENS // folder.settings["max_length"])
+                for start in range(first, stop, size):
+                    parts.append(_records(folder, teacher, lesson.sequences(start, min(start + size, stop))))
+                    progress("distilling", done + sum(map(len, parts)), total, "token")
+                folder = folder.write_shard(number, np.concatenate(parts))
+            done += int(folder.counts[first:stop].sum())
+            progress("distilling", done, total, "token")
+    return folder
+
+
+def _records(folder: TeacherFolder, teacher: Teacher, examples: PackedSequences) -> np.ndarray:
+    settings, chosen = folder.settings, examples.targets != IGNORE
+    ids, log_probabilities = teacher.predict(
+        examples.tokens, examples.lengths, chosen, settings["top_k"], settings["vocab_size"]
+    )
+    records = np.zeros(len(ids), folder.record)
+    records["ids"], records["log_probabilities"] = ids.numpy(), log_probabilities.numpy()
+    return records

@@ -1,0 +1,120 @@
+"""Learning from a causal model: the predictions of a teacher, and the loss of a student.
+
+B sequences, N tokens in total, D width, V vocabulary, M tokens whose successors are predicted, K most likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from sansgpu.config import SansGPUError
+from sansgpu.kernels.cross_entropy import LossOptions
+from sansgpu.kernels.matmul import is_native, matmul_into
+from sansgpu.kernels.mixed_loss import LEAST_REST, SoftTargets, linear_mixed_loss, mixed_loss_of_logits
+from sansgpu.models.decoder import IGNORED_LABEL, TransformerLM
+from sansgpu.models.unpadded import UnpaddedModel, token_places
+
+LOGIT_ROWS = 256  # tokens whose logits are in memory at a time; fewer are slower to multiply
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A causal model. `before` are the tokens that it needs before each text."""
+
+    model: nn.Module
+    states: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens (N,), lengths (B,) -> head's inputs (N, D)
+    logits: Callable[[torch.Tensor], torch.Tensor]  # inputs of the head (M, D) -> (M, V) fp32
+    context: int | None  # maximum number of tokens, if known
+    before: tuple[int, ...] = ()
+
+    def predict(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, chosen: torch.Tensor, top_k: int, vocabulary: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predicts the tokens after those that are `chosen` (N,), among the first `vocabulary` of the vocabulary.
+
+        `tokens` (N,) are those of sequences with `lengths` (B,), which do not see each other. Returns the ids of the
+        most likely tokens (M, K), and their log-probabilities followed by that of all others (M, K + 1). Raises
+        SansGPUError if they are not finite.
+        """
+        tokens, lengths, chosen = self._with_prefix(tokens, lengths, chosen)
+        states = self.states(tokens, lengths)[chosen]
+        parts = [_top_k(self.logits(rows)[:, :vocabulary], top_k) for rows in states.split(LOGIT_ROWS)]
+        ids, log_probabilities = (torch.cat(part) for part in zip(*parts, strict=True))
+        if not bool(log_probabilities.isfinite().all()):
+            raise SansGPUError("the teacher's predictions are not finite; check its weights with `sansgpu eval`.")
+        return ids, log_probabilities
+
+    def _with_prefix(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not self.before:
+            return tokens, lengths, chosen
+        prefix, sizes = torch.tensor(self.before), lengths.tolist()
+        rows = [torch.cat((prefix, row)) for row in tokens.split(sizes)]
+        marks = [torch.cat((torch.zeros(len(prefix), dtype=torch.bool), row)) for row in chosen.split(sizes)]
+        return torch.cat(rows), lengths + len(prefix), torch.cat(marks)
+
+
+def decoder_teacher(model: TransformerLM, before: tuple[int, ...] = ()) -> Teacher:
+    def states(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        documents, positions = token_places(lengths)
+        return model.hidden(tokens[None], positions[None], documents[None])[0]
+
+    return Teacher(model, states, lambda rows: _product(rows, model.head_weight), model.config.max_seq_len, before)
+
+
+def transformers_teacher(model: UnpaddedModel, context: int | None, before: tuple[int, ...] = ()) -> Teacher:
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        if model.head is None:
+            return rows.float()
+        found = _product(rows, model.head.weight)
+        return model.softcap * torch.tanh(found / model.softcap) if model.softcap else found
+
+    return Teacher(model.model, partial(_head_inputs, model), logits, context, before)
+
+
+def _head_inputs(model: UnpaddedModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return model.by_token(lengths, lambda chosen, group: model.head_inputs(*model.inputs(tokens[chosen], group)))
+
+
+def student_loss(
+    model: UnpaddedModel,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    targets: torch.Tensor,
+    soft: SoftTargets,
+    z_loss: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `linear_mixed_loss` returns, of a transformers model: () and (2,)."""
+    states, head = _head_inputs(model, tokens, lengths), model.head
+    if head is not None:
+        options = LossOptions(z_loss=z_loss, softcap=model.softcap)
+        return linear_mixed_loss(states, head.weight, targets, soft, options)
+    valid = targets != IGNORED_LABEL
+    return mixed_loss_of_logits(states[valid], targets[valid], soft.rows(valid), z_loss)
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns logits in fp32, (M, V): bf16 would round them by up to a few per cent of a probability."""
+    rows = rows.to(weight.dtype)
+    with torch.autocast(rows.device.type, enabled=False):
+        if not is_native(rows, weight):
+            return (rows @ weight.T).float()
+        out = rows.new_empty(len(rows), len(weight), dtype=torch.float32)
+        matmul_into(out, rows, weight.T)
+        return out
+
+
+def _top_k(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the most likely tokens, and their log-probabilities and that of all others. Overwrites the logits."""
+    known, ids = logits.topk(count, dim=1)
+    largest = known[:, :1]
+    lse = logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log() + largest
+    known = known - lse
+    rest = (1 - known.exp().sum(dim=1, keepdim=True)).clamp(min=LEAST_REST)
+    return ids, torch.cat((known, rest.log()), dim=1)

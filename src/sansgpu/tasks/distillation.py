@@ -1,0 +1,129 @@
+"""What tasks share that learn from a teacher: the texts it predicts, its folder, and the loss and metrics of a student.
+
+A corpus is written by `sansgpu distill` and read in training as arrays, so that the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.config.wording import counted
+from sansgpu.data.batch import IGNORE, Batch
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.teacher_folder import TeacherFolder, open_teacher_folder
+from sansgpu.kernels.mixed_loss import SoftTargets
+from sansgpu.tasks.task import Sums, add_sums
+
+CROSS_ENTROPY, KL, TARGETS = "cross_entropy", "kl", "targets"  # sums of a step
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The texts whose tokens a teacher predicts.
+
+    `arrays` are what training reads again. `counts` (E,) are the predicted tokens of each training example, and
+    `sequences` returns a range of examples, whose targets are the predicted tokens.
+    """
+
+    arrays: dict[str, np.ndarray]
+    counts: np.ndarray
+    sequences: Callable[[int, int], PackedSequences]
+    fingerprint: str
+    notes: Sequence[str] = ()  # messages for the user
+
+
+def sequences_of(batch: Batch) -> PackedSequences:
+    """Returns the documents in the rows of a batch as sequences that do not see each other."""
+    documents = torch.zeros_like(batch.inputs) if batch.document_ids is None else batch.document_ids
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = begins.flatten().nonzero()[:, 0]
+    lengths = torch.diff(starts, append=torch.tensor([documents.numel()]))
+    return PackedSequences(batch.inputs.flatten(), lengths, batch.targets.flatten())
+
+
+def vocabulary_fingerprint(backend: Any) -> str:
+    """Identifies the tokens and their ids in a `tokenizers` model."""
+    vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def require_same_vocabulary(backend: Any, name: str, folder: TeacherFolder) -> None:
+    """Raises ConfigError if a model's tokenizer has other tokens than the teacher's."""
+    if vocabulary_fingerprint(backend) != folder.settings["vocabulary"]:
+        raise ConfigError(
+            f"the tokenizer of {name} differs from that of the teacher {folder.settings['teacher']} in {folder.root}; "
+            "a student and its teacher need the same tokenizer, so choose another model."
+        )
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """Identifies the weights of a model."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def open_lesson(config: Config) -> TeacherFolder:
+    """Opens training.distillation.teacher. Raises ConfigError if it is made for another task or another length."""
+    folder = open_teacher_folder(Path(str(config.training.distillation.teacher)).expanduser())
+    task, length = folder.settings["task"], folder.settings["max_length"]
+    if task != config.task:
+        raise ConfigError(
+            f"{folder.root} was written for task {task}; set task to {task}, or run `sansgpu distill --task "
+            f"{config.task}`."
+        )
+    if "max_length" in config.data.model_fields_set and config.data.max_length != length:
+        raise ConfigError(
+            f"data.max_length is {config.data.max_length}, but {folder.root} has examples of at most "
+            f"{counted(length, 'token')}; leave data.max_length out, or run `sansgpu distill --max-length` again."
+        )
+    return folder
+
+
+def with_length_of(config: Config, folder: TeacherFolder) -> Config:
+    """Sets data.max_length to the length of the folder's examples."""
+    data = config.data.model_copy(update={"max_length": folder.settings["max_length"]})
+    return config.model_copy(update={"data": data})
+
+
+class StudentLoss:
+    """Turns the predictions in a batch into targets, and adds up the parts of the loss for the metrics of a step."""
+
+    def __init__(self, config: Config) -> None:
+        self._settings, self._sums = config.training.distillation, Sums()
+
+    def soft_targets(self, batch: Batch | PackedSequences) -> SoftTargets | None:
+        """Returns a row for each token of the batch, or None if it has no predictions."""
+        ids, log_probabilities = batch.teacher_ids, batch.teacher_log_probabilities
+        if ids is None or log_probabilities is None:
+            return None
+        rows = ids.flatten(0, -2).long(), log_probabilities.flatten(0, -2).float()
+        return SoftTargets(*rows, self._settings.weight, self._settings.temperature)
+
+    def add(self, parts: torch.Tensor, targets: torch.Tensor) -> None:
+        """Adds the cross-entropy and the KL divergence of a micro-batch, (2,)."""
+        cross_entropy, kl = parts.tolist()
+        add_sums(self._sums, {CROSS_ENTROPY: cross_entropy, KL: kl, TARGETS: float((targets != IGNORE).sum())})
+
+    def take(self) -> Sums:
+        taken, self._sums = self._sums, {}
+        return taken
+
+
+def student_metrics(sums: Sums) -> dict[str, float]:
+    """Returns the usual loss, which is comparable with that of runs without a teacher, and the KL divergence."""
+    if not sums.get(TARGETS):
+        return {}
+    return {"loss": sums[CROSS_ENTROPY] / sums[TARGETS], "kl": sums[KL] / sums[TARGETS]}
