@@ -11,6 +11,7 @@ import torch
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.pretrained import is_inside, save_tokenizer, seeded
+from sansgpu.models.quantized_layers import QuantizedLinear, dequantize_layer, restore_conv1d
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedModel
@@ -49,12 +50,19 @@ def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):  # layer by layer, because the full model in fp32 may not fit into memory
             base: Any = layer.get_base_layer()
+            if isinstance(base, QuantizedLinear):
+                dequantize_layer(base, torch.float32)
             base.float()
             layer.merge(safe_merge=True)
             base.to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*adapters.*merged")
         plain: PreTrainedModel = adapted.merge_and_unload()
+    for layer in plain.modules():
+        if isinstance(layer, QuantizedLinear):  # without an adapter
+            dequantize_layer(layer, dtype)
+        if getattr(layer, "transposed", False):
+            restore_conv1d(layer)
     plain.to(dtype)  # type: ignore[arg-type]
     return plain
 

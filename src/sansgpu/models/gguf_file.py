@@ -5,9 +5,10 @@ A GGUF file has the contents of a Hugging Face folder under other names; this in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,10 @@ from gguf import Keys, LlamaFileType
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.atomic import atomic_write, write_failures_as
 from sansgpu.config.plain_data import require_regular_file, truncate
+from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, QuantizedWeight
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
-from sansgpu.models.gguf_reader import read_gguf
+from sansgpu.models.gguf_reader import GGUFTensor, read_gguf
 from sansgpu.models.gguf_settings import (
     KNOWN,
     ROPE_FACTORS,
@@ -35,6 +37,7 @@ from sansgpu.models.gguf_settings import (
 from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
 from sansgpu.models.layouts import LAYOUTS, Weights, module_names, with_default_settings
 from sansgpu.models.model_folder import require_layers
+from sansgpu.models.stored_weights import StoredTensor
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
 TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matrices; vectors are always f32
@@ -45,6 +48,7 @@ TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matric
 }
 # Raised for metadata of unexpected types, invalid JSON and JSON that is nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+_PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 _EMBEDDING, _HEAD, _POSITIONS = "token_embd.weight", "output.weight", "position_embd.weight"
 
 
@@ -169,24 +173,54 @@ class GGUFFile:
 
     def weights(self) -> Weights:
         """Returns fp32 weights by Hugging Face's names. Raises ConfigError if a name or type is not supported."""
+        return {name: tensor.read() for name, tensor in self.stored_weights().items()}
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if a matrix is stored in blocks of quantized values."""
+        return any(len(tensor.shape) == 2 and tensor.tensor_type not in _PLAIN for tensor in self._tensors.values())
+
+    def stored_weights(self) -> dict[str, StoredTensor]:
+        """Returns tensors to read, by Hugging Face's names. Raises ConfigError if a name is not supported."""
         hf_modules = {gguf_name: hf_name for hf_name, gguf_name in _gguf_modules(self.settings).items()}
-        weights: Weights = {}
+        found: dict[str, StoredTensor] = {}
         for name, tensor in self._tensors.items():
             if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
                 continue  # the settings contain them
             module, _, kind = name.rpartition(".")
             if module not in hf_modules:
                 raise ConfigError(f"{self.path}: the architecture {self._architecture} has no weight named {name}.")
-            try:
-                values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-            except NotImplementedError:
-                encoding = tensor.tensor_type.name
-                raise ConfigError(f"{self.path}: {name} has the type {encoding}, which is not supported.") from None
             hf_name = f"{hf_modules[module]}.{kind}"
-            weights[hf_name] = _from_file(hf_name, torch.from_numpy(values), self.settings)
+            found[hf_name] = self._stored(name, hf_name, tensor)
         if self.settings.get("hidden_act") == "xielu":
-            weights |= xielu_weights(self._metadata)
-        return weights
+            for hf_name, value in xielu_weights(self._metadata).items():
+                found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
+        return found
+
+    def _stored(self, name: str, hf_name: str, tensor: GGUFTensor) -> StoredTensor:
+        transposed = self._layout.is_transposed(hf_name)
+        shape, kind = tensor.shape[::-1] if transposed else tensor.shape, tensor.tensor_type
+        if kind in _PLAIN or len(shape) != 2:
+            return StoredTensor(shape, partial(self._read, name, hf_name, tensor))
+        known = FORMATS.get(kind.name.lower())
+        blocks = None if known is None else partial(self._blocks, hf_name, tensor, known)
+        return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, kind.name.lower())
+
+    def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
+        """Returns a tensor in fp32 and the layout of Hugging Face. Raises ConfigError if its type is not supported."""
+        try:
+            values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        except NotImplementedError:
+            encoding = tensor.tensor_type.name
+            raise ConfigError(f"{self.path}: {name} has the type {encoding}, which is not supported.") from None
+        return _from_file(hf_name, torch.from_numpy(values), self.settings)
+
+    def _blocks(self, hf_name: str, tensor: GGUFTensor, known: BlockFormat) -> QuantizedWeight:
+        """Returns a matrix (outputs, inputs) as it is in the mapped file, or with whole rows permuted."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable")
+            rows = torch.from_numpy(tensor.data)
+        return QuantizedWeight(_unpermuted(hf_name, rows, self.settings), known)
 
     def _settings(self) -> dict[str, Any]:
         embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
@@ -251,9 +285,16 @@ def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> to
 
 def _from_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
     """Inverts `_to_file`."""
+    if LAYOUTS[settings["model_type"]].is_transposed(name):
+        return tensor.T.contiguous()
+    return _unpermuted(name, tensor, settings)
+
+
+def _unpermuted(name: str, rows: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the rows of a matrix in the order of Hugging Face."""
     if (heads := _rotated_heads(name, settings)) is None:
-        return _to_file(name, tensor, settings).contiguous()
-    return tensor.reshape(heads, -1, 2, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+        return rows
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:

@@ -26,6 +26,7 @@ from sansgpu.models.pretrained import (
     HeadKind,
     load_pretrained,
     load_tokenizer_of,
+    merges_adapter,
     plain_name,
     random_model,
     restore_frozen,
@@ -35,6 +36,7 @@ from sansgpu.models.pretrained import (
     weights_fingerprint,
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
+from sansgpu.models.pretrained_source import requantized_formats
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
@@ -80,6 +82,8 @@ class FineTuning(ObjectiveBase, ABC):
         name, pack = self.config.model.name_or_path, self.config.data.pack_sequences
         if unpatched:
             yield f"{name}: sansgpu has no kernels for its {' and '.join(unpatched)}, so transformers' own code runs."
+        if changed := requantized_formats(self.config.model):
+            yield f"{name}: its {' and '.join(changed)} weights are requantized to q8_0, which sansgpu multiplies with."
         if pack and not self.unpadded.packs:
             yield f"{name} does not support several examples in one row, so short examples are padded."
 
@@ -140,12 +144,12 @@ class FineTuning(ObjectiveBase, ABC):
         return any(torch.promote_types(self._loaded_as[name], dtype) != dtype for name, dtype in frozen)
 
     def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
-        """Writes a Hugging Face folder. An adapter is merged if `merge`, by default model.merge_adapter.
+        """Writes a Hugging Face folder. An adapter is merged if `merge`, by default as model.merge_adapter says.
 
         Merged and full models are written in the dtype of the base model's config.json.
         """
         settings = self.config.model
-        merge = settings.merge_adapter if merge is None else merge
+        merge = merges_adapter(settings) if merge is None else merge
         if self._adapted is not None and not merge:
             save_adapter(self._adapted, tokenizer, folder)
         else:
