@@ -3,29 +3,136 @@
 import gguf
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
-from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, dequantize_rows, format_for, quantize_rows
+from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, dequantize_rows, quantize_rows
 from sansgpu.kernels.quantized_linear import quantized_linear, quantized_lora_linear
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NAMES = st.sampled_from(list(FORMATS))
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 ERROR = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # relative, with two roundings in bf16
-SCALE = 1.7
+SCALE, RANK = 1.7, 5
 
 
 def new_weight(name: str, outputs: int, blocks: int, seed: int = 0) -> QuantizedWeight:
-    """Returns normal values in a format, in memory that cannot be written."""
-    format = FORMATS[name]
-    values = torch.randn(outputs, blocks * format.block, generator=torch.Generator().manual_seed(seed))
-    data = quantize_rows(values, format).numpy()
-    data.flags.writeable = False
-    return QuantizedWeight(torch.from_numpy(data), format)
+    """Returns random blocks with scales of at most 2, in memory that cannot be written."""
+    format, generator = FORMATS[name], torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (outputs, blocks, format.bytes), dtype=torch.uint8, generator=generator)
+    for high in {"q4_1": (1, 3), "q4_k": (1, 3), "q6_k": (-1,)}.get(name, (1,)):  # upper bytes of fp16 scales
+        data[..., high] &= 0xBF
+    array = data.view(outputs, -1).numpy()
+    array.flags.writeable = False
+    return QuantizedWeight(torch.from_numpy(array), format)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_values_are_those_of_gguf_py(name: str) -> None:
-    weight = new_weight(name, 7, 3)
-    expected = torch.from_numpy(gguf.quants.dequantize(weight.data.numpy(), weight.format.encoding))
-    assert torch.equal(dequantize_rows(weight.data, weight.format), expected)
+def values_of(weight: QuantizedWeight) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(weight.data.numpy(), weight.format.encoding))
+
+
+def leaves(rows: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns x, x after dropout, A and B."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(rows, weight.inputs), (rows, weight.inputs), (RANK, weight.inputs), (weight.outputs, RANK)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@RANDOM
+@given(NAMES, st.integers(1, 70), st.integers(1, 40), DTYPES, st.booleans(), st.integers(0, 99))
+def test_values_are_those_of_gguf_py(
+    kernels: str, name: str, outputs: int, blocks: int, dtype: torch.dtype, flush: bool, seed: int
+) -> None:
+    weight = new_weight(name, outputs, blocks, seed)
+    expected = values_of(weight)
+    torch.set_flush_denormal(flush)  # as in training: subnormal fp16 scales must not be flushed
+    assert torch.equal(dequantize_rows(weight.data, weight.format, dtype), expected.to(dtype))
+    torch.set_flush_denormal(False)
     assert expected.shape == (weight.outputs, weight.inputs)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@RANDOM
+@given(NAMES, st.integers(1, 200), st.integers(1, 200), st.integers(1, 9), st.booleans(), st.booleans(), DTYPES)
+@example("q4_k", 20, 65, 33, True, False, torch.float32)  # more terms than one pass sums
+@example("q6_k", 20, 8200, 1, True, False, torch.bfloat16)  # the same, backward
+@example("q4_1", 15, 70, 40, True, True, torch.bfloat16)  # few rows
+def test_products_and_gradients(
+    kernels: str, name: str, rows: int, outputs: int, blocks: int, biased: bool, adapted: bool, dtype: torch.dtype
+) -> None:
+    weight = new_weight(name, outputs, blocks)
+    bias = torch.arange(outputs) / 10.0 if biased else None
+    ours = leaves(rows, weight, dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in ours]
+    sizes = [tensor.detach().abs().requires_grad_() for tensor in exact]
+    wide = values_of(weight).to(dtype).double()
+    found = []
+    for x, dropped, first, second in (ours, exact, sizes):
+        if x is ours[0]:
+            y = (
+                quantized_lora_linear(x, dropped, weight, bias, first, second, SCALE)
+                if adapted
+                else quantized_linear(x, weight, bias)
+            )
+        else:
+            y = x @ (wide if x is exact[0] else wide.abs()).T + (0 if bias is None else bias)
+            y = y + SCALE * (dropped @ first.T) @ second.T if adapted else y
+        grad = torch.linspace(-1, 1, y.numel()).view_as(y)
+        y.backward((grad.abs() if x is sizes[0] else grad).to(y.dtype))
+        found.append([y.detach(), *(t.grad for t in ((x, dropped, first, second) if adapted else (x,)))])
+    for value, expected, size in zip(*found, strict=True):  # size: of the terms of the sums, which may cancel
+        assert value is not None
+        assert expected is not None
+        assert size is not None
+        assert value.dtype == dtype
+        assert (value.double() - expected).norm() <= ERROR[dtype] * size.norm()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [3, 150])
+def test_results_do_not_depend_on_the_threads(native_kernels: str, rows: int, dtype: torch.dtype) -> None:
+    weight = new_weight("q4_k", 300, 3)
+    x, _, first, second = leaves(rows, weight, dtype)
+    results = []
+    for threads in (1, 2, 5, 5):
+        torch.set_num_threads(threads)
+        y = quantized_lora_linear(x, x, weight, None, first, second, SCALE)
+        plain = quantized_linear(x, weight)
+        results.append([y, plain, *torch.autograd.grad((y + plain).sum(), (x, first, second))])
+    for others in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_flops_are_those_of_matmuls(kernels: str) -> None:
+    weight = new_weight("q4_k", 300, 3)
+    x, _, first, second = leaves(50, weight, torch.float32)
+    product, adapter = 2 * 50 * 300 * 768, 2 * 50 * RANK * (300 + 768)
+    with FlopCounterMode(display=False) as counter:
+        quantized_linear(x, weight).sum().backward()
+    assert counter.get_total_flops() == 2 * product
+    with FlopCounterMode(display=False) as counter:
+        quantized_lora_linear(x, x, weight, None, first, second, SCALE).sum().backward()
+    assert counter.get_total_flops() == 2 * product + 3 * adapter
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_what_does_not_fit_is_refused(kernels: str) -> None:
+    weight = new_weight("q4_k", 5, 2)
+    x, dropped, first, second = leaves(3, weight, torch.float32)
+    for refused in (
+        (x[:, :256], dropped, weight, None, first, second),
+        (x, dropped, weight, torch.ones(4), first, second),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            quantized_lora_linear(*refused, SCALE)
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            quantized_linear(refused[0], weight, refused[3])
+    with pytest.raises(RuntimeError, match=r"rows of 300 values cannot be stored in q4_k's blocks of 256"):
+        quantize_rows(torch.ones(2, 300), FORMATS["q4_k"])
+    for data in (torch.zeros(2, 145, dtype=torch.uint8), torch.zeros(144, dtype=torch.uint8), torch.zeros(2, 144)):
+        with pytest.raises(RuntimeError, match="does not store rows in q4_k"):
+            QuantizedWeight(data, FORMATS["q4_k"])

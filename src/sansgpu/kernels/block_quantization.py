@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import gguf
-import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Encoding
+
+from sansgpu.kernels import native
 
 Precision = Literal["int8", "int4"]
 
@@ -23,6 +24,11 @@ class BlockFormat:
     name: str
     block: int
     bytes: int
+
+    @property
+    def number(self) -> int:
+        """The number of this format in native/block_formats.h."""
+        return list(FORMATS).index(self.name)
 
     @property
     def encoding(self) -> Encoding:
@@ -46,6 +52,11 @@ FORMATS = {
         BlockFormat("q6_k", 256, 210),
     )
 }
+
+
+def by_number(number: int) -> BlockFormat:
+    """Returns the format with this `number`."""
+    return [*FORMATS.values()][number]
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,8 @@ def quantize_rows(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     search finds.
     """
     outputs, inputs = values.shape
-    blocks = values.detach().float().cpu().reshape(-1, format.block)
     row_bytes = format.row_bytes(inputs)
+    blocks = values.detach().float().cpu().reshape(-1, format.block)
     if format.name == "q4_k":
         data = _quantize_q4_k(blocks)
     elif format.name == "q6_k":
@@ -103,11 +114,13 @@ def quantize_rows(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
 
 def dequantize_rows(data: torch.Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Returns the values (outputs, inputs) that uint8 `data` (outputs, bytes of a row) stores."""
-    return torch.from_numpy(gguf.quants.dequantize(_as_array(data), format.encoding)).to(dtype)
-
-
-def _as_array(data: torch.Tensor) -> np.ndarray:
-    return data.detach().contiguous().numpy()
+    outputs, inputs = data.shape[0], data.shape[1] // format.bytes * format.block
+    values = torch.empty(outputs, inputs, dtype=dtype, device=data.device)
+    if native.takes(values):
+        narrow = dtype == torch.bfloat16
+        native.call("dequantize_rows", narrow, format.number, outputs, inputs, data.contiguous(), values)
+        return values
+    return values.copy_(torch.from_numpy(gguf.quants.dequantize(data.cpu().numpy(), format.encoding)))
 
 
 def _half_bytes(values: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 // Matmuls of linear layers with a LoRA adapter for kernels/lora.py.
 
-#include "matmul.h"
+#include "quantized_rows.h"
 
 namespace sansgpu {
 namespace {
@@ -75,25 +75,26 @@ void pack_table(const Operand<T>& table, int64_t R, int64_t N, float* to) {
 }
 
 // Stores A (M, K) B (K, N) + H (M, R) D (R, N) + bias (N,) in C; A, H and C are rows in memory.
-template <typename T>
-void multiply_with_adapter(int64_t M, int64_t N, int64_t K, int64_t R, const T* a, Operand<T> b, const T* h,
+template <typename T, typename Right>
+void multiply_with_adapter(int64_t M, int64_t N, int64_t K, int64_t R, const T* a, const Right& b, const T* h,
                            Operand<T> d, const float* bias, T* c) {
   Buffer<float> table(R * round_up(N, COLUMNS));
   pack_table(d, R, N, table);
-  Multiplication<T, StoreWithAdapter<T>>({M, N, K, {a, K, false}, b}, {c, N, bias, h, R, table}).run();
+  multiply_rows(M, N, K, a, b, StoreWithAdapter<T>{c, N, bias, h, R, table});
 }
 
-// N rows, I inputs, O outputs, R rank; the weight W (O, I), `first` A (R, I), `second` B (O, R).
-template <typename T>
+// N rows, I inputs, O outputs, R rank; the weight W (O, I), which may be quantized, `first` A (R, I), `second` B (O, R).
+template <typename T, typename Weight>
 struct Layer {
   int64_t N, I, O, R;
-  const T *weight, *first, *second;
+  Weight weight;
+  const T *first, *second;
   float scale;
 
   // h = scale source A^T (N, R), y = x W^T + bias + h B^T (N, O)
   void forward(const T* x, const T* source, const float* bias, T* h, T* y) const {
     multiply<T>(N, R, I, {source, I, false}, {first, I, true}, h, scale);
-    multiply_with_adapter<T>(N, O, I, R, x, {weight, I, true}, h, {second, R, true}, bias, y);
+    multiply_with_adapter<T>(N, O, I, R, x, weight.turned(), h, {second, R, true}, bias, y);
   }
 
   // Gradients that are null are not computed. If `source_grad` is null, `x_grad` is the gradient of x and the source.
@@ -103,47 +104,53 @@ struct Layer {
     multiply<T>(N, R, O, {grad, O, false}, {second, R, false}, h_grad, scale);
     if (source_grad != nullptr) {
       multiply<T>(N, I, R, {h_grad, R, false}, {first, I, false}, source_grad);
-      if (x_grad != nullptr) multiply<T>(N, I, O, {grad, O, false}, {weight, I, false}, x_grad);
+      if (x_grad != nullptr) multiply_rows(N, I, O, grad, weight, StoreWithBias<T>{x_grad, I, nullptr});
     } else if (x_grad != nullptr) {
-      multiply_with_adapter<T>(N, I, O, R, grad, {weight, I, false}, h_grad, {first, I, false}, nullptr, x_grad);
+      multiply_with_adapter<T>(N, I, O, R, grad, weight, h_grad, {first, I, false}, nullptr, x_grad);
     }
     multiply<T>(R, I, N, {h_grad, R, true}, {source, I, false}, first_grad);
     multiply<T>(O, R, N, {grad, O, true}, {h, R, false}, second_grad);
   }
 };
 
-// Calls run(layer) for a layer in bf16 if `narrow`, or else in fp32.
+// Calls run(layer) for a layer in bf16 if `narrow`, or else in fp32. The format of a weight that is not quantized is -1.
 template <typename Run>
-void with_layer(int64_t narrow, const int64_t* sizes, const void* weight, const void* first, const void* second,
-                double scale, const Run& run) {
-  const auto call = [&]<typename T>(const T* typed) {
-    run(Layer<T>{sizes[0], sizes[1], sizes[2], sizes[3], typed, static_cast<const T*>(first),
-                 static_cast<const T*>(second), static_cast<float>(scale)});
+void with_layer(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight, const void* first,
+                const void* second, double scale, const Run& run) {
+  const auto call = [&]<typename T>(T) {
+    const auto call_with = [&]<typename Weight>(const Weight& typed) {
+      run(Layer<T, Weight>{sizes[0], sizes[1], sizes[2], sizes[3], typed, static_cast<const T*>(first),
+                           static_cast<const T*>(second), static_cast<float>(scale)});
+    };
+    format < 0 ? call_with(Operand<T>{static_cast<const T*>(weight), sizes[1], false})
+               : call_with(QuantizedRows<T>(format, weight, sizes[1]));
   };
-  narrow ? call(static_cast<const bf16*>(weight)) : call(static_cast<const float*>(weight));
+  narrow ? call(bf16()) : call(float());
 }
 
 }  // namespace
 
-// `sizes` are N, I, O, R; all but the bias have one dtype. See Layer.
-SANSGPU_KERNEL void lora_forward(int64_t narrow, const int64_t* sizes, const void* weight, const void* first,
-                                 const void* second, double scale, const void* x, const void* source,
-                                 const float* bias, void* h, void* y) {
-  with_layer(narrow, sizes, weight, first, second, scale, [&]<typename T>(const Layer<T>& layer) {
+// `sizes` are N, I, O, R; all but the bias and a quantized weight have one dtype. See Layer.
+SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight,
+                                 const void* first, const void* second, double scale, const void* x,
+                                 const void* source, const float* bias, void* h, void* y) {
+  const auto run = [&]<typename T, typename Weight>(const Layer<T, Weight>& layer) {
     layer.forward(static_cast<const T*>(x), static_cast<const T*>(source), bias, static_cast<T*>(h),
                   static_cast<T*>(y));
-  });
+  };
+  with_layer(narrow, format, sizes, weight, first, second, scale, run);
 }
 
-SANSGPU_KERNEL void lora_backward(int64_t narrow, const int64_t* sizes, const void* weight, const void* first,
-                                  const void* second, double scale, const void* grad, const void* source,
-                                  const void* h, void* x_grad, void* source_grad, void* first_grad,
-                                  void* second_grad) {
-  with_layer(narrow, sizes, weight, first, second, scale, [&]<typename T>(const Layer<T>& layer) {
+SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight,
+                                  const void* first, const void* second, double scale, const void* grad,
+                                  const void* source, const void* h, void* x_grad, void* source_grad,
+                                  void* first_grad, void* second_grad) {
+  const auto run = [&]<typename T, typename Weight>(const Layer<T, Weight>& layer) {
     layer.backward(static_cast<const T*>(grad), static_cast<const T*>(source), static_cast<const T*>(h),
                    static_cast<T*>(x_grad), static_cast<T*>(source_grad), static_cast<T*>(first_grad),
                    static_cast<T*>(second_grad));
-  });
+  };
+  with_layer(narrow, format, sizes, weight, first, second, scale, run);
 }
 
 }  // namespace sansgpu

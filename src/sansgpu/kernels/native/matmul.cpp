@@ -8,20 +8,6 @@ namespace sansgpu {
 namespace {
 
 template <typename T>
-struct StoreWithBias {
-  T* to;  // may be null
-  int64_t ld;
-  const float* bias;  // may be null
-
-  void operator()(int64_t row, int64_t column, int64_t count, float* sums) const {
-    if (to == nullptr) return;
-    if (bias != nullptr)
-      for (int64_t j = 0; j < count; ++j) sums[j] += bias[column + j];
-    store_row(to + row * ld + column, sums, count);
-  }
-};
-
-template <typename T>
 Operand<T> operand(const void* at, int64_t ld, int64_t transposed) {
   return {static_cast<const T*>(at), ld, transposed != 0};
 }

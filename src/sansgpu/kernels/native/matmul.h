@@ -1,10 +1,11 @@
 // Products of matrices of any size by all threads, on top of the products of tiles that stay in cache.
 //
 // B is packed in panels first, and A, too, if its rows are not contiguous. Then threads draw tiles of C, which wait for
-// what they multiply. Each element of C is summed in the same order whatever the size of its tile, so that size may
+// what they multiply. B may be another kind of matrix that `pack_columns` can pack; see quantized_rows.h. Each element of C is summed in the same order whatever the size of its tile, so that size may
 // depend on the number of threads.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "parallel.h"
@@ -61,22 +62,25 @@ void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, T* to, int64_t 
   }
 }
 
+// Packs the only panel of B, of `width` columns.
+template <typename T>
+void pack_panel(const Operand<T>& b, int64_t width, int64_t terms, T* to) {
+  constexpr int64_t PAIR = 4 / sizeof(T);
+  if (!b.transposed) {
+    pack(b.at, b.ld, terms, padded<T>(terms), width, to);
+  } else if (b.ld % PAIR == 0 && terms % PAIR == 0) {
+    pack_transposed(b.at, b.ld, width, width, terms, to);
+  } else {
+    for (int64_t k = 0; k < padded<T>(terms); ++k)
+      for (int64_t j = 0; j < width; ++j)
+        store(to + (k / PAIR * width + j) * PAIR + k % PAIR, k < terms ? load(b.at + j * b.ld + k) : 0.0f);
+  }
+}
+
 template <typename T>
 void pack_columns(const Operand<T>& b, int64_t columns, int64_t terms, T* to) {
-  constexpr int64_t PAIR = 4 / sizeof(T);
-  for (int64_t start = 0; start < columns; start += PANEL<T>, to += PANEL<T> * padded<T>(terms)) {
-    const Operand<T> panel = b.from(0, start);
-    const int64_t width = std::min(PANEL<T>, columns - start);
-    if (!b.transposed) {
-      pack(panel.at, b.ld, terms, padded<T>(terms), width, to);
-    } else if (b.ld % PAIR == 0 && terms % PAIR == 0) {
-      pack_transposed(panel.at, b.ld, width, width, terms, to);
-    } else {
-      for (int64_t k = 0; k < padded<T>(terms); ++k)
-        for (int64_t j = 0; j < width; ++j)
-          store(to + (k / PAIR * width + j) * PAIR + k % PAIR, k < terms ? load(panel.at + j * b.ld + k) : 0.0f);
-    }
-  }
+  for (int64_t start = 0; start < columns; start += PANEL<T>)
+    pack_panel(b.from(0, start), std::min(PANEL<T>, columns - start), terms, to + start * padded<T>(terms));
 }
 
 // The rows of a tile of C: fewer with many threads, so that each draws several tiles.
@@ -97,25 +101,32 @@ void sum_columns(const T* from, int64_t ld, int64_t rows, int64_t columns, float
 }
 
 // C (M, N) = A (M, K) B (K, N).
-template <typename T>
+template <typename T, typename Right = Operand<T>>
 struct Product {
+  static constexpr bool TURNS = std::is_same_v<Right, Operand<T>>;
   int64_t M, N, K;
-  Operand<T> a, b;
+  Operand<T> a;
+  Right b;
   float* total;     // (M, N): where C is stored in fp32; if null, C is in memory as a whole only if K is large
   bool add;         // adds C to `total`
   float* row_sums;  // (M,), if not null: becomes the sums of the rows of A, which must be transposed
   bool symmetric = false;  // C is symmetric: computes the tiles of one triangle and mirrors them
 
   // Transposing A while packing it may take longer than to pack B^T, which has fewer rows, and to transpose C.
-  bool better_turned() const { return a.transposed && !b.transposed && (M - N) * K > M * N; }
-  Product turned() const { return {N, M, K, b.turned(), a.turned(), total, add, row_sums}; }
+  bool better_turned() const { return TURNS && a.transposed && !b.transposed && (M - N) * K > M * N; }
+  Product turned() const {
+    if constexpr (TURNS)
+      return {N, M, K, b.turned(), a.turned(), total, add, row_sums};
+    else
+      return *this;
+  }
 };
 
 // Computes a product and calls finish(row, column, count, sums) for each part of a row of C.
-template <typename T, typename Finish>
+template <typename T, typename Finish, typename Right = Operand<T>>
 class Multiplication {
  public:
-  Multiplication(const Product<T>& product, Finish finish)
+  Multiplication(const Product<T, Right>& product, Finish finish)
       : turned_(product.better_turned()),
         c_(turned_ ? product.turned() : product),
         finish_(finish),
@@ -219,8 +230,9 @@ class Multiplication {
   void pack_panel(int64_t n, int64_t x, int64_t k) {
     const int64_t column = n + x * COLUMNS, columns = std::min(COLUMNS, c_.N - column);
     pack_columns(c_.b.from(k, column), columns, terms(k), packed_b_ + x * COLUMNS * padded<T>(terms(k)));
-    if (c_.row_sums != nullptr && turned_)
-      sum_columns(c_.b.from(k, column).at, c_.b.ld, terms(k), columns, c_.row_sums + column, k > 0);
+    if constexpr (Product<T, Right>::TURNS)
+      if (c_.row_sums != nullptr && turned_)
+        sum_columns(c_.b.from(k, column).at, c_.b.ld, terms(k), columns, c_.row_sums + column, k > 0);
   }
 
   void multiply_tile(int64_t m, int64_t y, int64_t n, int64_t x, int64_t k, float* sums) {
@@ -266,7 +278,7 @@ class Multiplication {
   }
 
   const bool turned_;  // c_ computes the transpose of C
-  Product<T> c_;
+  Product<T, Right> c_;
   const Finish finish_;
   const bool pack_a_;
   const int64_t rows_;   // rows of a tile of C
@@ -275,6 +287,27 @@ class Multiplication {
   const int64_t group_;  // columns of B packed at once
   Buffer<T> packed_a_, packed_b_;
   Buffer<float> own_;
+};
+
+// Multiplies A (M, K), whose rows are in memory, with B (K, N).
+template <typename T, typename Finish>
+void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const Operand<T>& b, const Finish& finish) {
+  Multiplication<T, Finish>({M, N, K, {a, K, false}, b}, finish).run();
+}
+
+// Stores rows of C after adding a bias.
+template <typename T>
+struct StoreWithBias {
+  T* to;  // may be null
+  int64_t ld;
+  const float* bias;  // may be null
+
+  void operator()(int64_t row, int64_t column, int64_t count, float* sums) const {
+    if (to == nullptr) return;
+    if (bias != nullptr)
+      for (int64_t j = 0; j < count; ++j) sums[j] += bias[column + j];
+    store_row(to + row * ld + column, sums, count);
+  }
 };
 
 }  // namespace sansgpu

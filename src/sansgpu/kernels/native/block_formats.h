@@ -1,0 +1,146 @@
+// The block formats of GGUF, which store consecutive values of a row in few bits (ggml-common.h of llama.cpp).
+//
+// All are read in groups of 32 values. Each value is rounded at most once, so it is equal to that of other programs.
+#pragma once
+
+#include "tiles.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace sansgpu {
+
+constexpr int64_t GROUP = 32;
+
+// Widens fp16. Integers hold its subnormal numbers, which processors may otherwise flush to zero.
+inline float load_half(const uint8_t* from) {
+  uint16_t half;
+  std::memcpy(&half, from, 2);
+  const uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
+  const uint32_t bits = (half & 0x7FFFu) << 13, bias = 112u << 23;
+  const uint32_t moved = exponent == 31 ? bits + 2 * bias : bits + bias;
+  float magnitude;
+  std::memcpy(&magnitude, &moved, 4);
+  if (exponent == 0) magnitude = static_cast<float>(static_cast<int32_t>(mantissa)) * 0x1p-24f;
+  return half & 0x8000 ? -magnitude : magnitude;
+}
+
+// 16 codes of one byte, in a register.
+typedef uint8_t Codes __attribute__((vector_size(16)));
+
+inline Codes load_codes(const uint8_t* from) {
+  Codes codes;
+  std::memcpy(&codes, from, sizeof(codes));
+  return codes;
+}
+
+// Returns the bits from `shift` on of each byte, below `mask`.
+inline Codes field(Codes bytes, int shift, uint8_t mask) {
+  typedef uint64_t Words __attribute__((vector_size(16)));
+  return (Codes)((Words)bytes >> shift) & mask;
+}
+
+// Stores scale * code + offset for 16 signed codes.
+inline void scale_codes(Codes codes, float scale, float offset, float* to) {
+#if defined(__AVX512F__)
+  const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)codes));
+  _mm512_storeu_ps(to, _mm512_fmadd_ps(wide, _mm512_set1_ps(scale), _mm512_set1_ps(offset)));
+#elif defined(__AVX2__)
+  const __m256 factor = _mm256_set1_ps(scale), summand = _mm256_set1_ps(offset);
+  const __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)codes));
+  const __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)codes, 8)));
+  _mm256_storeu_ps(to, _mm256_fmadd_ps(low, factor, summand));
+  _mm256_storeu_ps(to + 8, _mm256_fmadd_ps(high, factor, summand));
+#else
+  int8_t each[16];
+  std::memcpy(each, &codes, sizeof(each));
+  for (int64_t i = 0; i < 16; ++i) to[i] = scale * static_cast<float>(each[i]) + offset;
+#endif
+}
+
+// Each format has VALUES values in a block of BYTES bytes. `decode` widens one group of a block.
+struct Q4_0 {
+  static constexpr int64_t VALUES = 32, BYTES = 18;
+
+  static void decode(const uint8_t* block, int64_t, float* to) {
+    const float scale = load_half(block), offset = -8.0f * scale;
+    const Codes pairs = load_codes(block + 2);
+    scale_codes(field(pairs, 0, 15), scale, offset, to);
+    scale_codes(field(pairs, 4, 15), scale, offset, to + 16);
+  }
+};
+
+struct Q4_1 {
+  static constexpr int64_t VALUES = 32, BYTES = 20;
+
+  static void decode(const uint8_t* block, int64_t, float* to) {
+    const float scale = load_half(block), offset = load_half(block + 2);
+    const Codes pairs = load_codes(block + 4);
+    scale_codes(field(pairs, 0, 15), scale, offset, to);
+    scale_codes(field(pairs, 4, 15), scale, offset, to + 16);
+  }
+};
+
+struct Q8_0 {
+  static constexpr int64_t VALUES = 32, BYTES = 34;
+
+  static void decode(const uint8_t* block, int64_t, float* to) {
+    const float scale = load_half(block);
+    scale_codes(load_codes(block + 2), scale, 0.0f, to);
+    scale_codes(load_codes(block + 18), scale, 0.0f, to + 16);
+  }
+};
+
+// Two fp16 factors, of the scales and of the offsets; 8 scales and 8 offsets of 6 bits in 12 bytes; codes.
+struct Q4_K {
+  static constexpr int64_t VALUES = 256, BYTES = 144;
+
+  static void decode(const uint8_t* block, int64_t group, float* to) {
+    const uint8_t *packed = block + 4, *pairs = block + 16 + group / 2 * GROUP;
+    const bool last = group >= 4;  // their upper bits are in bytes of the first groups
+    const int first = last ? (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4 : packed[group] & 63;
+    const int second = last ? packed[group + 4] >> 4 | packed[group] >> 6 << 4 : packed[group + 4] & 63;
+    const float scale = load_half(block) * static_cast<float>(first);
+    const float offset = load_half(block + 2) * static_cast<float>(-second);
+    const int shift = group % 2 ? 4 : 0;
+    scale_codes(field(load_codes(pairs), shift, 15), scale, offset, to);
+    scale_codes(field(load_codes(pairs + 16), shift, 15), scale, offset, to + 16);
+  }
+};
+
+// The lower 4 bits of the codes, their upper 2 bits, 16 scales of 16 values each, and the fp16 factor of the scales.
+struct Q6_K {
+  static constexpr int64_t VALUES = 256, BYTES = 210;
+
+  static void decode(const uint8_t* block, int64_t group, float* to) {
+    const int64_t half = group / 4;
+    const int quarter = static_cast<int>(group % 4);
+    const uint8_t *lower = block + half * 64 + quarter % 2 * GROUP, *upper = block + 128 + half * GROUP;
+    const auto scales = reinterpret_cast<const int8_t*>(block + 192 + 2 * group);
+    const float factor = load_half(block + 208);
+    for (int64_t i = 0; i < 2; ++i) {
+      const Codes low = field(load_codes(lower + 16 * i), quarter / 2 * 4, 15);
+      const Codes high = field(load_codes(upper + 16 * i), 2 * quarter, 3);
+      scale_codes((low | high << 4) - 32, factor * static_cast<float>(scales[i]), 0.0f, to + 16 * i);
+    }
+  }
+};
+
+// Calls run(format) with the format of that number in FORMATS of kernels/block_quantization.py.
+template <typename Run>
+auto with_format(int64_t number, const Run& run) {
+  switch (number) {
+    case 0:
+      return run(Q4_0());
+    case 1:
+      return run(Q4_1());
+    case 2:
+      return run(Q8_0());
+    case 3:
+      return run(Q4_K());
+    default:
+      return run(Q6_K());
+  }
+}
+
+}  // namespace sansgpu
