@@ -9,14 +9,15 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Encoding
-from gguf import Keys, LlamaFileType
+from gguf import Keys
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.atomic import atomic_write, write_failures_as
@@ -24,6 +25,7 @@ from sansgpu.config.plain_data import require_regular_file, truncate
 from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, QuantizedWeight
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
+from sansgpu.models.gguf_encoding import EMBEDDING, HEAD, TYPES, GGUFType, encode, encoding_of
 from sansgpu.models.gguf_reader import GGUFTensor, read_gguf
 from sansgpu.models.gguf_settings import (
     KNOWN,
@@ -37,19 +39,11 @@ from sansgpu.models.gguf_settings import (
 from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
 from sansgpu.models.layouts import LAYOUTS, Weights, module_names, with_default_settings
 from sansgpu.models.model_folder import require_layers
-from sansgpu.models.stored_weights import StoredTensor
+from sansgpu.models.stored_weights import StoredTensor, as_stored
 
-GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
-TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matrices; vectors are always f32
-    "f32": (Encoding.F32, LlamaFileType.ALL_F32),
-    "f16": (Encoding.F16, LlamaFileType.MOSTLY_F16),
-    "bf16": (Encoding.BF16, LlamaFileType.MOSTLY_BF16),
-    "q8_0": (Encoding.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-}
 # Raised for metadata of unexpected types, invalid JSON and JSON that is nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 _PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
-_EMBEDDING, _HEAD, _POSITIONS = "token_embd.weight", "output.weight", "position_embd.weight"
 
 
 @dataclass(frozen=True)
@@ -78,26 +72,28 @@ def starts_as_gguf(path: Path) -> bool:
 def write_gguf(
     path: Path,
     settings: Mapping[str, Any],
-    weights: Weights,
+    weights: Mapping[str, torch.Tensor | StoredTensor],
     tokenizer: TokenizerParts,
     kind: GGUFType,
     description: ModelDescription,
 ) -> list[str]:
-    """Writes a model with the `settings` of its config.json atomically; returns the matrices that q8_0 cannot encode.
+    """Writes a model with the `settings` of its config.json atomically, one tensor at a time.
 
-    Raises ConfigError if llama.cpp would compute other results than transformers.
+    Returns the matrices that `kind` cannot encode. Raises ConfigError if llama.cpp would compute other results than
+    transformers.
     """
     settings = with_default_settings(settings)
     require_expressible(settings)
     architecture = settings["model_type"]
     tensors = _renamed(settings, weights)
-    count = sum(tensor.numel() for tensor in tensors.values())
-    if LAYOUTS[architecture].gguf_needs_head and _HEAD not in tensors:
-        tensors[_HEAD] = tensors[_EMBEDDING]
+    count = sum(prod(tensor.shape) for tensor in tensors.values())
+    if LAYOUTS[architecture].gguf_needs_head and HEAD not in tensors:
+        tensors[HEAD] = tensors[EMBEDDING]
     if (factors := rope_factors(settings)) is not None:
-        tensors[ROPE_FACTORS] = factors
-    rows = tensors[_EMBEDDING].shape[0]
-    encodings = {name: _encoding(name, tensor, kind) for name, tensor in tensors.items()}
+        tensors[ROPE_FACTORS] = as_stored(factors)
+    rows = tensors[EMBEDDING].shape[0]
+    head = HEAD if HEAD in tensors else EMBEDDING
+    encodings = {name: encoding_of(name, tensor.shape, kind, name == head) for name, tensor in tensors.items()}
 
     def write(partial: Path) -> None:
         writer = gguf.GGUFWriter(partial, architecture)
@@ -108,20 +104,20 @@ def write_gguf(
             write_tokenizer(writer, tokenizer, rows)
             for name, tensor in tensors.items():
                 block, size = gguf.GGML_QUANT_SIZES[encodings[name]]
-                nbytes = tensor.numel() // block * size
+                nbytes = prod(tensor.shape) // block * size
                 writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, encodings[name])
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, tensor in tensors.items():  # one at a time, because a copy of all may not fit into memory
-                writer.write_tensor_data(_encoded(name, tensor, encodings[name]))
+                writer.write_tensor_data(encode(name, tensor.read(), encodings[name]))
         finally:
             writer.close()
 
     with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
         write(partial)
-    requested = TYPES[kind][0]
-    return [n for n, encoding in encodings.items() if encoding not in (requested, Encoding.F32)]
+    usual = (TYPES[kind][0], Encoding.F32, Encoding.Q6_K)
+    return [name for name, encoding in encodings.items() if encoding not in usual]
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -223,7 +219,7 @@ class GGUFFile:
         return QuantizedWeight(_unpermuted(hf_name, rows, self.settings), known)
 
     def _settings(self) -> dict[str, Any]:
-        embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
+        embedding, head = self._tensors[EMBEDDING], self._tensors.get(HEAD)
         tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
         settings = read_settings(self._architecture, self._metadata)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
@@ -262,16 +258,25 @@ def _layers(settings: Mapping[str, Any]) -> int:
     return int(settings[LAYOUTS[settings["model_type"]].sizes["n_layers"][0]])
 
 
-def _renamed(settings: Mapping[str, Any], weights: Weights) -> Weights:
-    gguf_modules, tensors = _gguf_modules(settings), {}
-    for hf_name, tensor in weights.items():
+def _renamed(
+    settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor | StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Returns the weights under llama.cpp's names and in its layout."""
+    gguf_modules = _gguf_modules(settings)
+    tensors: dict[str, StoredTensor] = {}
+    for hf_name, weight in weights.items():
         module, _, kind = hf_name.rpartition(".")
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
         if module not in gguf_modules:
             raise ConfigError(f"the architecture {settings['model_type']} of llama.cpp has no weight named {hf_name}.")
-        tensors[f"{gguf_modules[module]}.{kind}"] = _to_file(hf_name, tensor.detach(), settings)
+        tensors[f"{gguf_modules[module]}.{kind}"] = _in_file(hf_name, as_stored(weight), settings)
     return tensors
+
+
+def _in_file(name: str, weight: StoredTensor, settings: Mapping[str, Any]) -> StoredTensor:
+    shape = weight.shape[::-1] if LAYOUTS[settings["model_type"]].is_transposed(name) else weight.shape
+    return StoredTensor(shape, lambda: _to_file(name, weight.read().detach(), settings))
 
 
 def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
@@ -304,17 +309,3 @@ def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
     if name.endswith("q_proj.weight"):
         return int(settings["num_attention_heads"])
     return int(settings["num_key_value_heads"]) if name.endswith("k_proj.weight") else None
-
-
-def _encoding(name: str, tensor: torch.Tensor, kind: GGUFType) -> Encoding:
-    if tensor.ndim < 2 or name == _POSITIONS:  # llama.cpp adds these to activations in f32
-        return Encoding.F32
-    requested = TYPES[kind][0]
-    return requested if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[requested][0] == 0 else Encoding.F16
-
-
-def _encoded(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:
-    values = tensor.float().cpu().contiguous().numpy()
-    if encoding == Encoding.F16 and not np.all(np.abs(values) <= np.finfo(np.float16).max):
-        raise ConfigError(f"{name} has values that f16 cannot hold; choose --type bf16.")
-    return np.asarray(gguf.quants.quantize(values, encoding))

@@ -29,7 +29,7 @@ class LoraLinear(PeftLinear):
         if len(first) > MAX_RANK or not is_native(source, *(() if quantized else (base.weight,)), first, second):
             return super().forward(x)
         source = source.reshape(-1, base.in_features)
-        product, weight = (quantized_lora_linear, base.W_q) if quantized else (lora_linear, base.weight)
+        product, weight = (quantized_lora_linear, base.blocks) if quantized else (lora_linear, base.weight)
         y = product(source, self.lora_dropout[name](source), weight, base.bias, first, second, self.scaling[name])
         return y.view(*x.shape[:-1], base.out_features)
 

@@ -16,17 +16,22 @@ from sansgpu.models.modules import blocks_of
 class QuantizedLinear(Linear):
     """A linear layer whose `weight` is None: (..., inputs) -> (..., outputs). Its bias is a parameter."""
 
-    W_q: QuantizedWeight  # peft calls `dequantize` of layers with an attribute of this name
+    blocks: QuantizedWeight
     transposed: bool  # True if it replaces a Conv1D of transformers, whose weight is (inputs, outputs)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)
-        y = quantized_linear(x.reshape(-1, self.in_features), self.W_q, self.bias)
+        y = quantized_linear(x.reshape(-1, self.in_features), self.blocks, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def W_q(self) -> torch.Tensor:  # noqa: N802
+        """The quantized rows. peft calls `dequantize` of layers with an attribute of this name, which is HQQ's."""
+        return self.blocks.data
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns the weight (outputs, inputs)."""
-        return self.W_q.dequantized(dtype)
+        return self.blocks.dequantized(dtype)
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -55,15 +60,15 @@ def quantize_layer(layer: nn.Module, weight: QuantizedWeight) -> None:
     changed = cast(Any, layer)
     changed.transposed = is_transposed(layer)
     changed.weight = None
-    changed.in_features, changed.out_features, changed.W_q = weight.inputs, weight.outputs, weight
+    changed.in_features, changed.out_features, changed.blocks = weight.inputs, weight.outputs, weight
     changed.__class__ = QuantizedLinear
 
 
-def dequantize_layer(layer: QuantizedLinear, dtype: torch.dtype) -> None:
-    """Turns a layer with a quantized weight into a plain one with a weight (outputs, inputs), in place."""
+def dequantize_layer(layer: QuantizedLinear, weight: torch.Tensor) -> None:
+    """Turns a layer with a quantized weight into a plain one with `weight` (outputs, inputs), in place."""
     changed = cast(Any, layer)
-    changed.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
-    del changed.W_q
+    changed.weight = nn.Parameter(weight, requires_grad=False)
+    del changed.blocks
     changed.__class__ = Linear
 
 
@@ -75,7 +80,3 @@ def restore_conv1d(layer: nn.Module) -> None:
     changed.nx, changed.nf = changed.in_features, changed.out_features
     changed.weight = nn.Parameter(changed.weight.T.contiguous(), requires_grad=False)
     changed.__class__ = Conv1D
-
-
-def has_quantized_layers(model: nn.Module) -> bool:
-    return any(isinstance(module, QuantizedLinear) for module in model.modules())

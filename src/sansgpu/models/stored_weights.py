@@ -40,6 +40,11 @@ class StoredTensor:
     quantized_as: str | None = None  # name of its quantization
 
 
+def as_stored(tensor: torch.Tensor | StoredTensor) -> StoredTensor:
+    """Returns a tensor in memory as one to read."""
+    return tensor if isinstance(tensor, StoredTensor) else StoredTensor(tuple(tensor.shape), lambda: tensor)
+
+
 def safetensors_weights(files: list[Path]) -> dict[str, StoredTensor]:
     """Returns the tensors of safetensors files by name. Raises ConfigError if a file is damaged."""
     found: dict[str, StoredTensor] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from sansgpu.data.order import batch_indices
 from sansgpu.data.sources import Sources
 from sansgpu.data.split import split_examples
 from sansgpu.machine.compilation import set_up_compiler
-from sansgpu.models.adapters import add_adapter, merge_adapter, save_adapter
+from sansgpu.models.adapters import add_adapter, merge_adapter, merged_tensors, save_adapter
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
     Head,
@@ -37,6 +37,7 @@ from sansgpu.models.pretrained import (
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
 from sansgpu.models.pretrained_source import requantized_formats
+from sansgpu.models.stored_weights import StoredTensor
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
@@ -137,6 +138,14 @@ class FineTuning(ObjectiveBase, ABC):
             return merge_adapter(self._adapted, dtype)
         self.model.to(dtype)  # type: ignore[arg-type]
         return self.model
+
+    def merged_weights(self) -> Mapping[str, torch.Tensor | StoredTensor]:
+        """Returns the tensors of `merged_model` in fp32; those of layers with an adapter are computed when read."""
+        if self._adapted is None:
+            return self.merged_model().state_dict()
+        if self._frozen_are_rounded():
+            restore_frozen(self.model, self.config.model, self.head, self.config.training.seed)
+        return merged_tensors(self._adapted)
 
     def _frozen_are_rounded(self) -> bool:
         """Returns whether a frozen weight has a dtype that cannot represent the one it was loaded in."""
