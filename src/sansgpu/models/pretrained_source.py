@@ -13,7 +13,13 @@ from sansgpu.machine.sandbox import is_panic
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.graph_folder import MODEL_TYPE
 from sansgpu.models.model_folder import folder_settings, validate_model_folder
-from sansgpu.models.stored_weights import BasePrecision, StoredTensor, requantized, safetensors_weights
+from sansgpu.models.stored_weights import (
+    BasePrecision,
+    StoredTensor,
+    format_of,
+    quantized_in_blocks,
+    safetensors_weights,
+)
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig
@@ -64,9 +70,18 @@ def is_base_quantized(model: ModelConfig) -> bool:
     return base_precision(model) not in (None, "bf16")
 
 
+def file_formats(model: ModelConfig) -> list[str]:
+    """Returns the formats in which the quantized matrices of a GGUF file are kept in memory."""
+    matrices = quantized_in_blocks(stored_weights(model))
+    formats = (format_of("file", matrix.shape[-1], matrix.quantized_as) for matrix in matrices)
+    return sorted({chosen.name for chosen in formats if chosen is not None})
+
+
 def requantized_formats(model: ModelConfig) -> list[str]:
     """Returns the quantizations of a GGUF file that a frozen base cannot keep."""
-    return requantized(stored_weights(model)) if base_precision(model) == "file" else []
+    if base_precision(model) != "file":
+        return []
+    return sorted({str(t.quantized_as) for t in quantized_in_blocks(stored_weights(model)) if t.blocks is None})
 
 
 def stored_weights(model: ModelConfig) -> dict[str, StoredTensor]:

@@ -154,6 +154,6 @@ def _quantized(source: StoredTensor, layer: nn.Module, precision: BasePrecision)
     return QuantizedWeight(quantize_rows(values.T if is_transposed(layer) else values, wanted), wanted)
 
 
-def requantized(stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Returns the quantizations among tensors of a GGUF file that we do not multiply with."""
-    return sorted({str(t.quantized_as) for t in stored.values() if t.quantized_as and t.blocks is None})
+def quantized_in_blocks(stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    """Returns the quantized matrices of a GGUF file that belong to repeated blocks, whose names have a number."""
+    return [t for name, t in stored.items() if t.quantized_as and any(part.isdigit() for part in name.split("."))]
