@@ -12,10 +12,13 @@ namespace sansgpu {
 
 constexpr int64_t GROUP = 32;
 
-// Widens fp16. Integers hold its subnormal numbers, which processors may otherwise flush to zero.
+// Widens fp16, also its subnormal numbers if processors flush those of fp32 to zero.
 inline float load_half(const uint8_t* from) {
   uint16_t half;
   std::memcpy(&half, from, 2);
+#ifdef __F16C__
+  return _cvtsh_ss(half);
+#else
   const uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
   const uint32_t bits = (half & 0x7FFFu) << 13, bias = 112u << 23;
   const uint32_t moved = exponent == 31 ? bits + 2 * bias : bits + bias;
@@ -23,6 +26,7 @@ inline float load_half(const uint8_t* from) {
   std::memcpy(&magnitude, &moved, 4);
   if (exponent == 0) magnitude = static_cast<float>(static_cast<int32_t>(mantissa)) * 0x1p-24f;
   return half & 0x8000 ? -magnitude : magnitude;
+#endif
 }
 
 // 16 codes of one byte, in a register.
@@ -58,15 +62,42 @@ inline void scale_codes(Codes codes, float scale, float offset, float* to) {
 #endif
 }
 
+// The values scale * code + offset of codes of 4 bits.
+class NibbleValues {
+ public:
+#ifdef __AVX512F__
+  NibbleValues(float scale, float offset) {
+    const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    each_ = _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
+  }
+
+  // Stores the values of the bits from `shift` on of 16 bytes.
+  void store(Codes bytes, int shift, float* to) const {
+    const __m512i codes = _mm512_srli_epi32(_mm512_cvtepu8_epi32((__m128i)bytes), static_cast<unsigned>(shift));
+    _mm512_storeu_ps(to, _mm512_permutexvar_ps(codes, each_));  // reads the lowest 4 bits
+  }
+
+ private:
+  __m512 each_;
+#else
+  NibbleValues(float scale, float offset) : scale_(scale), offset_(offset) {}
+  void store(Codes bytes, int shift, float* to) const { scale_codes(field(bytes, shift, 15), scale_, offset_, to); }
+
+ private:
+  float scale_, offset_;
+#endif
+};
+
 // Each format has VALUES values in a block of BYTES bytes. `decode` widens one group of a block.
 struct Q4_0 {
   static constexpr int64_t VALUES = 32, BYTES = 18;
 
   static void decode(const uint8_t* block, int64_t, float* to) {
-    const float scale = load_half(block), offset = -8.0f * scale;
+    const float scale = load_half(block);
+    const NibbleValues values(scale, -8.0f * scale);
     const Codes pairs = load_codes(block + 2);
-    scale_codes(field(pairs, 0, 15), scale, offset, to);
-    scale_codes(field(pairs, 4, 15), scale, offset, to + 16);
+    values.store(pairs, 0, to);
+    values.store(pairs, 4, to + 16);
   }
 };
 
@@ -74,10 +105,10 @@ struct Q4_1 {
   static constexpr int64_t VALUES = 32, BYTES = 20;
 
   static void decode(const uint8_t* block, int64_t, float* to) {
-    const float scale = load_half(block), offset = load_half(block + 2);
+    const NibbleValues values(load_half(block), load_half(block + 2));
     const Codes pairs = load_codes(block + 4);
-    scale_codes(field(pairs, 0, 15), scale, offset, to);
-    scale_codes(field(pairs, 4, 15), scale, offset, to + 16);
+    values.store(pairs, 0, to);
+    values.store(pairs, 4, to + 16);
   }
 };
 
@@ -100,11 +131,11 @@ struct Q4_K {
     const bool last = group >= 4;  // their upper bits are in bytes of the first groups
     const int first = last ? (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4 : packed[group] & 63;
     const int second = last ? packed[group + 4] >> 4 | packed[group] >> 6 << 4 : packed[group + 4] & 63;
-    const float scale = load_half(block) * static_cast<float>(first);
-    const float offset = load_half(block + 2) * static_cast<float>(-second);
+    const NibbleValues values(load_half(block) * static_cast<float>(first),
+                              load_half(block + 2) * static_cast<float>(-second));
     const int shift = group % 2 ? 4 : 0;
-    scale_codes(field(load_codes(pairs), shift, 15), scale, offset, to);
-    scale_codes(field(load_codes(pairs + 16), shift, 15), scale, offset, to + 16);
+    values.store(load_codes(pairs), shift, to);
+    values.store(load_codes(pairs + 16), shift, to + 16);
   }
 };
 

@@ -90,8 +90,8 @@ template <typename Word, typename T, int64_t ROWS, int64_t VECTORS>
 }
 
 // The largest block of which sums and operands fit into the registers.
-constexpr int64_t MOST_VECTORS = REGISTERS / 8, MOST_ROWS = 8;
-constexpr int64_t most_rows(int64_t vectors) { return std::min(MOST_ROWS, REGISTERS * 3 / 4 / vectors); }
+constexpr int64_t MOST_VECTORS = REGISTERS / 8, MOST_BLOCK_ROWS = 8;
+constexpr int64_t most_rows(int64_t vectors) { return std::min(MOST_BLOCK_ROWS, REGISTERS * 3 / 4 / vectors); }
 
 // multiply_blocks for every number of vectors and rows, from 1.
 template <typename Word, typename T>
@@ -106,7 +106,7 @@ class BlockFunctions {
 
  private:
   using Function = void (*)(int64_t, int64_t, const T*, int64_t, const Word*, int64_t, float*, int64_t, bool);
-  Function functions_[MOST_VECTORS][MOST_ROWS] = {};
+  Function functions_[MOST_VECTORS][MOST_BLOCK_ROWS] = {};
 };
 
 // Multiplies A (M, depth) with a panel of B (depth, width) of whole vectors.
@@ -126,7 +126,7 @@ template <typename Word, typename T>
 void multiply_columns(int64_t M, int64_t columns, int64_t width, int64_t depth, const T* A, int64_t lda, const Word* B,
                       int64_t ldb, float* C, int64_t ldc, bool add) {
   if (columns == width) return multiply_panel(M, width, depth, A, lda, B, ldb, C, ldc, add);
-  constexpr int64_t MOST = 4 * MOST_ROWS;
+  constexpr int64_t MOST = 4 * MOST_BLOCK_ROWS;
   alignas(64) float whole[MOST * MOST_VECTORS * WIDTH];
   for (int64_t row = 0; row < M; row += MOST) {
     const int64_t rows = std::min(MOST, M - row);

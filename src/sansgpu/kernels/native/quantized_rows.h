@@ -3,6 +3,7 @@
 
 #include "block_formats.h"
 #include "matmul.h"
+#include "product_vectors.h"
 
 namespace sansgpu {
 
@@ -17,15 +18,36 @@ void decode_rows(const uint8_t* from, int64_t ld, int64_t rows, int64_t start, i
     }
 }
 
+// Computes the sums of the products of ROWS rows of A (., I) and a row of W, which it reads once.
+template <typename Format, int64_t ROWS>
+void multiply_row(const float* a, int64_t I, const uint8_t* w, float* sums, int64_t ld) {
+  Floats lanes[ROWS][2] = {};
+  for (int64_t k = 0; k < I; k += Format::VALUES, w += Format::BYTES)
+    for (int64_t group = 0; group < Format::VALUES / GROUP; ++group, a += GROUP) {
+      float values[GROUP];
+      Format::decode(w, group, values);
+      unrolled<GROUP / WIDTH>([&](auto j) {
+        const Floats own = load_as<Floats>(values + j * WIDTH);
+        unrolled<ROWS>([&](auto row) { lanes[row][j % 2] += load_as<Floats>(a + row * I + j * WIDTH) * own; });
+      });
+    }
+  for (int64_t row = 0; row < ROWS; ++row) {
+    const Floats both = lanes[row][0] + lanes[row][1];
+    sums[row * ld] = sum_of(WIDTH, [&](int64_t i) { return both[i]; });
+  }
+}
+
+constexpr int64_t ROWS_AT_ONCE = 4;
+
 // A quantized matrix W (O, I), or its transpose, without its first rows and columns. `ld` is the bytes of a row.
 template <typename T>
 struct QuantizedRows {
-  template <typename To>
-  using Decode = void (*)(const uint8_t*, int64_t, int64_t, int64_t, int64_t, To*, int64_t);
+  using Decode = void (*)(const uint8_t*, int64_t, int64_t, int64_t, int64_t, T*, int64_t);
+  using Multiply = void (*)(const float*, int64_t, const uint8_t*, float*, int64_t);
   const uint8_t* at;
   int64_t ld;
-  Decode<T> decode;
-  Decode<float> decode_wide;
+  Decode decode;
+  const Multiply* multiply;  // multiply_row for 1 ... ROWS_AT_ONCE rows
   bool transposed;
   int64_t start = 0;  // the first value of a row
 
@@ -34,7 +56,9 @@ struct QuantizedRows {
     with_format(format, [&]<typename Format>(Format) {
       ld = I / Format::VALUES * Format::BYTES;
       decode = decode_rows<Format, T>;
-      decode_wide = decode_rows<Format, float>;
+      static constexpr Multiply EACH[ROWS_AT_ONCE] = {multiply_row<Format, 1>, multiply_row<Format, 2>,
+                                                      multiply_row<Format, 3>, multiply_row<Format, 4>};
+      multiply = EACH;
     });
   }
 
@@ -75,24 +99,18 @@ constexpr int64_t FEW_ROWS = 16;  // products of fewer rows read W once instead 
 // Computes parts of rows of C = A W^T for M < FEW_ROWS rows of A.
 template <typename T, typename Finish>
 void multiply_few_rows(int64_t M, int64_t O, int64_t I, const T* a, const QuantizedRows<T>& w, const Finish& finish) {
-  constexpr int64_t OUTPUTS = 16, TERMS_AT_ONCE = 1024;
+  constexpr int64_t OUTPUTS = 16;
   Buffer<float> wide(M * I);
   for (int64_t i = 0; i < M * I; ++i) wide[i] = load(a + i);
   parallel_each(divide_up(O, OUTPUTS), [&](int64_t unit) {
-    float sums[FEW_ROWS][OUTPUTS], values[TERMS_AT_ONCE];
     const int64_t column = unit * OUTPUTS, columns = std::min(OUTPUTS, O - column);
-    for (int64_t j = 0; j < columns; ++j) {
-      float lanes[FEW_ROWS][GROUP] = {};
-      for (int64_t k = 0; k < I; k += TERMS_AT_ONCE) {
-        const int64_t terms = std::min(TERMS_AT_ONCE, I - k);
-        w.decode_wide(w.at + (column + j) * w.ld, w.ld, 1, k, terms, values, 0);
-        for (int64_t row = 0; row < M; ++row)
-          for (int64_t term = 0; term < terms; term += GROUP)
-            for (int64_t i = 0; i < GROUP; ++i) lanes[row][i] += wide[row * I + k + term + i] * values[term + i];
-      }
-      for (int64_t row = 0; row < M; ++row) sums[row][j] = sum_of(GROUP, [&](int64_t i) { return lanes[row][i]; });
+    float sums[FEW_ROWS * OUTPUTS];
+    for (int64_t row = 0; row < M; row += ROWS_AT_ONCE) {
+      const auto multiply = w.multiply[std::min(ROWS_AT_ONCE, M - row) - 1];
+      for (int64_t j = 0; j < columns; ++j)
+        multiply(wide + row * I, I, w.at + (column + j) * w.ld, sums + row * OUTPUTS + j, OUTPUTS);
     }
-    for (int64_t row = 0; row < M; ++row) finish(row, column, columns, sums[row]);
+    for (int64_t row = 0; row < M; ++row) finish(row, column, columns, sums + row * OUTPUTS);
   });
 }
 
