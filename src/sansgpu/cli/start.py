@@ -118,7 +118,7 @@ def _show_memory_options(model: str, memory: str, as_json: bool) -> None:
         from sansgpu.planning.memory_options import memory_options
         from sansgpu.reporting.memory_table import print_memory_options
 
-        bar.show_message("estimating memory")
+        bar("estimating memory", 0, 0)
         result = memory_options(model, memory)
     print_result(result, as_json, print_memory_options)
 
