@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, dequantize_rows, quantize_rows
+from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, dequantize_rows, format_for, quantize_rows
 from sansgpu.kernels.quantized_linear import quantized_linear, quantized_lora_linear
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -51,6 +51,48 @@ def test_values_are_those_of_gguf_py(
     assert torch.equal(dequantize_rows(weight.data, weight.format, dtype), expected.to(dtype))
     torch.set_flush_denormal(False)
     assert expected.shape == (weight.outputs, weight.inputs)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
+def test_simple_formats_are_rounded_as_by_gguf_py(name: str) -> None:
+    values, format = torch.randn(5, 320), FORMATS[name]
+    expected = torch.from_numpy(gguf.quants.quantize(values.numpy(), format.encoding))
+    assert torch.equal(quantize_rows(values.double(), format), expected)
+
+
+# Relative square errors of llama.cpp (ggml_quantize_chunk of version 0.3.36 of llama-cpp-python) on these values.
+@pytest.mark.parametrize(
+    ("name", "tails", "expected"),
+    [("q4_k", False, 5.10e-3), ("q4_k", True, 8.58e-3), ("q6_k", False, 3.14e-4), ("q6_k", True, 6.48e-4)],
+)
+def test_errors_are_below_those_of_llama_cpp(kernels: str, name: str, tails: bool, expected: float) -> None:
+    torch.manual_seed(0)
+    values = torch.distributions.StudentT(3.0).sample((256, 2048)) if tails else torch.randn(256, 2048)
+    values, results = values * 0.02, []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(quantize_rows(values, FORMATS[name]))
+    assert all(torch.equal(results[0], other) for other in results)
+    error = (values_of(QuantizedWeight(results[0], FORMATS[name])) - values).double().square().mean()
+    assert error / values.double().square().mean() < expected * (1.25 if kernels == "torch" else 0.97)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_extreme_values_are_rounded_without_loss_of_the_others(kernels: str, name: str) -> None:
+    format = FORMATS[name]
+    for values in (torch.zeros(1, 256), torch.full((1, 256), 0.3), torch.full((1, 256), -0.3), torch.eye(256) * 1e4):
+        found = dequantize_rows(quantize_rows(values, format), format)
+        assert (found - values).abs().max() <= 1e-3 * values.abs().max()
+    if kernels != "torch":
+        tiny = torch.randn(4, 256) * 1e-6  # the fp16 factor of the scales is subnormal
+        assert (dequantize_rows(quantize_rows(tiny, format), format) - tiny).norm() < 0.3 * tiny.norm()
+    with pytest.raises(RuntimeError, match=f"values that are not finite cannot be stored in {name}"):
+        quantize_rows(torch.full((1, 256), torch.nan), format)
+
+
+def test_formats_of_precisions() -> None:
+    assert [format_for("int8", 960), format_for("int4", 1024)] == [FORMATS["q8_0"], FORMATS["q4_k"]]
+    assert [format_for("int4", 960), format_for("int4", 100)] == [FORMATS["q4_1"], None]
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -95,20 +95,24 @@ def format_for(precision: Precision, inputs: int) -> BlockFormat | None:
 
 
 def quantize_rows(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
-    """Rounds a matrix (outputs, inputs) of finite values to a format; returns uint8 (outputs, bytes of a row).
+    """Rounds a matrix (outputs, inputs) to a format; returns uint8 (outputs, bytes of a row).
 
-    q4_0, q4_1 and q8_0 are equal to those of gguf-py. q4_k and q6_k have the scales with the least square error that a
-    search finds.
+    q4_0, q4_1 and q8_0 are equal to those of gguf-py. For q4_k and q6_k, the kernel searches the scales with the least
+    square error; without it, scales cover the range of each group. Raises RuntimeError if values are not finite or rows
+    are not whole blocks.
     """
     outputs, inputs = values.shape
     row_bytes = format.row_bytes(inputs)
     blocks = values.detach().float().cpu().reshape(-1, format.block)
-    if format.name == "q4_k":
-        data = _quantize_q4_k(blocks)
-    elif format.name == "q6_k":
-        data = _quantize_q6_k(blocks)
-    else:
+    if not blocks.isfinite().all():
+        raise RuntimeError(f"values that are not finite cannot be stored in {format.name}.")
+    if format.name not in _PLAIN:
         data = torch.from_numpy(gguf.quants.quantize(blocks.numpy(), format.encoding))
+    elif native.takes(blocks):
+        data = torch.empty(len(blocks), format.bytes, dtype=torch.uint8)
+        native.call(f"quantize_{format.name}", len(blocks), blocks, data)
+    else:
+        data = _PLAIN[format.name](blocks)
     return data.reshape(outputs, row_bytes)
 
 
@@ -132,9 +136,10 @@ def _inverse(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Returns blocks of 8 groups of 32 values; a value is d scale q - dmin min with 6-bit scale and min, 4-bit q."""
+    """Returns blocks of 8 groups of 32 values; a value is d scale code - dmin min with 6-bit scale and min."""
     x = blocks.view(-1, 8, 32)
-    scales, mins = _fit_groups(x)
+    mins = -x.amin(-1).clamp(max=0)
+    scales = (x.amax(-1).clamp(min=0) + mins) / 15
     d, dmin = (part.amax(1).div(63).half().float() for part in (scales, mins))
     scale_codes, min_codes = (
         (part * _inverse(unit)[:, None]).round().clamp(0, 63).to(torch.uint8)
@@ -151,48 +156,19 @@ def _quantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
     return torch.cat([_half_bytes(d), _half_bytes(dmin), *packed, (low | high << 4).flatten(1)], 1)
 
 
-def _fit_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns scales and mins >= 0 of groups (blocks, 8, 32), with the least square error of codes scale - min."""
-    count, total = x.shape[-1], x.sum(-1)
-    lowest = x.amin(-1).clamp(max=0)
-    extent = x.amax(-1) - lowest
-    best = torch.full_like(extent, torch.inf)
-    scales, mins = torch.zeros_like(extent), -lowest
-    for top in torch.linspace(13.0, 17.0, 21).tolist():
-        codes = ((x - lowest[..., None]) * (top * _inverse(extent))[..., None]).round().clamp(0, 15)
-        codes_sum, squares, products = codes.sum(-1), codes.square().sum(-1), (codes * x).sum(-1)
-        determinant = count * squares - codes_sum.square()
-        scale = (count * products - total * codes_sum) * _inverse(determinant)
-        offset = (squares * total - codes_sum * products) * _inverse(determinant)
-        scale = torch.where(offset > 0, products * _inverse(squares), scale).clamp(min=0)
-        offset = offset.clamp(max=0)
-        error = (codes * scale[..., None] + offset[..., None] - x).square().sum(-1)
-        better = (error < best) & (determinant > 0)
-        best, scales, mins = (
-            torch.where(better, new, old) for new, old in ((error, best), (scale, scales), (-offset, mins))
-        )
-    return scales, mins
-
-
 def _quantize_q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Returns blocks of 16 groups of 16 values; a value is d scale q with 8-bit scale and q from -32 to 31."""
+    """Returns blocks of 16 groups of 16 values; a value is d scale code with 8-bit scale and code from -32 to 31."""
     x = blocks.view(-1, 16, 16)
-    largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0]
-    best, scales = torch.full_like(largest, -1.0), torch.zeros_like(largest)
-    for top in torch.linspace(-32.9, -31.1, 19).tolist():
-        codes = (x * (top * _inverse(largest))[..., None]).round().clamp(-32, 31)
-        products, squares = (codes * x).sum(-1), codes.square().sum(-1)
-        explained = products.square() * _inverse(squares)
-        better = explained > best
-        best = torch.where(better, explained, best)
-        scales = torch.where(better, products * _inverse(squares), scales)
-    extreme = scales.gather(-1, scales.abs().argmax(-1, keepdim=True))[..., 0]
-    d = (extreme / -128).half().float()
-    scale_codes = (scales * _inverse(d)[:, None]).round().clamp(-128, 127)
+    scales = x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0] / -32
+    d = (scales.abs().amax(1) / 127).half().float()
+    scale_codes = (scales * _inverse(d)[:, None]).round().clamp(-127, 127)
     codes = (x * _inverse(d[:, None, None] * scale_codes[..., None])).round().clamp(-32, 31).to(torch.int8) + 32
     quarters = codes.view(-1, 2, 4, 32).to(torch.uint8)  # of each half of a block
-    low = torch.cat([quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4], 2)
-    high = sum((quarters[:, :, place] >> 4) << 2 * place for place in range(4))
-    assert isinstance(high, torch.Tensor)
+    low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
+    shifted = (quarters >> 4) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = shifted.sum(2, dtype=torch.uint8)  # no two share a bit
     parts = [low.flatten(1), high.flatten(1), scale_codes.to(torch.int8).view(torch.uint8), _half_bytes(d)]
     return torch.cat(parts, 1)
+
+
+_PLAIN = {"q4_k": _quantize_q4_k, "q6_k": _quantize_q6_k}  # formats that gguf-py only reads
