@@ -36,7 +36,7 @@ from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
-from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
+from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.distillation import (
@@ -48,7 +48,7 @@ from sansgpu.tasks.distillation import (
     with_length_of,
 )
 from sansgpu.tasks.language_modeling import LanguageModeling
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import GGUFParts, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
 
@@ -286,7 +286,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         export_model(loaded.objective.model, loaded.tokenizer, folder)
 
     @classmethod
-    def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], Weights, TokenizerParts]:
+    def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
         decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
         weights = to_hugging_face(decoder.config, decoder.state_dict())
         parts = TokenizerParts(

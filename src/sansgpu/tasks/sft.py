@@ -24,7 +24,6 @@ from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.batched import BatchModel
 from sansgpu.models.generate import Sampling
-from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
 from sansgpu.tasks.distillation import (
@@ -37,7 +36,7 @@ from sansgpu.tasks.distillation import (
 )
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows
 from sansgpu.tasks.language_modeling import text_metrics
-from sansgpu.tasks.task import Evaluator, Sums
+from sansgpu.tasks.task import Evaluator, GGUFParts, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
@@ -247,9 +246,9 @@ class SFT(SFTObjective, FineTuningTask):
         return pretrained_batch(loaded.objective.unpadded, loaded.tokenizer)
 
     @classmethod
-    def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
-        model = loaded.objective.merged_model()
-        return model.config.to_dict(), model.state_dict(), tokenizer_parts(loaded.tokenizer)
+    def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
+        settings = loaded.objective.model.config.to_dict()
+        return settings, loaded.objective.merged_weights(), tokenizer_parts(loaded.tokenizer)
 
 
 def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, ChatCorpus]:

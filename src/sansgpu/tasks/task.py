@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -18,12 +18,15 @@ from sansgpu.models.batched import BatchModel
 from sansgpu.models.costing import Costs
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
+from sansgpu.models.stored_weights import StoredTensor
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 
 if TYPE_CHECKING:  # the latter imports transformers, which takes seconds
     from sansgpu.models.teacher import Teacher
     from sansgpu.tasks.distillation import Lesson
 
+# config.json, the weights as transformers names them, and the tokenizer
+GGUFParts = tuple[dict[str, Any], Mapping[str, torch.Tensor | StoredTensor], TokenizerParts]
 Gather = Callable[[Any], list[Any]]
 Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
 
@@ -251,5 +254,5 @@ class TaskKind(Protocol):
     def teacher(self, loaded: TrainedModel) -> Teacher:
         """Returns a model whose predictions others learn."""
 
-    def gguf_parts(self, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
-        """Returns config.json, the weights as transformers names them, and the tokenizer."""
+    def gguf_parts(self, loaded: TrainedModel) -> GGUFParts:
+        """Returns the contents of a GGUF file."""
