@@ -42,7 +42,7 @@ def distill(
     trust_remote_code: RemoteCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a teacher's predictions, for a smaller model to learn.
+    """Write a teacher's predictions for a smaller model.
 
     The smaller model trains with training.distillation.teacher=DIR.
     Run the command again to continue after an interruption.

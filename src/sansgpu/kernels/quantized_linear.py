@@ -28,7 +28,7 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     The values of W are rounded to the dtype of x, unless the kernel multiplies only a few rows.
     """
     _require_fit(x, weight, bias)
-    return cast(torch.Tensor, _LinearFunction.apply(x, weight.data, weight.format.number, bias))
+    return cast(torch.Tensor, _FrozenLinearFunction.apply(x, weight.data, weight.format.number, bias))
 
 
 def quantized_lora_linear(
@@ -51,7 +51,7 @@ def quantized_lora_linear(
     return add_lora(quantized_linear(x, weight, bias), dropped, first, second, scale)
 
 
-class _LinearFunction(torch.autograd.Function):
+class _FrozenLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, data: torch.Tensor, format: int, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.format = format
