@@ -62,25 +62,22 @@ void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, T* to, int64_t 
   }
 }
 
-// Packs the only panel of B, of `width` columns.
-template <typename T>
-void pack_panel(const Operand<T>& b, int64_t width, int64_t terms, T* to) {
-  constexpr int64_t PAIR = 4 / sizeof(T);
-  if (!b.transposed) {
-    pack(b.at, b.ld, terms, padded<T>(terms), width, to);
-  } else if (b.ld % PAIR == 0 && terms % PAIR == 0) {
-    pack_transposed(b.at, b.ld, width, width, terms, to);
-  } else {
-    for (int64_t k = 0; k < padded<T>(terms); ++k)
-      for (int64_t j = 0; j < width; ++j)
-        store(to + (k / PAIR * width + j) * PAIR + k % PAIR, k < terms ? load(b.at + j * b.ld + k) : 0.0f);
-  }
-}
-
 template <typename T>
 void pack_columns(const Operand<T>& b, int64_t columns, int64_t terms, T* to) {
-  for (int64_t start = 0; start < columns; start += PANEL<T>)
-    pack_panel(b.from(0, start), std::min(PANEL<T>, columns - start), terms, to + start * padded<T>(terms));
+  constexpr int64_t PAIR = 4 / sizeof(T);
+  for (int64_t start = 0; start < columns; start += PANEL<T>, to += PANEL<T> * padded<T>(terms)) {
+    const Operand<T> panel = b.from(0, start);
+    const int64_t width = std::min(PANEL<T>, columns - start);
+    if (!b.transposed) {
+      pack(panel.at, b.ld, terms, padded<T>(terms), width, to);
+    } else if (b.ld % PAIR == 0 && terms % PAIR == 0) {
+      pack_transposed(panel.at, b.ld, width, width, terms, to);
+    } else {
+      for (int64_t k = 0; k < padded<T>(terms); ++k)
+        for (int64_t j = 0; j < width; ++j)
+          store(to + (k / PAIR * width + j) * PAIR + k % PAIR, k < terms ? load(panel.at + j * b.ld + k) : 0.0f);
+    }
+  }
 }
 
 // The rows of a tile of C: fewer with many threads, so that each draws several tiles.

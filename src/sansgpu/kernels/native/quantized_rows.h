@@ -49,12 +49,15 @@ struct QuantizedRows {
   Decode decode;
   const Multiply* multiply;  // multiply_row for 1 ... ROWS_AT_ONCE rows
   bool transposed;
-  int64_t start = 0;  // the first value of a row
+  int64_t values, bytes;  // of a block
+  int64_t start = 0;      // the first value of a row
 
   QuantizedRows(int64_t format, const void* data, int64_t I)
       : at(static_cast<const uint8_t*>(data)), transposed(false) {
     with_format(format, [&]<typename Format>(Format) {
-      ld = I / Format::VALUES * Format::BYTES;
+      values = Format::VALUES;
+      bytes = Format::BYTES;
+      ld = I / values * bytes;
       decode = decode_rows<Format, T>;
       static constexpr Multiply EACH[ROWS_AT_ONCE] = {multiply_row<Format, 1>, multiply_row<Format, 2>,
                                                       multiply_row<Format, 3>, multiply_row<Format, 4>};
@@ -74,24 +77,55 @@ struct QuantizedRows {
     rest.start += transposed ? row : column;
     return rest;
   }
+
+  // Starts to load the blocks of values of rows that will be widened next: processors do not look that far ahead.
+  void prefetch(int64_t row, int64_t rows, int64_t first, int64_t count) const {
+    const uint8_t* from = at + row * ld + (start + first) / values * bytes;
+    for (int64_t i = 0; i < rows; ++i, from += ld)
+      for (int64_t byte = 0; byte < divide_up(count, values) * bytes; byte += 64) __builtin_prefetch(from + byte);
+  }
 };
 
-// Widens squares of W that stay in the L1 cache, and packs those.
+// Packs columns of W^T, which are rows of W: widens a few rows at a time, which caches and prefetching keep up with.
 template <typename T>
-void pack_columns(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* to) {
-  constexpr int64_t SQUARE = 64;
-  static_assert(COLUMNS <= SQUARE && TERMS % SQUARE == 0);
-  alignas(64) T values[SQUARE * SQUARE];
-  for (int64_t k = 0; k < terms; k += SQUARE) {
-    const int64_t depth = std::min(SQUARE, terms - k);
-    const QuantizedRows<T> rest = b.from(k, 0);
-    rest.decode(rest.at, b.ld, b.transposed ? columns : depth, rest.start, b.transposed ? depth : columns, values, SQUARE);
-    for (int64_t start = 0; start < columns; start += PANEL<T>) {
-      const int64_t width = std::min(PANEL<T>, columns - start);
-      const Operand<T> square{values, SQUARE, b.transposed};
-      pack_panel(square.from(0, start), width, depth, to + start * padded<T>(terms) + k * width);
+void pack_rows_as_columns(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* to) {
+  constexpr int64_t ROWS = 16, VALUES = 64, PAIR = 4 / sizeof(T);
+  static_assert(PANEL<T> % ROWS == 0 && TERMS % VALUES == 0);
+  alignas(64) T values[ROWS * VALUES];
+  const auto words = [](T* at) { return reinterpret_cast<uint32_t*>(at); };
+  for (int64_t start = 0; start < columns; start += ROWS) {
+    const int64_t panel = start / PANEL<T> * PANEL<T>, width = std::min(PANEL<T>, columns - panel);
+    const int64_t rows = std::min(ROWS, columns - start);
+    uint32_t* place = words(to + panel * terms) + start - panel;
+    for (int64_t k = 0; k < terms; k += VALUES) {
+      const int64_t count = std::min(VALUES, terms - k);
+      b.prefetch(start, rows, k + count, std::min(VALUES, terms - k - count));
+      b.decode(b.at + start * b.ld, b.ld, rows, b.start + k, count, values, VALUES);
+      transpose(words(values), VALUES / PAIR, rows, count / PAIR, place + k / PAIR * width, width);
     }
   }
+}
+
+// Packs columns of W: widens squares that stay in the L1 cache.
+template <typename T>
+void pack_columns_of_rows(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* to) {
+  constexpr int64_t SQUARE = COLUMNS;
+  static_assert(SQUARE % GROUP == 0 && TERMS % SQUARE == 0);
+  alignas(64) T values[SQUARE * SQUARE];
+  for (int64_t k = 0; k < terms; k += SQUARE) {
+    const int64_t rows = std::min(SQUARE, terms - k);
+    b.prefetch(k + rows, std::min(SQUARE, terms - k - rows), 0, columns);
+    b.decode(b.at + k * b.ld, b.ld, rows, b.start, columns, values, SQUARE);
+    for (int64_t start = 0; start < columns; start += PANEL<T>) {
+      const int64_t width = std::min(PANEL<T>, columns - start);
+      pack(values + start, SQUARE, rows, padded<T>(rows), width, to + start * padded<T>(terms) + k * width);
+    }
+  }
+}
+
+template <typename T>
+void pack_columns(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* to) {
+  b.transposed ? pack_rows_as_columns(b, columns, terms, to) : pack_columns_of_rows(b, columns, terms, to);
 }
 
 constexpr int64_t FEW_ROWS = 16;  // products of fewer rows read W once instead of packing it
