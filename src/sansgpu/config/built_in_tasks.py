@@ -10,6 +10,7 @@ from sansgpu.config.metrics import (
     CLASS_METRICS,
     EMBEDDING_METRICS,
     MASKED_METRICS,
+    PREFERENCE_METRICS,
     QUESTION_METRICS,
     TAG_METRICS,
     TEXT_METRICS,
@@ -27,6 +28,9 @@ _FINE_TUNED: Values = {
     "weight_decay": 0.0,
     "beta2": 0.999,
 }
+# Preferences: smaller steps than in supervised fine-tuning, which the model has behind it.
+_PREFERENCE: Values = {**_FINE_TUNED, "learning_rate": 1e-6}
+PREFERENCE_LORA_LEARNING_RATE = 1e-5
 # Few-shot classification: a run of seconds, evaluated at its end. Each epoch has few steps, because rows are few.
 _FEW_SHOT: Values = {
     "learning_rate": 5e-5,
@@ -188,10 +192,26 @@ def _graph_card(model: Values) -> CardText:
     return CardText(text, "feature-extraction", "", _EVALUATE_TEXTS, "sansgpu's own")
 
 
+def _preference(label: str = "", with_kto: str | None = None) -> TaskSettings:
+    return TaskSettings(
+        "preference",
+        ("samples", "packing", "pretrained", "rows", "adapter", "conversations", "preferences"),
+        defaults={"training": _PREFERENCE, "data": {"max_length": 1024, "validation_split": 0.1}},
+        adapter_defaults={"training": {"learning_rate": PREFERENCE_LORA_LEARNING_RATE}},
+        problems=fine_tuning_problems,
+        label=label,
+        with_kto=with_kto,
+        metrics=PREFERENCE_METRICS,
+        card=lambda model: CardText(
+            "a decoder trained to prefer some answers to others", "text-generation", "CausalLM", _CHAT
+        ),
+    )
+
+
 SETTINGS = {
     "pretrain": TaskSettings(
         "pretrain",
-        ("decoder", "from scratch", "texts", "text generation", "packing", "distillation"),
+        ("decoder", "from scratch", "texts", "text generation", "samples", "packing", "distillation"),
         problems=_pretraining_problems,
         varying_length=False,
         metrics=TEXT_METRICS,
@@ -222,7 +242,7 @@ SETTINGS = {
     ),
     "sft": TaskSettings(
         "sft",
-        ("text generation", "packing", "pretrained", "rows", "adapter", "conversations", "distillation"),
+        ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations", "distillation"),
         defaults={"training": {**_FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
         adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
         problems=_sft_problems,
@@ -288,6 +308,8 @@ SETTINGS = {
             "an encoder fine-tuned to tag words", "token-classification", "TokenClassification", _FIND
         ),
     ),
+    "preference": _preference(with_kto="kto"),
+    "kto": _preference(label="preference with training.preference.loss kto"),
     "embed": TaskSettings(
         "embed",
         ("packing", "pretrained", "rows", "adapter", "embeddings"),

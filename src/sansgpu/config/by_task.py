@@ -11,7 +11,7 @@ from sansgpu.config.errors import ConfigError
 from sansgpu.config.task_settings import KEY_GROUPS, TaskSettings, Values
 
 # The classes of all kinds of runs. A kind that is not a task acts where a task's settings name it in `with_pretrained`
-# or `with_few_shot`.
+# `with_few_shot` or `with_kto`.
 TASK_CLASSES = {
     "pretrain": "sansgpu.tasks.pretrain:Pretrain",
     "graph": "sansgpu.tasks.graph:Graph",
@@ -22,6 +22,8 @@ TASK_CLASSES = {
     "few_shot": "sansgpu.tasks.few_shot:FewShot",
     "tokens": "sansgpu.tasks.tokens:Tokens",
     "embed": "sansgpu.tasks.embed:TextEmbedding",
+    "preference": "sansgpu.tasks.preference:Preference",
+    "kto": "sansgpu.tasks.preference:KTO",
 }
 DEFAULT_TASK = "pretrain"
 
@@ -69,11 +71,13 @@ def task_names() -> list[str]:
     return [name for name in TASK_CLASSES if settings_of(name).task == name]
 
 
-def kind_of(task: str, name_or_path: str | None, few_shot: bool | None) -> str:
-    """Returns the task, or the kind that replaces it with a pretrained model or with few-shot learning."""
-    settings = settings_of(task)
-    with_pretrained = name_or_path is not None and settings.with_pretrained
-    return (few_shot and settings.with_few_shot) or with_pretrained or task
+def kind_of(task: str, model: Any, training: Any) -> str:
+    """Returns the task, or the kind that replaces it for these sections, mappings or schema objects."""
+    settings, model, training = settings_of(task), as_values(model), as_values(training)
+    with_pretrained = model.get("name_or_path") is not None and settings.with_pretrained
+    with_few_shot = training.get("few_shot") and settings.with_few_shot
+    with_kto = as_values(training.get("preference")).get("loss") == "kto" and settings.with_kto
+    return with_few_shot or with_kto or with_pretrained or task
 
 
 def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -81,8 +85,8 @@ def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
 
     Sections may be mappings or schema objects. Any other section is returned unchanged, for validation to reject.
     """
-    given, model, training = {**values}, as_values(values.get("model")), as_values(values.get("training"))
-    settings = settings_of(kind_of(task, model.get("name_or_path"), training.get("few_shot")))
+    given, model = {**values}, as_values(values.get("model"))
+    settings = settings_of(kind_of(task, values.get("model"), values.get("training")))
     adapted = settings.adapter_defaults if model.get("adapter", "none") != "none" else {}
     for section in dict.fromkeys((*settings.defaults, *adapted)):
         if is_section(given.get(section)):

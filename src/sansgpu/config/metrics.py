@@ -143,3 +143,12 @@ TAG_METRICS = (
     Metric("words", form="{:,.0f}", text="{value} {label}", reported=False),
     Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
 )
+PREFERENCE_METRICS = (
+    _share("accuracy", short="accuracy"),
+    Metric("margin", "reward margin", better="higher"),
+    Metric("chosen_reward", "chosen", within="margin", better="higher"),
+    Metric("rejected_reward", "rejected", within="margin"),
+    Metric("nll", "loss of the chosen answers per token", unit="nats"),
+    Metric("kl", "KL divergence", unit="nats"),
+    Metric("examples", form="{:,.0f}", text="{value} {label}", reported=False),
+)

@@ -172,8 +172,8 @@ class Config(Section):
         DEFAULT_TASK,
         description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
         "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; classify: labels or "
-        "scores of texts; tokens: entities and other tags of words; embed: vectors of texts by meaning; "
-        "package.module:Class: your own task",
+        "scores of texts; tokens: entities and other tags of words; embed: vectors of texts by meaning; preference: "
+        "preferred answers; package.module:Class: your own task",
     )
     objective: str | None = Field(
         None,
@@ -261,7 +261,7 @@ class Config(Section):
     @property
     def kind(self) -> str:
         """The task, or the kind of run that replaces it with a pretrained model."""
-        return kind_of(self.task, self.model.name_or_path, self.training.few_shot)
+        return kind_of(self.task, self.model.__dict__, self.training.__dict__)
 
     @property
     def outside_class(self) -> str | None:

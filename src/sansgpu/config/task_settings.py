@@ -33,7 +33,8 @@ KEY_GROUPS = {
         data.tokenizer data.vocab_size data.tokenizer_sample_mb
     """,
     "texts": "data.text_column",
-    "text generation": "training.label_smoothing training.z_loss training.sample_tokens training.sample_prompt",
+    "text generation": "training.label_smoothing training.z_loss",
+    "samples": "training.sample_tokens training.sample_prompt",
     "graph": """
         model.leaves model.n_relations model.n_entities model.entity_rank
         model.position model.slot_embedding model.decay model.decay_base model.fusion
@@ -100,6 +101,7 @@ class TaskSettings:
     label: str = ""  # the configuration that selects the task, for messages. Default: `task`
     with_pretrained: str | None = None  # kind that replaces this one if model.name_or_path is set
     with_few_shot: str | None = None  # kind that replaces this one if training.few_shot is true
+    with_kto: str | None = None  # kind that replaces this one if training.preference.loss is kto
     varying_length: bool = True  # False if all examples are windows of equal length
     has_leaves: bool = False  # True if the tokens of an example have leaf slots
     metrics: tuple[Metric, ...] = ()  # all but the loss, in the order shown, with those of kinds that replace this one

@@ -70,8 +70,8 @@ def read_conversation(row: SourceRow) -> Conversation:
 
 def _read(where: str, row: dict[str, Any]) -> Conversation:
     if "messages" in row:
-        turns = tuple(_turns(where, row["messages"], "messages"))
-        return Conversation(where, _checked(where, turns, 0))
+        turns = tuple(read_turns(where, row["messages"], "messages"))
+        return Conversation(where, check_turns(where, turns, 0))
     if "prompt" in row and "completion" in row:
         return _completion(where, row["prompt"], row["completion"])
     if "instruction" in row and "output" in row:
@@ -88,9 +88,9 @@ def _completion(where: str, prompt: Any, completion: Any) -> Conversation:
         plain = (prompt, _nonempty(where, {"completion": completion}, "completion"))
     prompt_turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion_turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    before = tuple(_turns(where, prompt_turns, "prompt"))
-    turns = (*before, *_turns(where, completion_turns, "completion", len(before)))
-    return Conversation(where, _checked(where, turns, len(before)), len(before), plain)
+    before = tuple(read_turns(where, prompt_turns, "prompt"))
+    turns = (*before, *read_turns(where, completion_turns, "completion", len(before)))
+    return Conversation(where, check_turns(where, turns, len(before)), len(before), plain)
 
 
 def _instruction(where: str, row: dict[str, Any]) -> Conversation:
@@ -120,7 +120,8 @@ def _nonempty(where: str, row: dict[str, Any], column: str) -> str:
     return text
 
 
-def _turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Message]:
+def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Message]:
+    """Yields the turns in a row's column; there are `before` turns before them."""
     if not isinstance(values, (list, tuple)):
         raise bad_row(where, f"has a {type(values).__name__} in {column}, not a list of objects with role and content")
     for number, value in enumerate(values, before + 1):
@@ -153,7 +154,7 @@ def _joined(content: Any) -> Any:
     return content
 
 
-def _checked(where: str, turns: Sequence[Message], first: int) -> tuple[Message, ...]:
+def check_turns(where: str, turns: Sequence[Message], first: int) -> tuple[Message, ...]:
     """Returns `turns` after checking their order and that an assistant turn comes at or after `first`."""
     before: str | None = None
     for number, turn in enumerate(turns, 1):

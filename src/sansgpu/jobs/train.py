@@ -30,7 +30,7 @@ from sansgpu.machine.joining import join, resolve_backend
 from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
-from sansgpu.machine.probe import Environment, describe_machine, gemm_flops_per_second
+from sansgpu.machine.probe import Environment, cache_dir, describe_machine, gemm_flops_per_second
 from sansgpu.machine.world import World
 from sansgpu.planning.memory_fit import Shortage
 from sansgpu.planning.prepare import prepare
@@ -40,7 +40,7 @@ from sansgpu.reporting.controls import Controls
 from sansgpu.reporting.events import EventBuffer, Sink, Sinks, now
 from sansgpu.reporting.jsonl import MetricsFile
 from sansgpu.reporting.outputs import replace_folder
-from sansgpu.tasks import Task, task_of
+from sansgpu.tasks import ComparedWithReference, Task, task_of
 from sansgpu.train import RunSetup, Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.loop import TrainingResult
@@ -248,6 +248,9 @@ def _run(
     progress: ReportProgress,
 ) -> TrainingResult:
     config, environment, plan = prepared.config, prepared.environment, prepared.step_plan
+    if isinstance(task, ComparedWithReference):
+        cache = cache_dir(config.data.cache_dir)
+        task.compute_reference(plan.device, plan.precision, cache, progress, plan.group)
     if environment.compile == "on":
         task.compile(True)
     rate = gemm_flops_per_second(environment.precision, environment.device, environment.threads)

@@ -13,9 +13,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sansgpu.kernels.attention import attention, visible_keys
+from sansgpu.models.pair_layout import PairLayout
 
 NAME = "sansgpu"
 _RANGES = "_sansgpu_ranges"  # attribute of a mask: the key range of each query, if each sees one contiguous range
+_LAYOUT = "_sansgpu_layout"  # attribute of a mask: where the tokens of answers are that share their prompt
 
 
 def use_our_attention(model: PreTrainedModel) -> bool:
@@ -45,13 +47,15 @@ def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
     return torch.stack((first.masked_fill(empty, 0), end.masked_fill(empty, 0)), dim=-1).int()
 
 
-def ranges_mask(ranges: torch.Tensor) -> torch.Tensor:
+def ranges_mask(ranges: torch.Tensor, layout: PairLayout | None = None) -> torch.Tensor:
     """Returns a stand-in mask that carries key ranges (B, T, 2) to every layer, so that no (B, 1, T, T) mask is built.
 
+    With a `layout`, only attention gives each answer a prompt of its own, and the ranges are those of its tokens.
     transformers passes four-dimensional masks through unchanged.
     """
     mask = torch.ones(len(ranges), 1, 1, 1, dtype=torch.bool, device=ranges.device)
     setattr(mask, _RANGES, ranges)
+    setattr(mask, _LAYOUT, layout)
     return mask
 
 
@@ -75,6 +79,9 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention; query (B, H, T, d), key and value (B, K, S, d); returns (B, T, H, d)."""
+    layout: PairLayout | None = getattr(attention_mask, _LAYOUT, None)
+    if layout is not None:
+        query, key, value = (layout.expand(part, 2) for part in (query, key, value))
     ranges = getattr(attention_mask, _RANGES, None)
     if attention_mask is None:
         ranges = _default_ranges(module, query, key, is_causal)
@@ -88,11 +95,12 @@ def attention_forward(
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
-        return out
+        return out if layout is None else (layout.contract(out[0], 1), None)
     root = query.shape[-1] ** 0.5
     if scaling is not None and scaling * root != 1.0:
         query = query * (scaling * root)
-    return attention(query, key, value, ranges, dropout).transpose(1, 2).contiguous(), None
+    heads = attention(query, key, value, ranges, dropout).transpose(1, 2)
+    return (heads.contiguous() if layout is None else layout.contract(heads, 1)), None
 
 
 def _default_ranges(

@@ -65,8 +65,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> TaskSettings:
         """The settings that the run's task declares."""
-        name, few_shot = self.section("model").get("name_or_path"), self.section("training").get("few_shot")
-        return settings_of(kind_of(str(self.config.get("task")), name, few_shot))
+        return settings_of(kind_of(str(self.config.get("task")), self.section("model"), self.section("training")))
 
     @property
     def name(self) -> str:

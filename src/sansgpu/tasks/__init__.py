@@ -8,6 +8,7 @@ from sansgpu.config.by_task import TASK_CLASSES
 from sansgpu.tasks.base import TaskBase
 from sansgpu.tasks.task import (
     Collecting,
+    ComparedWithReference,
     Corpus,
     Evaluator,
     FittedHead,
@@ -57,6 +58,6 @@ def task_of(config: Config) -> TaskKind:
 
 
 __all__ = [
-    "TASKS", "Collecting", "Corpus", "Evaluator", "FittedHead", "Gather", "GatheringEvaluator", "Objective",
-    "StepWideObjective", "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
+    "TASKS", "Collecting", "ComparedWithReference", "Corpus", "Evaluator", "FittedHead", "Gather", "GatheringEvaluator",
+    "Objective", "StepWideObjective", "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from sansgpu.tasks.distillation import (
 )
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows
 from sansgpu.tasks.language_modeling import text_metrics
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import Evaluator, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
@@ -108,7 +108,7 @@ class SFTObjective(FineTuning):
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         return student_metrics(sums)
 
-    def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
+    def summed_loss(self, batch: Any) -> torch.Tensor:
         """Computes the summed cross-entropy with the configured label smoothing and z-loss, or a student's loss: ()."""
         training = self.config.training
         if (soft := self._student.soft_targets(batch)) is not None:
@@ -133,7 +133,7 @@ class SFT(SFTObjective, FineTuningTask):
     settings = SETTINGS["sft"]
     verbs = ("evaluate", "generate", "chat", "export", "gguf", "distill")
     verbs_for_any_model = ("generate", "chat")
-    objective_class = SFTObjective
+    objective_class: ClassVar[type[FineTuning]] = SFTObjective
 
     def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
         super().__init__(config)
@@ -190,14 +190,14 @@ class SFT(SFTObjective, FineTuningTask):
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         batch = super().batch(step, total_steps)
-        if self.corpus.teacher is None:
+        teacher = self.corpus.teacher if isinstance(self.corpus, ChatCorpus) else None
+        if teacher is None or not isinstance(batch, PackedSequences):
             return batch
-        assert isinstance(batch, PackedSequences)
         assert batch.numbers is not None
-        return cast(ExampleBatch, self.corpus.teacher.add_to(batch, batch.numbers.numpy()))
+        return teacher.add_to(batch, batch.numbers.numpy())
 
     @classmethod
-    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
         """Builds `size` examples of random tokens, all with a loss."""
         drawn = cls.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, drawn)
@@ -210,7 +210,7 @@ class SFT(SFTObjective, FineTuningTask):
         return "".join(answer(self.model, self.corpus.tokenizer, messages, tokens, Sampling(seed=seed)))
 
     @classmethod
-    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> SFTEvaluator:
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         if request.data is None:
             return SFTEvaluator(loaded.objective, cast(ChatCorpus, request.own_corpus()).validation)
         notes: list[str] = []

@@ -13,6 +13,7 @@ from sansgpu.config import Config, TaskSettings
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.shards import ReportProgress
+from sansgpu.machine.group import Group
 from sansgpu.models.costing import Costs
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
@@ -73,6 +74,16 @@ class FittedHead(Protocol):
 
     def fit_head(self, micro_batch: int, device: torch.device) -> None:
         """Fits the head to the training data, a pure function of the weights and the data, equal on every rank."""
+
+
+@runtime_checkable
+class ComparedWithReference(Protocol):
+    """A task whose loss depends on what the model computes before training."""
+
+    def compute_reference(
+        self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
+    ) -> None:
+        """Computes what the loss needs on all data, or reads it from the cache. Raises ConfigError."""
 
 
 @runtime_checkable
