@@ -1,7 +1,7 @@
 """Tokens that a student of a teacher needs to the loss that it reaches alone.
 
     python -m benchmarks.distillation --teacher MODEL --data TEXTS [--tokens 4000000] [--ratios 0.5 0.33]
-        [--weight 0.9] [--temperature 1] [--lessons DIR] [--set KEY=VALUE ...] [--json FILE]
+        [--weight 0.5] [--temperature 1] [--lessons DIR] [--set KEY=VALUE ...] [--json FILE]
 
 The student is a decoder in Llama's layout, by default of 30M parameters with a vocabulary of 49,152. It trains alone on
 `--tokens`, and then from the teacher's predictions on each share `--ratios` of them. Every run has its own complete
@@ -107,7 +107,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--data", required=True)
     parser.add_argument("--tokens", type=int, default=4_000_000)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.33])
-    parser.add_argument("--weight", type=float, default=0.9)
+    parser.add_argument("--weight", type=float, default=0.5)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lessons", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
