@@ -26,7 +26,7 @@ def columns(given: list[AnswerPairs]) -> Dataset:
     for pair in (batch.rows(number, number + 1) for batch in given for number in range(len(batch))):
         prompt, chosen, rejected = pair.sizes[0].tolist()
         parts = pair.tokens.split([prompt, chosen - 1, rejected - 1])
-        last = [], [int(pair.targets[chosen - 1])], [int(pair.targets[-1])]  # these are targets only
+        last: tuple[list[int], ...] = [], [int(pair.targets[chosen - 1])], [int(pair.targets[-1])]  # only targets
         for column, part, end in zip(found.values(), parts, last, strict=True):
             column.append([*part.tolist(), *end])
     return Dataset.from_dict(found)

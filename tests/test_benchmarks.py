@@ -194,6 +194,17 @@ def test_engines_keep_the_contracts_that_they_can(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_student_is_compared_with_one_that_learns_alone(tmp_path: Path) -> None:
+    model, texts = make_folder(tmp_path / "model", "llama"), write_corpus(tmp_path / "texts.jsonl", 300)
+    arguments = ["--teacher", str(model), "--data", str(texts), "--tokens", "8192", "--ratios", "0.5"]
+    small = {"model.d_model": 32, "model.n_heads": 2, "model.n_layers": 1, "model.max_seq_len": 64}
+    arguments += [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
+    alone, taught = benchmark("distillation", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    assert alone["tokens"] == pytest.approx(2 * taught["tokens"], rel=0.2)
+    assert alone["loss"] > 0 < taught["loss"]
+
+
+@pytest.mark.long
 def test_fine_tuning_is_measured_beside_a_trainer(tmp_path: Path) -> None:
     model, talk = make_folder(tmp_path / "model", narrow=True), chat_rows(tmp_path / "rows.jsonl")
     arguments = ["--data", str(talk), "--model", str(model), "--steps", "2", "--rounds", "1"]

@@ -38,7 +38,10 @@ def checkout(tmp_path: Path) -> Path:
 
 
 # Pages whose commands take long.
-SLOW = ("bench", "classify", "fine-tuning", "graph", "plan", "questions", "resume", "scaling", "search", "tune", "use")
+SLOW = (
+    "bench", "classify", "distill", "fine-tuning", "graph", "plan", "questions", "resume", "scaling",
+    "search", "tune", "use",
+)  # fmt: skip
 
 
 def timed(page: Path) -> object:

@@ -12,7 +12,7 @@ from tests.processes import use_cache, write_corpus
 from tests.scale.every_task import fit_all
 from tests.scale.launch import finish, torchrun
 from tests.scale.test_runs import losses
-from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, squad
+from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
 from tests.tasks.graphs import rows, write_rows
 from tests.tasks.texts import text_rows
 
@@ -52,6 +52,10 @@ def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
         "classify": {**bert, "data.dataset_name": labeled_rows(home / "labeled.jsonl")},
         "few_shot": {
             "task": "classify", **bert, "data.dataset_name": home / "labeled.jsonl", "training.few_shot": "true",
+        },
+        "preference": {**sft, "data.dataset_name": preference_rows(home / "pairs.jsonl")},
+        "kto": {
+            "task": "preference", **sft, "data.dataset_name": home / "pairs.jsonl", "training.preference.loss": "kto",
         },
         "qa": {**bert, "data.dataset_name": squad(home / "squad.json", impossible=True), "data.doc_stride": 16},
         "embed": {**bert, "data.dataset_name": text_rows(home / "texts.jsonl", "triplets", 24)},

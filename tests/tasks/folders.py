@@ -109,3 +109,21 @@ def tagged_rows(count: int = 12, seed: int = 0) -> tuple[list[dict[str, Any]], l
         span = {"start": len(before) + 1, "end": len(before) + 8, "label": "person"}
         spans.append({"text": f"{before} Ada Zed {after}", "spans": [span]})
     return rows, spans
+
+
+def preference_rows(path: Path, count: int = 24, rated: bool = False, seed: int = 0) -> Path:
+    """Pairs of answers to prompts of one or two questions, or with `rated` one answer each; `red` is always bad."""
+    draw, rows = random.Random(seed), []
+    for number in range(count):
+        turns = [{"role": "user", "content": sentence(draw, draw.randint(1, 12))}]
+        if number % 2:
+            answer = {"role": "assistant", "content": sentence(draw, 3)}
+            turns += [answer, {"role": "user", "content": sentence(draw, draw.randint(1, 5))}]
+        good, bad = (sentence(draw, draw.randint(1, 9)).replace("red", "old") + end for end in (" blue", " red red"))
+        if rated:
+            content = good if number % 3 else bad
+            rows.append({"messages": [*turns, {"role": "assistant", "content": content}], "label": content == good})
+        else:
+            rows.append({"prompt": turns, "chosen": good, "rejected": bad})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

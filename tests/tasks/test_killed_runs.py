@@ -1,4 +1,4 @@
-"""A killed and resumed run of a model that understands texts equals an uninterrupted one byte for byte."""
+"""A killed and resumed fine-tuning run equals an uninterrupted one byte for byte."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from tests.processes import digests, finish, json_lines, kill_when, record, start
 from tests.tasks.fine_tuned import TINY
-from tests.tasks.folders import conll, labeled_rows, model_folder
+from tests.tasks.folders import conll, labeled_rows, model_folder, preference_rows
 from tests.tasks.texts import text_rows
 
 STEPS = 6
+KTO = {"training.preference.loss": "kto"}
 LORA = {"model.adapter": "lora", "model.lora_dropout": 0.1}
 
 
@@ -21,13 +22,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labeled_rows(folder / "classify.jsonl")
     conll(folder / "tokens.conll")
     text_rows(folder / "embed.jsonl", "triplets")
+    preference_rows(folder / "preference.jsonl")
     return folder
 
 
 def arguments(home: Path, task: str, run: Path, changes: dict[str, object]) -> list[str]:
-    data = {"classify": "classify.jsonl", "tokens": "tokens.conll", "embed": "embed.jsonl"}[task]
+    data = home / ("tokens.conll" if task == "tokens" else f"{task}.jsonl")
+    model = model_folder("qwen2" if task == "preference" else "bert")
     chosen = {
-        **TINY, "task": task, "model.name_or_path": model_folder("bert"), "data.dataset_name": home / data,
+        **TINY, "task": task, "model.name_or_path": model, "data.dataset_name": data,
         "data.validation_split": 0.2, "training.max_steps": STEPS, "training.gradient_accumulation_steps": 4, **changes,
     }  # fmt: skip
     return ["train", *(f"--set={key}={value}" for key, value in chosen.items()), "--output-dir", str(run)]
@@ -42,7 +45,13 @@ def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
 
 @pytest.mark.parametrize(
     ("task", "changes"),
-    [("classify", {}), ("tokens", {}), ("embed", {}), pytest.param("embed", LORA, marks=pytest.mark.long)],
+    [
+        ("classify", {}),
+        ("tokens", {}),
+        ("embed", {}),
+        ("preference", KTO),
+        pytest.param("embed", LORA, marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path, task: str, changes: dict[str, object]) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"

@@ -190,11 +190,11 @@ class SFT(SFTObjective, FineTuningTask):
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         batch = super().batch(step, total_steps)
-        if self.corpus.teacher is None:
+        teacher = self.corpus.teacher if isinstance(self.corpus, ChatCorpus) else None
+        if teacher is None or not isinstance(batch, PackedSequences):
             return batch
-        assert isinstance(batch, PackedSequences)
         assert batch.numbers is not None
-        return cast(ExampleBatch, self.corpus.teacher.add_to(batch, batch.numbers.numpy()))
+        return teacher.add_to(batch, batch.numbers.numpy())
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
