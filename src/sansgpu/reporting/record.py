@@ -65,7 +65,8 @@ class RunRecord:
     @cached_property
     def settings(self) -> TaskSettings:
         """The settings that the run's task declares."""
-        return settings_of(kind_of_sections(str(self.config.get("task")), self.section("model"), self.section("training")))
+        task = str(self.config.get("task"))
+        return settings_of(kind_of_sections(task, self.section("model"), self.section("training")))
 
     @property
     def name(self) -> str:
