@@ -226,7 +226,12 @@ def arguments(home: Path, run: Path, rows: Path, **changes: object) -> list[str]
 
 @pytest.mark.parametrize(
     ("loss", "rated", "more"),
-    [("dpo", False, {"model__adapter": "lora"}), ("orpo", False, {}), ("kto", True, {}), ("kto", False, {})],
+    [
+        ("dpo", False, {"model__adapter": "lora"}),
+        ("kto", True, {}),
+        pytest.param("orpo", False, {}, marks=pytest.mark.long),
+        pytest.param("kto", False, {}, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_learns_to_prefer_and_is_evaluated_as_in_training(
     loss: str, rated: bool, more: dict[str, object], tmp_path: Path, capsys: Captured
