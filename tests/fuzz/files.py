@@ -30,7 +30,19 @@ def writes(name: str, content: bytes | str) -> Callable[[Path], object]:
 def rows(draw: random.Random, bases: Bases) -> Case:
     """Draws a data file of any format and task, with odd values or damaged."""
     task = draw.choice(
-        ("pretrain", "pretrain", "graph", "sft", "qa", "classify", "classify", "tokens", "tokens", "embed")
+        (
+            "pretrain",
+            "pretrain",
+            "graph",
+            "sft",
+            "preference",
+            "qa",
+            "classify",
+            "classify",
+            "tokens",
+            "tokens",
+            "embed",
+        )
     )
     if task == "qa":
         name, content = "data.json", dumped(changed(json.loads(bases.questions.read_text()), draw)).encode()
@@ -60,10 +72,15 @@ def _command(draw: random.Random, bases: Bases, task: str, name: str) -> list[st
         chosen = settings(data__dataset_name=name, training__max_steps=2)
         graph = ("task=graph", "model.activation=gelu", "data.validation_split=0.2") if task == "graph" else ()
         return ["train", *chosen, *(part for one in graph for part in ("--set", one)), "--dry-run"]
-    folder = bases.decoder if task == "sft" else bases.encoder
+    folder = bases.decoder if task in ("sft", "preference") else bases.encoder
     chosen = [f"task={task}", f"model.name_or_path={folder}", f"data.dataset_name={name}", "training.batch_size=1"]
     chosen += ["training.max_steps=2", "data.max_length=48"]
-    own = {"sft": "data.chat_template=simple", "qa": "data.doc_stride=16", "tokens": "data.doc_stride=16"}
+    own = {
+        "sft": "data.chat_template=simple",
+        "preference": "training.preference.loss=kto",
+        "qa": "data.doc_stride=16",
+        "tokens": "data.doc_stride=16",
+    }
     chosen += [own[task]] if task in own else []
     return ["train", *(part for one in chosen for part in ("--set", one)), "--dry-run"]
 

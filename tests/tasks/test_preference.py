@@ -226,7 +226,12 @@ def arguments(home: Path, run: Path, rows: Path, **changes: object) -> list[str]
 
 @pytest.mark.parametrize(
     ("loss", "rated", "more"),
-    [("dpo", False, {"model__adapter": "lora"}), ("orpo", False, {}), ("kto", True, {}), ("kto", False, {})],
+    [
+        ("dpo", False, {"model__adapter": "lora"}),
+        ("kto", True, {}),
+        pytest.param("orpo", False, {}, marks=pytest.mark.long),
+        pytest.param("kto", False, {}, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_learns_to_prefer_and_is_evaluated_as_in_training(
     loss: str, rated: bool, more: dict[str, object], tmp_path: Path, capsys: Captured
@@ -263,3 +268,13 @@ def test_the_reference_is_computed_once_and_a_damaged_one_is_named(tmp_path: Pat
     capsys.readouterr()
     assert cli(arguments(tmp_path, tmp_path / "three", rows, training__max_steps=1)) == 2
     assert f"the cached log-probabilities in {files[0].parent} are damaged; delete that folder" in sentence(capsys)
+
+
+def test_a_plan_counts_the_reference(tmp_path: Path, capsys: Captured) -> None:
+    rows, hours = preference_rows(tmp_path / "rows.jsonl", 200), []
+    for loss in ("dpo", "simpo"):
+        own = arguments(tmp_path, tmp_path / loss, rows, training__preference__loss=loss, training__max_steps=2)
+        capsys.readouterr()
+        assert cli(["plan", *own[1:-2], "--json"]) == 0
+        hours.append(json.loads(capsys.readouterr().out)["total_seconds"])
+    assert hours[0] > hours[1]  # their steps are timed once for both

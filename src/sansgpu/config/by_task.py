@@ -71,13 +71,19 @@ def task_names() -> list[str]:
     return [name for name in TASK_CLASSES if settings_of(name).task == name]
 
 
-def kind_of(task: str, model: Any, training: Any) -> str:
-    """Returns the task, or the kind that replaces it for these sections, mappings or schema objects."""
-    settings, model, training = settings_of(task), as_values(model), as_values(training)
-    with_pretrained = model.get("name_or_path") is not None and settings.with_pretrained
-    with_few_shot = training.get("few_shot") and settings.with_few_shot
-    with_kto = as_values(training.get("preference")).get("loss") == "kto" and settings.with_kto
-    return with_few_shot or with_kto or with_pretrained or task
+def kind_of(task: str, name_or_path: str | None, few_shot: bool | None, preference_loss: str | None) -> str:
+    """Returns the task, or the kind that replaces it with a pretrained model, few-shot learning or the loss kto."""
+    settings = settings_of(task)
+    with_pretrained = name_or_path is not None and settings.with_pretrained
+    with_kto = preference_loss == "kto" and settings.with_kto
+    return (few_shot and settings.with_few_shot) or with_kto or with_pretrained or task
+
+
+def kind_of_sections(task: str, model: Any, training: Any) -> str:
+    """Does what `kind_of` does, for sections that are mappings or schema objects."""
+    model, training = as_values(model), as_values(training)
+    loss = as_values(training.get("preference")).get("loss")
+    return kind_of(task, model.get("name_or_path"), training.get("few_shot"), loss)
 
 
 def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +92,7 @@ def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
     Sections may be mappings or schema objects. Any other section is returned unchanged, for validation to reject.
     """
     given, model = {**values}, as_values(values.get("model"))
-    settings = settings_of(kind_of(task, values.get("model"), values.get("training")))
+    settings = settings_of(kind_of_sections(task, values.get("model"), values.get("training")))
     adapted = settings.adapter_defaults if model.get("adapter", "none") != "none" else {}
     for section in dict.fromkeys((*settings.defaults, *adapted)):
         if is_section(given.get(section)):

@@ -261,7 +261,7 @@ class Config(Section):
     @property
     def kind(self) -> str:
         """The task, or the kind of run that replaces it with a pretrained model."""
-        return kind_of(self.task, self.model.__dict__, self.training.__dict__)
+        return kind_of(self.task, self.model.name_or_path, self.training.few_shot, self.training.preference.loss)
 
     @property
     def outside_class(self) -> str | None:

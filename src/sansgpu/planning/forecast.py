@@ -11,6 +11,7 @@ from sansgpu.config.plain_data import truncate
 from sansgpu.planning.prepare import seconds_allowed
 from sansgpu.planning.prepared import Prepared
 from sansgpu.reporting.bench_table import Projection
+from sansgpu.tasks import ReferenceCorpus
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS
 
@@ -46,8 +47,11 @@ def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None =
     passes = accumulation * timing.pass_seconds(layers)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
     snapshot, weights = prepared.memory.snapshot, prepared.memory.weights
+    before = 0.0  # passes over the data before training, as a number of steps
+    if isinstance(prepared.corpus, ReferenceCorpus):
+        before = prepared.corpus.reference_tokens / prepared.tokens_per_step / EVALUATED_IN_A_STEP
     return Forecast(
-        startup_seconds=START_SECONDS[timing.compile],
+        startup_seconds=START_SECONDS[timing.compile] + passes * before / nodes,
         step_seconds=timing.step_seconds(layers, accumulation) if step_seconds is None else step_seconds,
         evaluation_seconds=passes * prepared.eval_token_ratio / EVALUATED_IN_A_STEP / nodes + sampling,
         save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,

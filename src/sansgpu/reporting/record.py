@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, TaskSettings, recorded_values, require_identity
-from sansgpu.config.by_task import kind_of, settings_of
+from sansgpu.config.by_task import kind_of_sections, settings_of
 from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.reporting.event_schema import RecordedEnvironment
 from sansgpu.reporting.events import Event
@@ -65,7 +65,8 @@ class RunRecord:
     @cached_property
     def settings(self) -> TaskSettings:
         """The settings that the run's task declares."""
-        return settings_of(kind_of(str(self.config.get("task")), self.section("model"), self.section("training")))
+        task = str(self.config.get("task"))
+        return settings_of(kind_of_sections(task, self.section("model"), self.section("training")))
 
     @property
     def name(self) -> str:

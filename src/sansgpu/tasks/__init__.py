@@ -15,6 +15,7 @@ from sansgpu.tasks.task import (
     Gather,
     GatheringEvaluator,
     Objective,
+    ReferenceCorpus,
     StepWideObjective,
     Sums,
     Task,
@@ -59,5 +60,5 @@ def task_of(config: Config) -> TaskKind:
 
 __all__ = [
     "TASKS", "Collecting", "ComparedWithReference", "Corpus", "Evaluator", "FittedHead", "Gather", "GatheringEvaluator",
-    "Objective", "StepWideObjective", "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
+    "Objective", "ReferenceCorpus", "StepWideObjective", "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
 ]  # fmt: skip

@@ -36,6 +36,12 @@ PROMPT_SHARE = 0.5  # of an example's tokens, assumed in random batches
 class PreferenceCorpus(TokenizedCorpus[PreferenceExamples]):
     """Tokenized preferences for training and validation."""
 
+    needs_reference: bool
+
+    @property
+    def reference_tokens(self) -> int:
+        return self.train_tokens + self.validation_tokens if self.needs_reference else 0
+
     def preview(self) -> str | None:
         """Returns the text of the first example; brackets enclose the chosen and the rejected answer."""
         first = self.train.examples[0]
@@ -171,7 +177,9 @@ class Preference(PreferenceObjective, SFT):
         require_examples(sources, [len(train), len(held)], "row", notes)
         parts = cls._examples(train, config), cls._examples(held, config)
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{parts[0].lengths.sum()}-{parts[0].targets}"
-        return config, PreferenceCorpus(*parts, notes, fingerprint, tokenizer)
+        return config, PreferenceCorpus(
+            *parts, notes, fingerprint, tokenizer, config.training.preference.needs_reference
+        )
 
     @classmethod
     def _read(

@@ -91,6 +91,15 @@ class ComparedWithReference(Protocol):
 
 
 @runtime_checkable
+class ReferenceCorpus(Protocol):
+    """Data on which a model is evaluated before training, for a task that is `ComparedWithReference`."""
+
+    @property
+    def reference_tokens(self) -> int:
+        """Returns the number of tokens, of all splits, to evaluate before training."""
+
+
+@runtime_checkable
 class GatheringEvaluator(Protocol):
     """An evaluator whose metrics are no sums over examples, such as a rank correlation."""
 
