@@ -110,7 +110,7 @@ def generate(
     objective: ObjectiveOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a prompt with generated text, or complete the prompts of a file.
+    """Continue a prompt, or complete the prompts of a file.
 
     With --data: rows have a prompt, messages or a text. The output has each row with its completion.
     A command that was killed continues when it is repeated.
