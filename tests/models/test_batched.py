@@ -11,11 +11,12 @@ from sansgpu.config import ModelConfig
 from sansgpu.kernels import native
 from sansgpu.models import batched
 from sansgpu.models.batched import BatchModel, Completion, complete, decoder_batch
-from sansgpu.models.chat import PretrainedReader, continued, pretrained_batch
+from sansgpu.models.chat import PretrainedReader, PretrainedSlots, continued, pretrained_batch
 from sansgpu.models.generate import DecoderReader, Sampling, generate, sample_token
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of
+from sansgpu.models.step_layers import pretrained_step
 from sansgpu.models.unpadded import UnpaddedModel
 from tests.models.small import TEXT, TOKENIZER, model_of
 from tests.tasks.folders import model_folder
@@ -94,6 +95,32 @@ def test_texts_depend_on_seed_and_row_but_not_on_the_batch(narrow: bool) -> None
     assert [row.ids for row in other] != [row.ids for row in expected]
     same = completions(batch, 9, RANDOM, prompts=[PROMPTS[0]] * 9)
     assert len({tuple(row.ids[:5]) for row in same}) > 1
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the compiled kernels")
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str, narrow: bool) -> None:
+    unpadded, _ = pretrained(architecture)
+    with torch.no_grad():
+        for name, parameter in unpadded.model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases
+                parameter.normal_(0.5, 0.5, generator=torch.Generator().manual_seed(len(name)))
+    if narrow:
+        narrow_matrices(unpadded.model)
+    fused = pretrained_step(unpadded.model)
+    assert fused is not None
+    readers = [PretrainedSlots(unpadded, 40, CONTEXT, one) for one in (fused, None)]
+    prompts = [[7 * n % 250 + length for n in range(length)] for length in range(1, 41)]
+    for reader in readers:
+        reader.add(prompts)
+    for step, count in enumerate((40, 40, 17, 3, 1)):
+        tokens = [(11 * row + step) % 300 for row in range(count)]
+        logits = []
+        for reader in readers:
+            reader.keep(range(count))
+            logits.append(reader.step(tokens))
+        assert torch.equal(*logits)
 
 
 def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

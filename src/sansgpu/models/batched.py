@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sansgpu.config import derive_seed
+from sansgpu.kernels.decoder_step import DecoderStep
 from sansgpu.kernels.linear import MIN_ROWS, linear
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.generate import DecoderReader, IncrementalReader, Sampling, sample_tokens
@@ -125,9 +126,10 @@ class SlotReader:
     Those of fewer are filled up, because torch multiplies fewer rows with sums in another order than our kernel.
     """
 
-    def __init__(self, slots: int, length: int) -> None:
-        self.slots, self._count = slots, 0
-        self.cache = SlotCache(slots + MIN_ROWS, max(length, MIN_ROWS))
+    def __init__(self, slots: int, length: int, fused: DecoderStep | None = None) -> None:
+        self.slots, self._count, self._fused = slots, 0, fused
+        rows = slots if fused is not None else max(slots, MIN_ROWS)
+        self.cache = SlotCache(rows + 1, max(length, MIN_ROWS))  # the last one is for what fills up a pass
 
     @property
     def token_bytes(self) -> int:
@@ -135,6 +137,10 @@ class SlotReader:
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Runs the model on ids (B, T); returns logits (n, V) after the `chosen` ones of all tokens."""
+        raise NotImplementedError
+
+    def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the embeddings (B, D) of ids (B,), and cos and sin (B, d) of the rotary angles of their positions."""
         raise NotImplementedError
 
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
@@ -168,6 +174,12 @@ class SlotReader:
         return self._run(ids, (torch.tensor(lengths).cumsum(0) - 1).tolist())
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        if self._fused is not None:
+            self.cache.start_step(len(tokens))
+            positions = self.cache.positions
+            with torch.inference_mode():
+                x, cos, sin = self.embedded(torch.tensor(tokens), positions)
+                return self._fused(x, cos, sin, positions, self.cache.layers)
         count = max(MIN_ROWS, len(tokens))
         self.cache.lengths[len(tokens) : count] = 0
         self.cache.start_step(count)
@@ -189,8 +201,8 @@ class SlotReader:
 class DecoderSlots(SlotReader):
     """A BatchReader for a `TransformerLM`, for sequences of up to `length` tokens."""
 
-    def __init__(self, model: TransformerLM, slots: int, length: int) -> None:
-        super().__init__(slots, length)
+    def __init__(self, model: TransformerLM, slots: int, length: int, fused: DecoderStep | None) -> None:
+        super().__init__(slots, length, fused)
         self._model = model
         self._caches = [LayerSlots(self.cache, layer) for layer in range(len(model.blocks))]
 
@@ -200,14 +212,20 @@ class DecoderSlots(SlotReader):
             hidden = self._model.hidden(ids, positions, caches=self._caches).flatten(0, 1)[chosen]
         return linear(hidden.to(weight.dtype), weight)
 
+    def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rotation = self._model.rotary(positions[:, None])
+        assert rotation is not None
+        return self._model.embedding(ids), *rotation
+
 
 def decoder_batch(model: TransformerLM, tokenizer: TextCodec) -> BatchModel:
     """Returns a `TransformerLM` and its tokenizer as a BatchModel. A text starts a document, as in training."""
+    from sansgpu.models.step_layers import decoder_step  # imports transformers, which takes seconds
 
     def open_reader(slots: int, length: int) -> BatchReader:
-        return DecoderSlots(model, slots, length) if on_cpu else OneByOne(DecoderReader(model))
+        return DecoderSlots(model, slots, length, fused) if on_cpu else OneByOne(DecoderReader(model))
 
-    on_cpu = model.embedding.weight.is_cpu
+    on_cpu, fused = model.embedding.weight.is_cpu, decoder_step(model)
     return BatchModel(
         open_reader,
         model.config.max_seq_len,

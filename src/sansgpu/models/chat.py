@@ -11,12 +11,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import first_line
+from sansgpu.kernels.decoder_step import DecoderStep
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.models.attention_interface import slots_mask
 from sansgpu.models.batched import PASS_TOKENS, BatchModel, BatchReader, OneByOne, SlotReader
 from sansgpu.models.generate import Sampling, reading, write
 from sansgpu.models.slots import SlotCache
+from sansgpu.models.step_layers import pretrained_step
 from sansgpu.models.unpadded import UnpaddedModel, autocast_of, close_outputs
 
 UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
@@ -47,8 +49,8 @@ class PretrainedReader:
 class PretrainedSlots(SlotReader):
     """A BatchReader for a transformers model that uses our attention; see `slots_work`."""
 
-    def __init__(self, unpadded: UnpaddedModel, slots: int, length: int) -> None:
-        super().__init__(slots, length)
+    def __init__(self, unpadded: UnpaddedModel, slots: int, length: int, fused: DecoderStep | None = None) -> None:
+        super().__init__(slots, length, fused)
         self._unpadded = unpadded
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -61,6 +63,11 @@ class PretrainedSlots(SlotReader):
         }
         with autocast_of(model):
             return logits_after(model, chosen, **inputs, use_cache=True)
+
+    def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        model: Any = self._unpadded.model
+        x = model.get_input_embeddings()(ids)
+        return x, *model.base_model.rotary_emb(x.float(), positions[:, None])
 
 
 class _TransformersCache(Cache):
@@ -79,7 +86,7 @@ class _TransformersCache(Cache):
         return 0
 
 
-def slots_work(unpadded: UnpaddedModel) -> bool:
+def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> bool:
     """Returns True if a model can read several sequences with one cache: if that gives the logits of separate passes.
 
     Models with sliding windows, recurrent state or frequencies that depend on the length cannot.
@@ -88,7 +95,7 @@ def slots_work(unpadded: UnpaddedModel) -> bool:
         return False
     model, tokens = unpadded.model, torch.arange(15) * 7 % unpadded.model.config.get_text_config().vocab_size
     first, second = tokens[:6].tolist(), tokens[6:].tolist()
-    reader, last = PretrainedSlots(unpadded, 2, 32), torch.tensor([-1])
+    reader, last = PretrainedSlots(unpadded, 2, 32, fused), torch.tensor([-1])
     try:
         with torch.inference_mode(), autocast_of(model):
             expected = [logits_after(model, last, input_ids=torch.tensor([ids])) for ids in (first, second)]
@@ -177,10 +184,13 @@ def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 
 def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
     """Returns a transformers model and its tokenizer as a BatchModel."""
-    model, together = unpadded.model, slots_work(unpadded)
+    model, fused = unpadded.model, pretrained_step(unpadded.model) if unpadded.uses_ranges else None
+    together = slots_work(unpadded, fused)
+    if not together and fused is not None:  # its embeddings or its head are others
+        together, fused = slots_work(unpadded), None
 
     def open_reader(slots: int, length: int) -> BatchReader:
-        return PretrainedSlots(unpadded, slots, length) if together else OneByOne(PretrainedReader(model))
+        return PretrainedSlots(unpadded, slots, length, fused) if together else OneByOne(PretrainedReader(model))
 
     return BatchModel(
         open_reader,

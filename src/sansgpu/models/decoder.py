@@ -244,7 +244,7 @@ class TransformerLM(nn.Module):
         if self.position is not None:
             x = x + embed(positions, self.position.weight)
         x = dropout(x, self.config.dropout, self.training)
-        rotary, branch = self._rotary(positions), None
+        rotary, branch = self.rotary(positions), None
         for index, block in enumerate(self.blocks):
             if self.training:
                 self.before_block()
@@ -257,7 +257,7 @@ class TransformerLM(nn.Module):
                 x, branch = block(x, rotary, ranges, None, branch)
         return self.norm(x) if branch is None else self.norm.after(x, branch, self.config.dropout)
 
-    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns cos and sin of the rotary angles, (1 or B, 1, T, d)."""
         if self.frequencies is None:
             return None

@@ -41,7 +41,7 @@ class FusedTanhGELU(nn.Module):
         return gelu_tanh(input)
 
 
-class _SwiGLU:
+class SwiGLU:
     """The feed-forward network of Llama, Qwen and Mistral."""
 
     gate_proj: nn.Module
@@ -81,7 +81,7 @@ def fuse_layers(model: nn.Module) -> None:
         elif (kind := _gelu_of(module)) is not None:
             module.__class__ = kind
         elif _is_swiglu(module):
-            module.__class__ = with_forward(_SwiGLU, type(module))
+            module.__class__ = with_forward(SwiGLU, type(module))
     for module in model.modules():
         if _is_pre_norm_layer(module):
             module.__class__ = with_forward(PreNormLayer, type(module))

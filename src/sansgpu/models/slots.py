@@ -55,6 +55,11 @@ class SlotCache:
         self._visible, self._longest, self._separate = slice(0, count), int(self.lengths[:count].max()), []
         self._ranges = _up_to(self.lengths[:count, None])
 
+    @property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, (B, K, S, d), after the first pass."""
+        return [(self._keys[layer], self._values[layer]) for layer in sorted(self._keys)]
+
     def keep(self, slots: Sequence[int]) -> None:
         """Moves the sequences in `slots`, in ascending order, to the first slots."""
         for to, slot in enumerate(slots):

@@ -54,6 +54,26 @@ inline std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
   return {std::min<int64_t>(low, high), high};
 }
 
+// Computes the unnormalized softmax weights of a query that sees the keys [first, last) of `width`; returns the largest
+// score and the sum of the weights. Overwrites the scores. Works on whole lanes; scores out of range count as -inf.
+template <typename T>
+inline std::pair<float, float> softmax(float* scores, T* weights, int64_t first, int64_t last, int64_t width, float factor) {
+  if (first >= last) {
+    std::fill_n(weights, width, T(0));
+    return {0.0f, 0.0f};
+  }
+  const int64_t begin = first / LANES * LANES, end = round_up(last, LANES);
+  std::fill(scores + begin, scores + first, -std::numeric_limits<float>::infinity());
+  std::fill(scores + last, scores + end, -std::numeric_limits<float>::infinity());
+  float* row = scores + begin;
+  const float most = max_of(end - begin, [&](int64_t j) { return row[j]; }), shift = most * factor;
+  const float sum = sum_of(end - begin, [&](int64_t j) { return row[j] = exp2_nonpositive(row[j] * factor - shift); });
+  std::fill(weights, weights + begin, T(0));
+  store_row(weights + begin, row, end - begin);
+  std::fill(weights + end, weights + width, T(0));
+  return {most, sum};
+}
+
 // The nodes of all examples and the decay table.
 struct Graph {
   const int32_t* nodes;

@@ -45,26 +45,6 @@ Status check(const Shape& s, const int32_t* ranges, const Graph& graph) {
   return s.B * s.T == 0 || largest_distance(s, ranges, graph.nodes) < graph.entries ? OK : WRONG_DISTANCE;
 }
 
-// Computes the unnormalized softmax weights of a query that sees the keys [first, last) of `width`; returns the largest
-// score and the sum of the weights. Overwrites the scores. Works on whole lanes; scores out of range count as -inf.
-template <typename T>
-std::pair<float, float> softmax(float* scores, T* weights, int64_t first, int64_t last, int64_t width, float factor) {
-  if (first >= last) {
-    std::fill_n(weights, width, T(0));
-    return {0.0f, 0.0f};
-  }
-  const int64_t begin = first / LANES * LANES, end = round_up(last, LANES);
-  std::fill(scores + begin, scores + first, -std::numeric_limits<float>::infinity());
-  std::fill(scores + last, scores + end, -std::numeric_limits<float>::infinity());
-  float* row = scores + begin;
-  const float most = max_of(end - begin, [&](int64_t j) { return row[j]; }), shift = most * factor;
-  const float sum = sum_of(end - begin, [&](int64_t j) { return row[j] = exp2_nonpositive(row[j] * factor - shift); });
-  std::fill(weights, weights + begin, T(0));
-  store_row(weights + begin, row, end - begin);
-  std::fill(weights + end, weights + width, T(0));
-  return {most, sum};
-}
-
 // Into how many units the query blocks of one key-value head of an example are divided. Results do not depend on it.
 int64_t chunks_per_head(int64_t heads, int64_t tasks) {
   const int64_t wanted = divide_up(UNITS_PER_THREAD * omp_get_max_threads(), std::max<int64_t>(1, heads));
