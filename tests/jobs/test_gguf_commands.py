@@ -113,7 +113,8 @@ def test_a_file_is_gone_on_from(home: Path, tmp_path: Path, capsys: Captured) ->
     file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "q8_0").strip()
     chosen = {**ADAPTED, "data.dataset_name": home / "chat.jsonl", "model.name_or_path": file}
     assert cli(["train", *pairs(chosen), "--output-dir", str(tmp_path / "run")]) == 0
-    said(capsys, "chat", tmp_path / "run/final", "--prompt", "red", "--max-new-tokens", 2)
+    assert (tmp_path / "run/final/adapter_config.json").exists(), "a quantized base stays quantized"
+    said(capsys, "chat", tmp_path / "run", "--prompt", "red", "--max-new-tokens", 2)
 
 
 def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Captured, tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         (tmp_path / task / "config.yaml").write_text(given)
     for arguments, sentence in [
         ((plain, "--type", "f16"), "--type requires --format gguf"),
-        ((plain, *as_gguf, "--type", "q4_k"), "--type is q4_k, but must be one of f32, f16, bf16, q8_0"),
+        ((plain, *as_gguf, "--type", "q5_k"), "--type is q5_k, but must be one of f32, f16, bf16, q8_0, q6_k"),
         ((home / "qwen", *as_gguf, "--merge"), "--merge and --no-merge require --format hf"),
         ((plain, "--format", "tflite"), "--format is tflite, but must be hf, gguf or onnx"),
         ((plain, *as_gguf, "--output", tmp_path / "notes.txt"), "exists and was not written by this command"),

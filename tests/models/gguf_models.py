@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from sansgpu.config import ModelConfig
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.gguf_file import GGUFType, ModelDescription, write_gguf
+from sansgpu.models.gguf_encoding import GGUFType
+from sansgpu.models.gguf_file import ModelDescription, write_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts

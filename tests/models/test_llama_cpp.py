@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
-from sansgpu.models.gguf_file import TYPES, GGUFType, open_gguf
+from sansgpu.models.gguf_encoding import GGUFType
+from sansgpu.models.gguf_file import open_gguf
 from sansgpu.models.huggingface import load_gguf_decoder
 from tests.models.gguf_models import BASES, base, logits_of, write_base, write_ours
 from tests.models.llama import LlamaFile
@@ -33,7 +34,7 @@ def random_texts(count: int) -> list[str]:
     return every + [f"a{c}b {c}1{c}{c}'{c} \n{c}.{c}\t" for c in points]
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", APART)
 @pytest.mark.parametrize("layout", IN_GGUF)
 def test_logits_of_our_layouts(layout: str, kind: GGUFType, tmp_path: Path) -> None:
     path, ids = tmp_path / "model.gguf", tokens(1, 24)[0].tolist()

@@ -251,7 +251,11 @@ def export(
     kind: Annotated[
         str | None,
         option(
-            "Data type of matrices. gguf: f32, f16 (default), bf16, q8_0. onnx: f32 (default), int8.", OUTPUT, "--type"
+            "Data type of matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q4_k, q4_1, q4_0. onnx: f32 (default), "
+            "int8.",
+            OUTPUT,
+            "--type",
+            "--quantization",
         ),
     ] = None,
     snapshot: SnapshotOption = "latest",

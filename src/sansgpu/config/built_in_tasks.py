@@ -120,8 +120,10 @@ def _few_shot_problems(config: Any) -> Iterator[str]:
             f"training.few_shot needs rows with one label each, but data.label_kind is {config.data.label_kind}; leave "
             "out training.few_shot, or set data.label_kind to single"
         )
-    if config.model.adapter != "none" and not config.model.merge_adapter:
+    if config.model.merge_adapter is False:
         yield "training.few_shot fits a classifier to the merged model; set model.merge_adapter to true"
+    if config.model.base_precision in ("int8", "int4"):
+        yield "training.few_shot fits a classifier to the merged model; set model.base_precision to auto or bf16"
     yield from _repeated_labels(config, "labels", 2)
 
 

@@ -125,8 +125,15 @@ class ModelConfig(Section):
     lora_targets: list[str] | str = Field(
         "all-linear", description="names of the layers that get an adapter, as in peft's target_modules"
     )
-    merge_adapter: bool = Field(
-        True, description="export final/ as the full model with the adapter merged; false: only the adapter, for peft"
+    base_precision: Literal["auto", "bf16", "int8", "int4"] = Field(
+        "auto",
+        description="how the frozen base of an adapter is stored in memory; int8, int4: quantizes its blocks; "
+        "auto: as in the model's files, where a GGUF file keeps its own quantization",
+    )
+    merge_adapter: bool | None = Field(
+        None,
+        description="export final/ as the full model with the adapter merged; false: only the adapter, for peft. "
+        "Default: true, or false if the base is quantized",
     )
 
     @property
@@ -198,7 +205,7 @@ class ModelConfig(Section):
                 "grouped queries"
             )
         if self.adapter == "none":
-            keys = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge_adapter")
+            keys = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_precision", "merge_adapter")
             changed = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
             if changed:
                 problems.append(f"{changed[0]} configures an adapter, but adapter is none; set adapter to lora or dora")

@@ -47,7 +47,8 @@ KEY_GROUPS = {
     "pretrained": "model.name_or_path model.revision model.trust_remote_code",
     "rows": "data.on_bad_row",
     "adapter": """
-        model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.merge_adapter
+        model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
+        model.merge_adapter
     """,
     "conversations": "data.long_rows data.chat_template",
     "labels": "data.labels",

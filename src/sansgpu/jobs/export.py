@@ -11,7 +11,8 @@ from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
-from sansgpu.models.gguf_file import TYPES, ModelDescription, write_gguf
+from sansgpu.models.gguf_encoding import TYPES
+from sansgpu.models.gguf_file import ModelDescription, write_gguf
 from sansgpu.models.onnx_file import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.reporting.marks import read_mark
 from sansgpu.reporting.outputs import GGUF, require_file, require_folder
@@ -88,8 +89,8 @@ def export_gguf(
     unquantized = write_gguf(path, *loaded.kind.gguf_parts(loaded), kind, about)
     if unquantized:
         warn(
-            f"{counted(len(unquantized), 'matrix', 'matrices')} stored as f16, because the length of a row is not a "
-            f"multiple of 32; the first is {unquantized[0]}."
+            f"{counted(len(unquantized), 'matrix', 'matrices')} stored as q8_0 or f16, because the length of a row is "
+            f"not a multiple of {kind}'s block; the first is {unquantized[0]}."
         )
     return path
 

@@ -5,24 +5,28 @@ A GGUF file has the contents of a Hugging Face folder under other names; this in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Encoding
-from gguf import Keys, LlamaFileType
+from gguf import Keys
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.atomic import atomic_write, write_failures_as
 from sansgpu.config.plain_data import require_regular_file, truncate
+from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, QuantizedWeight
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
-from sansgpu.models.gguf_reader import read_gguf
+from sansgpu.models.gguf_encoding import EMBEDDING, HEAD, TYPES, GGUFType, encode, encoding_of
+from sansgpu.models.gguf_reader import GGUFTensor, read_gguf
 from sansgpu.models.gguf_settings import (
     KNOWN,
     ROPE_FACTORS,
@@ -35,17 +39,11 @@ from sansgpu.models.gguf_settings import (
 from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
 from sansgpu.models.layouts import LAYOUTS, Weights, module_names, with_default_settings
 from sansgpu.models.model_folder import require_layers
+from sansgpu.models.stored_weights import StoredTensor, as_stored
 
-GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
-TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matrices; vectors are always f32
-    "f32": (Encoding.F32, LlamaFileType.ALL_F32),
-    "f16": (Encoding.F16, LlamaFileType.MOSTLY_F16),
-    "bf16": (Encoding.BF16, LlamaFileType.MOSTLY_BF16),
-    "q8_0": (Encoding.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-}
 # Raised for metadata of unexpected types, invalid JSON and JSON that is nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
-_EMBEDDING, _HEAD, _POSITIONS = "token_embd.weight", "output.weight", "position_embd.weight"
+_PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 
 
 @dataclass(frozen=True)
@@ -74,26 +72,28 @@ def starts_as_gguf(path: Path) -> bool:
 def write_gguf(
     path: Path,
     settings: Mapping[str, Any],
-    weights: Weights,
+    weights: Mapping[str, torch.Tensor | StoredTensor],
     tokenizer: TokenizerParts,
     kind: GGUFType,
     description: ModelDescription,
 ) -> list[str]:
-    """Writes a model with the `settings` of its config.json atomically; returns the matrices that q8_0 cannot encode.
+    """Writes a model with the `settings` of its config.json atomically, one tensor at a time.
 
-    Raises ConfigError if llama.cpp would compute other results than transformers.
+    Returns the matrices that `kind` cannot encode. Raises ConfigError if llama.cpp would compute other results than
+    transformers.
     """
     settings = with_default_settings(settings)
     require_expressible(settings)
     architecture = settings["model_type"]
     tensors = _renamed(settings, weights)
-    count = sum(tensor.numel() for tensor in tensors.values())
-    if LAYOUTS[architecture].gguf_needs_head and _HEAD not in tensors:
-        tensors[_HEAD] = tensors[_EMBEDDING]
+    count = sum(prod(tensor.shape) for tensor in tensors.values())
+    if LAYOUTS[architecture].gguf_needs_head and HEAD not in tensors:
+        tensors[HEAD] = tensors[EMBEDDING]
     if (factors := rope_factors(settings)) is not None:
-        tensors[ROPE_FACTORS] = factors
-    rows = tensors[_EMBEDDING].shape[0]
-    encodings = {name: _encoding(name, tensor, kind) for name, tensor in tensors.items()}
+        tensors[ROPE_FACTORS] = as_stored(factors)
+    rows = tensors[EMBEDDING].shape[0]
+    head = HEAD if HEAD in tensors else EMBEDDING
+    encodings = {name: encoding_of(name, tensor.shape, kind, name == head) for name, tensor in tensors.items()}
 
     def write(partial: Path) -> None:
         writer = gguf.GGUFWriter(partial, architecture)
@@ -104,20 +104,20 @@ def write_gguf(
             write_tokenizer(writer, tokenizer, rows)
             for name, tensor in tensors.items():
                 block, size = gguf.GGML_QUANT_SIZES[encodings[name]]
-                nbytes = tensor.numel() // block * size
+                nbytes = prod(tensor.shape) // block * size
                 writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, encodings[name])
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, tensor in tensors.items():  # one at a time, because a copy of all may not fit into memory
-                writer.write_tensor_data(_encoded(name, tensor, encodings[name]))
+                writer.write_tensor_data(encode(name, tensor.read(), encodings[name]))
         finally:
             writer.close()
 
     with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
         write(partial)
-    requested = TYPES[kind][0]
-    return [n for n, encoding in encodings.items() if encoding not in (requested, Encoding.F32)]
+    usual = (TYPES[kind][0], Encoding.F32, Encoding.Q6_K)
+    return [name for name, encoding in encodings.items() if encoding not in usual]
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -169,27 +169,57 @@ class GGUFFile:
 
     def weights(self) -> Weights:
         """Returns fp32 weights by Hugging Face's names. Raises ConfigError if a name or type is not supported."""
+        return {name: tensor.read() for name, tensor in self.stored_weights().items()}
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if a matrix is stored in blocks of quantized values."""
+        return any(len(tensor.shape) == 2 and tensor.tensor_type not in _PLAIN for tensor in self._tensors.values())
+
+    def stored_weights(self) -> dict[str, StoredTensor]:
+        """Returns tensors to read, by Hugging Face's names. Raises ConfigError if a name is not supported."""
         hf_modules = {gguf_name: hf_name for hf_name, gguf_name in _gguf_modules(self.settings).items()}
-        weights: Weights = {}
+        found: dict[str, StoredTensor] = {}
         for name, tensor in self._tensors.items():
             if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
                 continue  # the settings contain them
             module, _, kind = name.rpartition(".")
             if module not in hf_modules:
                 raise ConfigError(f"{self.path}: the architecture {self._architecture} has no weight named {name}.")
-            try:
-                values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-            except NotImplementedError:
-                encoding = tensor.tensor_type.name
-                raise ConfigError(f"{self.path}: {name} has the type {encoding}, which is not supported.") from None
             hf_name = f"{hf_modules[module]}.{kind}"
-            weights[hf_name] = _from_file(hf_name, torch.from_numpy(values), self.settings)
+            found[hf_name] = self._stored(name, hf_name, tensor)
         if self.settings.get("hidden_act") == "xielu":
-            weights |= xielu_weights(self._metadata)
-        return weights
+            for hf_name, value in xielu_weights(self._metadata).items():
+                found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
+        return found
+
+    def _stored(self, name: str, hf_name: str, tensor: GGUFTensor) -> StoredTensor:
+        transposed = self._layout.is_transposed(hf_name)
+        shape, kind = tensor.shape[::-1] if transposed else tensor.shape, tensor.tensor_type
+        if kind in _PLAIN or len(shape) != 2:
+            return StoredTensor(shape, partial(self._read, name, hf_name, tensor))
+        known = FORMATS.get(kind.name.lower())
+        blocks = None if known is None else partial(self._blocks, hf_name, tensor, known)
+        return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, kind.name.lower())
+
+    def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
+        """Returns a tensor in fp32 and the layout of Hugging Face. Raises ConfigError if its type is not supported."""
+        try:
+            values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        except NotImplementedError:
+            encoding = tensor.tensor_type.name
+            raise ConfigError(f"{self.path}: {name} has the type {encoding}, which is not supported.") from None
+        return _from_file(hf_name, torch.from_numpy(values), self.settings)
+
+    def _blocks(self, hf_name: str, tensor: GGUFTensor, known: BlockFormat) -> QuantizedWeight:
+        """Returns a matrix (outputs, inputs) as it is in the mapped file, or with whole rows permuted."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable")
+            rows = torch.from_numpy(tensor.data)
+        return QuantizedWeight(_unpermuted(hf_name, rows, self.settings), known)
 
     def _settings(self) -> dict[str, Any]:
-        embedding, head = self._tensors[_EMBEDDING], self._tensors.get(_HEAD)
+        embedding, head = self._tensors[EMBEDDING], self._tensors.get(HEAD)
         tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
         settings = read_settings(self._architecture, self._metadata)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
@@ -228,16 +258,25 @@ def _layers(settings: Mapping[str, Any]) -> int:
     return int(settings[LAYOUTS[settings["model_type"]].sizes["n_layers"][0]])
 
 
-def _renamed(settings: Mapping[str, Any], weights: Weights) -> Weights:
-    gguf_modules, tensors = _gguf_modules(settings), {}
-    for hf_name, tensor in weights.items():
+def _renamed(
+    settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor | StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Returns the weights under llama.cpp's names and in its layout."""
+    gguf_modules = _gguf_modules(settings)
+    tensors: dict[str, StoredTensor] = {}
+    for hf_name, weight in weights.items():
         module, _, kind = hf_name.rpartition(".")
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
         if module not in gguf_modules:
             raise ConfigError(f"the architecture {settings['model_type']} of llama.cpp has no weight named {hf_name}.")
-        tensors[f"{gguf_modules[module]}.{kind}"] = _to_file(hf_name, tensor.detach(), settings)
+        tensors[f"{gguf_modules[module]}.{kind}"] = _in_file(hf_name, as_stored(weight), settings)
     return tensors
+
+
+def _in_file(name: str, weight: StoredTensor, settings: Mapping[str, Any]) -> StoredTensor:
+    shape = weight.shape[::-1] if LAYOUTS[settings["model_type"]].is_transposed(name) else weight.shape
+    return StoredTensor(shape, lambda: _to_file(name, weight.read().detach(), settings))
 
 
 def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
@@ -251,9 +290,16 @@ def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> to
 
 def _from_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
     """Inverts `_to_file`."""
+    if LAYOUTS[settings["model_type"]].is_transposed(name):
+        return tensor.T.contiguous()
+    return _unpermuted(name, tensor, settings)
+
+
+def _unpermuted(name: str, rows: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the rows of a matrix in the order of Hugging Face."""
     if (heads := _rotated_heads(name, settings)) is None:
-        return _to_file(name, tensor, settings).contiguous()
-    return tensor.reshape(heads, -1, 2, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+        return rows
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
@@ -263,17 +309,3 @@ def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
     if name.endswith("q_proj.weight"):
         return int(settings["num_attention_heads"])
     return int(settings["num_key_value_heads"]) if name.endswith("k_proj.weight") else None
-
-
-def _encoding(name: str, tensor: torch.Tensor, kind: GGUFType) -> Encoding:
-    if tensor.ndim < 2 or name == _POSITIONS:  # llama.cpp adds these to activations in f32
-        return Encoding.F32
-    requested = TYPES[kind][0]
-    return requested if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[requested][0] == 0 else Encoding.F16
-
-
-def _encoded(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:
-    values = tensor.float().cpu().contiguous().numpy()
-    if encoding == Encoding.F16 and not np.all(np.abs(values) <= np.finfo(np.float16).max):
-        raise ConfigError(f"{name} has values that f16 cannot hold; choose --type bf16.")
-    return np.asarray(gguf.quants.quantize(values, encoding))

@@ -12,6 +12,7 @@ from gguf import GGUFWriter, Keys
 
 from sansgpu.config import ConfigError
 from sansgpu.models.layouts import LAYOUTS, Layout, Weights, rope_of, with_default_settings
+from sansgpu.models.stored_weights import as_stored
 
 KNOWN = ", ".join(LAYOUTS)
 _OPTIONAL = ("num_key_value_heads", "head_dim")  # may be missing from GGUF files and config.json
@@ -48,7 +49,7 @@ def require_expressible(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"GGUF does not support {bad[0]} {settings.get(bad[0])} in {architecture}; use --format hf.")
 
 
-def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Weights) -> None:
+def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
     """Writes the settings as metadata, and xIELU's parameters, which GGUF does not store as tensors."""
     architecture = settings["model_type"]
     layout = LAYOUTS[architecture]
@@ -67,7 +68,9 @@ def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Wei
         for parameter, (key, relu_squared) in _XIELU.items():
             learned = settings["hidden_act"] == "xielu"
             names = (_xielu_name(layer, parameter) for layer in range(settings["num_hidden_layers"]))
-            writer.add_array(key, [float(weights[name]) if learned else relu_squared for name in names])
+            writer.add_array(
+                key, [float(as_stored(weights[name]).read()) if learned else relu_squared for name in names]
+            )
 
 
 def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:

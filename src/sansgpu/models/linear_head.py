@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig
-from sansgpu.models.pretrained import model_file
+from sansgpu.models.pretrained_source import model_file
 from sansgpu.models.weights_file import load_weights
 
 LINEAR_HEAD = "head.safetensors"

@@ -11,6 +11,8 @@ from torch import nn
 from sansgpu.kernels.linear import MIN_ROWS, Linear, autocasted
 from sansgpu.kernels.lora import MAX_RANK, lora_linear
 from sansgpu.kernels.matmul import is_native
+from sansgpu.kernels.quantized_linear import quantized_lora_linear
+from sansgpu.models.quantized_layers import QuantizedLinear
 
 
 class LoraLinear(PeftLinear):
@@ -23,19 +25,22 @@ class LoraLinear(PeftLinear):
             return super().forward(x, *args, **kwargs)
         (name,) = self.active_adapters
         first, second = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight
-        if len(first) > MAX_RANK or not is_native(source, base.weight, first, second):
+        quantized = isinstance(base, QuantizedLinear)
+        if len(first) > MAX_RANK or not is_native(source, *(() if quantized else (base.weight,)), first, second):
             return super().forward(x)
         source = source.reshape(-1, base.in_features)
-        dropped = self.lora_dropout[name](source)
-        y = lora_linear(source, dropped, base.weight, base.bias, first, second, self.scaling[name])
+        product, weight = (quantized_lora_linear, base.blocks) if quantized else (lora_linear, base.weight)
+        y = product(source, self.lora_dropout[name](source), weight, base.bias, first, second, self.scaling[name])
         return y.view(*x.shape[:-1], base.out_features)
 
     def _is_unusual(self) -> bool:
         """Returns True unless exactly one adapter, a plain one, is active and trained beside a frozen layer."""
         base, names = self.base_layer, self.active_adapters
-        if self.disable_adapters or self.merged or self.lora_variant or len(names) != 1 or type(base) is not Linear:
+        if self.disable_adapters or self.merged or self.lora_variant or len(names) != 1:
             return True
-        trained = any(parameter.requires_grad for parameter in (base.weight, base.bias) if parameter is not None)
+        if type(base) not in (Linear, QuantizedLinear):
+            return True
+        trained = any(parameter.requires_grad for parameter in base.parameters())
         return trained or self.lora_bias[names[0]]
 
 

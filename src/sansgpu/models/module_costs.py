@@ -56,6 +56,8 @@ class ModuleShape:
     products: tuple[tuple[tuple[int, int], int], ...]
     fused: FusedBlocks | None  # the blocks that `patch_model` has put in place of others
     packs: bool = True  # several examples can share a row
+    quantized: int = 0  # frozen weights in blocks of quantized values
+    quantized_bytes: int = 0
 
     def with_layers(self, layers: int) -> ModuleShape:
         """Returns the shape with at most `layers` blocks."""
@@ -68,6 +70,8 @@ class ModuleShape:
             adapter=round(self.adapter * share),
             trained=self.trained - round(removed),
             trained_matrices=round(self.trained_matrices * share),
+            quantized=round(self.quantized * share),
+            quantized_bytes=round(self.quantized_bytes * share),
         )
 
 

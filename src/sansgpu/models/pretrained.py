@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
@@ -14,17 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tokenizers import Tokenizer as Backend
 
-from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, RunPaths, derive_seed
-from sansgpu.config.plain_data import first_line, read_text, require_regular_file, shown
+from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
+from sansgpu.config.plain_data import read_text, shown
 from sansgpu.machine.disk import file_sha256
-from sansgpu.machine.hub import quiet_hub
-from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.folder_writer import write_folder_atomically
-from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
+from sansgpu.models.gguf_file import GGUFFile
 from sansgpu.models.gguf_tokenizer import TokenizerParts
-from sansgpu.models.graph_folder import MODEL_TYPE
-from sansgpu.models.model_folder import folder_settings, validate_model_folder
+from sansgpu.models.pretrained_source import (
+    base_precision,
+    gguf_file_of,
+    is_base_quantized,
+    library_errors,
+    pretrained_config,
+    source_of,
+    stored_weights,
+)
+from sansgpu.models.stored_weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -74,46 +79,16 @@ class Head:
             config.pad_token_id = text.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
 
 
-def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
-    """Loads the config.json of a model. Raises ConfigError if it cannot be loaded."""
-    if (file := _gguf_file(model)) is not None:
-        return _config_of(file)
-    from transformers import AutoConfig
-
-    name, options = _source(model)
-    if Path(name).is_dir() and folder_settings(Path(name)).get("model_type") == MODEL_TYPE:
-        raise ConfigError(
-            f"{name} is a graph encoder that transformers cannot load; train a plain BERT instead, with "
-            "model.leaves 0, model.decay none, model.position learned and model.embedding_norm true."
-        )
-    with _library_errors(f"{name} cannot be loaded"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
-    return config
-
-
-def model_file(model: ModelConfig, name: str) -> Path | None:
-    """Returns the path of a file that comes with a model, or None if the model has none of this name."""
-    if is_gguf(str(model.name_or_path)):
-        return None
-    from transformers.utils.hub import cached_file
-
-    source, options = _source(model)
-    options.pop("trust_remote_code")
-    with _library_errors(f"{name} of {source} cannot be loaded"):
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
-    return Path(found) if found else None
-
-
 def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:
     """Loads the tokenizer of a model, with the chat template from a file if given. Raises ConfigError."""
-    if (file := _gguf_file(model)) is not None:
+    if (file := gguf_file_of(model)) is not None:
         tokenizer: Any = _tokenizer_of(file)
     else:
         from transformers import AutoTokenizer
 
-        name, options = _source(model)
+        name, options = source_of(model)
         _require_sound_tokenizer(Path(name) / "tokenizer.json")
-        with _library_errors(f"the tokenizer of {name} cannot be loaded"):
+        with library_errors(f"the tokenizer of {name} cannot be loaded"):
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{model.name_or_path} has no tokenizer.json; convert it with transformers first.")
@@ -135,58 +110,98 @@ def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
 
 
 def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
-    """Loads a model with its weights: in fp32 for full fine-tuning, in the stored dtype for training an adapter.
+    """Loads a model with its weights: in fp32 for full fine-tuning, as `base_precision` says for training an adapter.
 
     A head or pooler that is missing, or was made for other labels, is initialized from `seed`. Raises ConfigError if
     the model cannot be loaded or other weights are missing.
     """
-    import transformers
-
-    name: str | None = None
-    loader: Any = getattr(transformers, AUTO_CLASSES[head.kind])
-    if (file := _gguf_file(model)) is None:
-        name, options = _source(model)
+    file = gguf_file_of(model)
+    if file is not None and head.kind != "causal":
+        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.kind]}.")
+    dtype = torch.float32 if model.adapter == "none" else "auto"
+    if (precision := base_precision(model)) is not None:
+        config = pretrained_config(model)
+        loaded, new = _load_one_by_one(model, head, seed, config, stored_weights(model), precision)
+    elif file is not None:
+        options = {"config": pretrained_config(model), "state_dict": file.weights()}
+        loaded, new = _load(model, head, seed, None, options, dtype)
+    else:
+        name, options = source_of(model)
         if head.labels:
             config = pretrained_config(model)
             head.set_labels(config)
             options |= {"config": config, "ignore_mismatched_sizes": True}
-    elif head.kind == "causal":
-        config = _config_of(file)
-        loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the Auto classes do not accept a state_dict
-        options = {"config": config, "state_dict": file.weights()}
-    else:
-        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.kind]}.")
-    dtype = torch.float32 if model.adapter == "none" else "auto"
-    with _library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"), seeded(seed, "head"):
-        loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
-    unusable = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-    if first := min((key for key in unusable if head.kind == "causal" or not _may_be_new(loaded, key)), default=None):
+        loaded, new = _load(model, head, seed, name, options, dtype)
+    missing = (key for key in new if head.kind == "causal" or not _may_be_new(loaded, key))
+    if (first := min(missing, default=None)) is not None:
         raise ConfigError(
             f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has another shape."
         )
     return prepare_for_training(loaded, model)
 
 
+def _load(
+    model: ModelConfig, head: Head, seed: int, name: str | None, options: dict[str, Any], dtype: torch.dtype | str
+) -> tuple[PreTrainedModel, set[str]]:
+    """Loads a model from `name` or, without one, from the state_dict in `options`.
+
+    Returns it with the names of the weights that were initialized, because they are missing or have another shape.
+    """
+    import transformers
+
+    loader: Any = getattr(transformers, AUTO_CLASSES[head.kind])
+    if name is None:
+        loader = type(_from_config(model, head, options["config"], "meta"))  # the Auto classes accept no state_dict
+    with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"), seeded(seed, "head"):
+        loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
+    return loaded, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+
+
+def _load_one_by_one(
+    model: ModelConfig,
+    head: Head,
+    seed: int,
+    config: PreTrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    precision: BasePrecision,
+) -> tuple[PreTrainedModel, set[str]]:
+    """Loads a model in bf16, reading one tensor at a time, with the matrices of its blocks quantized."""
+    head.set_labels(config)
+    given = placeholders(stored, torch.bfloat16)
+    options = {"config": config, "state_dict": given, "ignore_mismatched_sizes": True}
+    loaded, new = _load(model, head, seed, None, options, torch.bfloat16)
+    with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"):
+        fill(loaded, stored, given, precision, new)
+    return loaded, new
+
+
 def random_model(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
     """Builds a model with random weights, optionally with another number of layers, to time its steps."""
-    return prepare_for_training(_from_config(model, head, layers), model)
+    config = pretrained_config(model)
+    if layers is not None:
+        config = with_layers(config, layers)
+    if (precision := base_precision(model)) is None:
+        return prepare_for_training(_from_config(model, head, config), model)
+    from_file = stored_weights(model) if precision == "file" else {}
+    random = random_weights(_from_config(model, head, config, "meta"), precision, from_file)
+    return prepare_for_training(_load_one_by_one(model, head, 0, config, random, precision)[0], model)
 
 
 def meta_model(model: ModelConfig, head: Head) -> PreTrainedModel:
     """Builds a model on the meta device, to count its parameters."""
-    with torch.device("meta"):
-        return _from_config(model, head)
+    return _from_config(model, head, pretrained_config(model), "meta")
 
 
-def _from_config(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
+def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, device: str = "cpu") -> PreTrainedModel:
     import transformers
 
-    config = pretrained_config(model)
     head.set_labels(config)
-    if layers is not None:
-        config = with_layers(config, layers)
     options = {"trust_remote_code": True} if model.trust_remote_code else {}
-    with _library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head.kind]}"), seeded(0, "shape"):
+    with (
+        library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head.kind]}"),
+        seeded(0, "shape"),
+        torch.device(device),
+    ):
         built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.kind]).from_config(config, **options)
     return built
 
@@ -238,9 +253,19 @@ def weights_fingerprint(model: ModelConfig) -> str:
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
-    """Returns the dtype in the model's config.json, in which trained weights are exported; fp32 by default."""
+    """Returns the dtype in the model's config.json, in which trained weights are exported; fp32 by default.
+
+    That of a quantized GGUF file is bf16.
+    """
+    if base_precision(model) == "file":
+        return torch.bfloat16
     dtype: torch.dtype | None = getattr(pretrained_config(model), "dtype", None)
     return dtype or torch.float32
+
+
+def merges_adapter(model: ModelConfig) -> bool:
+    """Returns whether the exported model has its adapter merged in: model.merge_adapter, or its default."""
+    return not is_base_quantized(model) if model.merge_adapter is None else model.merge_adapter
 
 
 def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:
@@ -282,19 +307,6 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _gguf_file(model: ModelConfig) -> GGUFFile | None:
-    name = str(model.name_or_path)
-    return open_gguf(Path(name).expanduser()) if is_gguf(name) else None
-
-
-def _config_of(file: GGUFFile) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    _silence_transformers()
-    config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
-    return config
-
-
 def _require_sound_tokenizer(file: Path) -> None:
     if file.is_file() and (flaw := tokenizer_flaw(read_text(file))) is not None:
         raise ConfigError(f"{file} is not a usable tokenizer: {flaw}.")
@@ -318,65 +330,6 @@ def _tokenizer_of(file: GGUFFile) -> Any:
         pad_token=parts.token(parts.pad_id),
         chat_template=parts.chat_template,
     )
-
-
-def _silence_transformers() -> None:
-    from transformers.utils import logging
-
-    quiet_hub()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
-def _source(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Returns (name or path, keyword arguments) for from_pretrained. Raises ConfigError if a path does not exist."""
-    name = str(model.name_or_path)
-    path = Path(name).expanduser()
-    _silence_transformers()
-    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
-        raise ConfigError(f"model.name_or_path {name} does not exist; give a folder or the name of a model on the Hub.")
-    if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
-        final = RunPaths(path).final
-        advice = f"; give {final}" if final.is_dir() else ""
-        raise ConfigError(f"{name} is not a model folder: it has no config.json{advice}.")
-    if path.is_dir():
-        validate_model_folder(path)
-        _require_no_import(path / "adapter_config.json")
-    else:
-        require_regular_file(path)
-    options = {"revision": model.revision} if model.revision else {}
-    return str(path) if path.is_dir() else name, {**options, "trust_remote_code": model.trust_remote_code}
-
-
-def _require_no_import(adapter: Path) -> None:
-    """Raises ConfigError if the settings of an adapter would make peft import a module."""
-    if not adapter.is_file():
-        return
-    with _library_errors(f"{adapter} cannot be read"):
-        settings = json.loads(adapter.read_text(encoding="utf-8"))
-    if isinstance(settings, dict) and settings.get("megatron_config"):
-        raise ConfigError(f"{adapter} names a Python module to import (megatron_core); set megatron_config to null.")
-
-
-class _library_errors:  # noqa: N801  used like a function
-    """Converts errors of libraries to ConfigError, with the given prefix and the first line of the message."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None or isinstance(error, ConfigError):
-            return
-        if isinstance(error, Exception) or is_panic(error):
-            if "trust_remote_code" in str(error):
-                raise ConfigError(
-                    f"{self._prefix}: it contains custom Python code; review that code, then allow it with "
-                    "--trust-remote-code."
-                ) from None
-            raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None
 
 
 class seeded:  # noqa: N801

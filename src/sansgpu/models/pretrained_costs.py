@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from sansgpu.config import ModelConfig
 from sansgpu.machine.memory import Execution
@@ -14,6 +15,8 @@ from sansgpu.models.adapters import add_adapter
 from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
 from sansgpu.models.pretrained import Head, meta_model
+from sansgpu.models.pretrained_source import base_precision, stored_weights
+from sansgpu.models.stored_weights import layer_formats
 
 _PROCESS_BYTES = 510 << 20  # the process with torch, transformers and peft, and the buffers of its libraries
 
@@ -30,6 +33,7 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
 
     settings = ModelConfig.model_validate_json(model_json)
     model = meta_model(settings, head)
+    quantized, quantized_bytes = _quantized(settings, model)
     if settings.adapter != "none":
         with torch.device("meta"):
             add_adapter(model, settings, 0)
@@ -39,7 +43,17 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)
     shape = module_shape(model, int(config.hidden_size), int(config.num_attention_heads), vocabulary, outputs)
-    return replace(shape, packs=packs)
+    return replace(shape, packs=packs, quantized=quantized, quantized_bytes=quantized_bytes)
+
+
+def _quantized(settings: ModelConfig, model: nn.Module) -> tuple[int, int]:
+    """Returns the number of weights that stay quantized, and their bytes."""
+    precision = base_precision(settings)
+    if precision is None:
+        return 0, 0
+    stored = stored_weights(settings) if precision == "file" else {}
+    layers = layer_formats(model, precision, stored).values()
+    return sum(o * i for o, i, _ in layers), sum(o * chosen.row_bytes(i) for o, i, chosen in layers)
 
 
 def _outputs(head: Head, vocabulary: int) -> int:
@@ -68,8 +82,8 @@ class PretrainedCosts(ModuleCosts):
         return cross_entropy_bytes(execution, self.micro_batch_tokens(execution), self.products().head, trained)
 
     def weight_bytes(self, execution: Execution) -> int:
-        frozen = sum(self.parameters().values()) - self.trained()
-        return super().weight_bytes(execution) + COMPUTE[execution.precision] * frozen
+        frozen = sum(self.parameters().values()) - self.trained() - self.shape.quantized
+        return super().weight_bytes(execution) + COMPUTE[execution.precision] * frozen + self.shape.quantized_bytes
 
     def overhead_bytes(self, execution: Execution, needed: int) -> int:
         return _PROCESS_BYTES

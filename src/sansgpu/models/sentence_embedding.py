@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.plain_data import read_json, read_object
-from sansgpu.models.pretrained import model_file
+from sansgpu.models.pretrained_source import model_file
 
 Pooling = Literal["mean", "cls", "last"]
 MODULES, POOLING, NORMALIZE = "modules.json", "1_Pooling", "2_Normalize"

@@ -27,7 +27,8 @@ from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.models.model_folder import has_architecture
-from sansgpu.models.pretrained import Head, HeadKind, ProblemType, load_tokenizer_of, pretrained_config
+from sansgpu.models.pretrained import Head, HeadKind, ProblemType, load_tokenizer_of
+from sansgpu.models.pretrained_source import pretrained_config
 from sansgpu.tasks.fine_tuning import (
     FineTuning,
     FineTuningTask,

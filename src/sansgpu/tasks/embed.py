@@ -18,8 +18,9 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.text_groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config
+from sansgpu.models.pretrained import load_tokenizer_of
 from sansgpu.models.pretrained_costs import PretrainedCosts
+from sansgpu.models.pretrained_source import pretrained_config
 from sansgpu.models.sentence_embedding import EmbeddingLayout, Pooling, pool, read_layout, write_layout
 from sansgpu.tasks.embedding_data import (
     EmbeddingCorpus,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +19,14 @@ from sansgpu.data.order import batch_indices
 from sansgpu.data.sources import Sources
 from sansgpu.data.split import split_examples
 from sansgpu.machine.compilation import set_up_compiler
-from sansgpu.models.adapters import add_adapter, merge_adapter, save_adapter
+from sansgpu.models.adapters import add_adapter, merge_adapter, merged_tensors, save_adapter
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
     Head,
     HeadKind,
     load_pretrained,
     load_tokenizer_of,
+    merges_adapter,
     plain_name,
     random_model,
     restore_frozen,
@@ -35,6 +36,8 @@ from sansgpu.models.pretrained import (
     weights_fingerprint,
 )
 from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
+from sansgpu.models.pretrained_source import requantized_formats
+from sansgpu.models.stored_weights import StoredTensor
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
@@ -80,6 +83,8 @@ class FineTuning(ObjectiveBase, ABC):
         name, pack = self.config.model.name_or_path, self.config.data.pack_sequences
         if unpatched:
             yield f"{name}: sansgpu has no kernels for its {' and '.join(unpatched)}, so transformers' own code runs."
+        if changed := requantized_formats(self.config.model):
+            yield f"{name}: its {' and '.join(changed)} weights are requantized to q8_0, which sansgpu multiplies with."
         if pack and not self.unpadded.packs:
             yield f"{name} does not support several examples in one row, so short examples are padded."
 
@@ -134,18 +139,26 @@ class FineTuning(ObjectiveBase, ABC):
         self.model.to(dtype)  # type: ignore[arg-type]
         return self.model
 
+    def merged_weights(self) -> Mapping[str, torch.Tensor | StoredTensor]:
+        """Returns the tensors of `merged_model` in fp32; those of layers with an adapter are computed when read."""
+        if self._adapted is None:
+            return self.merged_model().state_dict()
+        if self._frozen_are_rounded():
+            restore_frozen(self.model, self.config.model, self.head, self.config.training.seed)
+        return merged_tensors(self._adapted)
+
     def _frozen_are_rounded(self) -> bool:
         """Returns whether a frozen weight has a dtype that cannot represent the one it was loaded in."""
         frozen = ((plain_name(n), p.dtype) for n, p in self.model.named_parameters() if not p.requires_grad)
         return any(torch.promote_types(self._loaded_as[name], dtype) != dtype for name, dtype in frozen)
 
     def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
-        """Writes a Hugging Face folder. An adapter is merged if `merge`, by default model.merge_adapter.
+        """Writes a Hugging Face folder. An adapter is merged if `merge`, by default as model.merge_adapter says.
 
         Merged and full models are written in the dtype of the base model's config.json.
         """
         settings = self.config.model
-        merge = settings.merge_adapter if merge is None else merge
+        merge = merges_adapter(settings) if merge is None else merge
         if self._adapted is not None and not merge:
             save_adapter(self._adapted, tokenizer, folder)
         else:

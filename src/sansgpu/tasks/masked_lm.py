@@ -18,7 +18,8 @@ from sansgpu.data.mask_tokenizer import GraphCodec, from_pretrained
 from sansgpu.data.masking import MaskRules, mask_example
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.model_folder import has_architecture
-from sansgpu.models.pretrained import load_tokenizer_of, pretrained_config, save_tokenizer, weights_fingerprint
+from sansgpu.models.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
+from sansgpu.models.pretrained_source import pretrained_config
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus
 from sansgpu.tasks.masked_evaluation import EVALUATION_EXAMPLES, masked_evaluation

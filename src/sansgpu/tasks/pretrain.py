@@ -31,9 +31,10 @@ from sansgpu.models.generate import Sampling, generate
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
-from sansgpu.models.layouts import Weights, hugging_face_config, to_hugging_face
+from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.language_modeling import LanguageModeling
+from sansgpu.tasks.task import GGUFParts
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
 
@@ -234,7 +235,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         export_model(loaded.objective.model, loaded.tokenizer, folder)
 
     @classmethod
-    def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], Weights, TokenizerParts]:
+    def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
         decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
         weights = to_hugging_face(decoder.config, decoder.state_dict())
         parts = TokenizerParts(

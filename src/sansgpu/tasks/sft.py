@@ -22,12 +22,11 @@ from sansgpu.data.split import split_examples
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.generate import Sampling
-from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows
 from sansgpu.tasks.language_modeling import text_metrics
-from sansgpu.tasks.task import Sums
+from sansgpu.tasks.task import GGUFParts, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
@@ -167,9 +166,9 @@ class SFT(SFTObjective, FineTuningTask):
         return answer(loaded.objective.model, loaded.tokenizer, messages, max_new_tokens, sampling)
 
     @classmethod
-    def gguf_parts(cls, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
-        model = loaded.objective.merged_model()
-        return model.config.to_dict(), model.state_dict(), tokenizer_parts(loaded.tokenizer)
+    def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
+        settings = loaded.objective.model.config.to_dict()
+        return settings, loaded.objective.merged_weights(), tokenizer_parts(loaded.tokenizer)
 
 
 def _narrow_where_faster(model: torch.nn.Module) -> None:

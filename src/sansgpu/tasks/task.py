@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,8 +16,11 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.models.costing import Costs
 from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
+from sansgpu.models.stored_weights import StoredTensor
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 
+# config.json, the weights as transformers names them, and the tokenizer
+GGUFParts = tuple[dict[str, Any], Mapping[str, torch.Tensor | StoredTensor], TokenizerParts]
 Gather = Callable[[Any], list[Any]]
 Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
 
@@ -226,5 +229,5 @@ class TaskKind(Protocol):
     def export_model(self, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
         """Writes a Hugging Face folder. `merge` chooses whether an adapter is merged; None: as configured."""
 
-    def gguf_parts(self, loaded: TrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor], TokenizerParts]:
-        """Returns config.json, the weights as transformers names them, and the tokenizer."""
+    def gguf_parts(self, loaded: TrainedModel) -> GGUFParts:
+        """Returns the contents of a GGUF file."""

@@ -1,0 +1,159 @@
+"""Loads a model one tensor at a time, and keeps the matrices of its blocks quantized.
+
+transformers first loads placeholders that take no memory, which checks names and shapes and initializes new heads. Then
+each placeholder is replaced by the stored tensor, quantized if wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from sansgpu.config import ConfigError
+from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, QuantizedWeight, format_for, quantize_rows
+from sansgpu.models.modules import INIT_STD
+from sansgpu.models.quantized_layers import is_transposed, matrix_shape, quantizable_layers, quantize_layer
+from sansgpu.models.weights_file import readable_weights
+
+BasePrecision = Literal["file", "bf16", "int8", "int4"]  # file: the quantization of a GGUF file
+REQUANTIZED: Literal["int8"] = "int8"  # replaces quantizations of GGUF files that we do not multiply with
+_RANDOM_ROWS = 16  # quantized rows that a random weight repeats
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a model's files, in the layout of transformers, which is read when it is needed.
+
+    `blocks` returns a matrix (outputs, inputs) in its own block format; None if it has none that we multiply with.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    blocks: Callable[[], QuantizedWeight] | None = None
+    quantized_as: str | None = None  # name of its quantization
+
+
+def as_stored(tensor: torch.Tensor | StoredTensor) -> StoredTensor:
+    """Returns a tensor in memory as one to read."""
+    return tensor if isinstance(tensor, StoredTensor) else StoredTensor(tuple(tensor.shape), lambda: tensor)
+
+
+def safetensors_weights(files: list[Path]) -> dict[str, StoredTensor]:
+    """Returns the tensors of safetensors files by name. Raises ConfigError if a file is damaged."""
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        with readable_weights(file), safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  not a dict
+                found[name] = StoredTensor(tuple(opened.get_slice(name).get_shape()), partial(_read, file, name))
+    return found
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    """Returns a view of a mapped file; the mapping ends with it, so that what was read does not stay in memory."""
+    with readable_weights(file), safe_open(file, "pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def format_of(precision: BasePrecision, inputs: int, quantized_as: str | None) -> BlockFormat | None:
+    """Returns the format of a matrix with rows of `inputs` values, stored as `quantized_as`; None if it stays bf16."""
+    if precision == "bf16" or (precision == "file" and quantized_as is None):
+        return None
+    known = FORMATS.get(str(quantized_as)) if precision == "file" else None
+    return known or format_for(REQUANTIZED if precision == "file" else precision, inputs)
+
+
+def layer_formats(
+    model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
+) -> dict[str, tuple[int, int, BlockFormat]]:
+    """Returns (outputs, inputs, format) of the layers of a model that are quantized, by the names of their weights.
+
+    `stored` are the tensors of a GGUF file; a model with more layers than the file has repeats the first format.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    usual = next((tensor.quantized_as for tensor in stored.values() if tensor.quantized_as), None)
+    found: dict[str, tuple[int, int, BlockFormat]] = {}
+    for key, layer in quantizable_layers(model).items():
+        name = names[key]
+        outputs, inputs = matrix_shape(layer)
+        chosen = format_of(precision, inputs, stored[name].quantized_as if name in stored else usual)
+        if chosen is not None:
+            found[name] = outputs, inputs, chosen
+    return found
+
+
+def random_weights(
+    model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Returns random weights for the layers of `layer_formats`."""
+    found: dict[str, StoredTensor] = {}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, (outputs, inputs, chosen) in layer_formats(model, precision, stored).items():
+        blocks = partial(_random_blocks, outputs, inputs, chosen)
+        found[name] = StoredTensor(shapes[name], partial(torch.zeros, shapes[name]), blocks, chosen.name)
+    return found
+
+
+def _random_blocks(outputs: int, inputs: int, chosen: BlockFormat) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(0)
+    rows = quantize_rows(torch.randn(_RANDOM_ROWS, inputs, generator=generator) * INIT_STD, chosen)
+    return QuantizedWeight(rows.repeat(-(-outputs // _RANDOM_ROWS), 1)[:outputs].contiguous(), chosen)
+
+
+def placeholders(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns a tensor for each stored one, of its shape and without its memory."""
+    return {name: torch.empty((), dtype=dtype).expand(tensor.shape) for name, tensor in stored.items()}
+
+
+def fill(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    given: Mapping[str, torch.Tensor],
+    precision: BasePrecision,
+    new: set[str],
+) -> None:
+    """Replaces the placeholders `given` to transformers by the stored tensors.
+
+    `new` are the names of weights that were initialized. Raises ConfigError if transformers has changed a placeholder.
+    """
+    by_place = {tensor.data_ptr(): stored[name] for name, tensor in given.items()}
+    layers = quantizable_layers(model)
+    persistent = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
+    for name, tensor in [*model.named_parameters(), *buffers]:
+        if name in new:
+            continue
+        source = by_place.get(tensor.data_ptr()) or stored.get(name)
+        if source is None:
+            raise ConfigError(
+                f"transformers computes {name} from several weights, so they cannot be read one by one; set "
+                "model.base_precision=auto."
+            )
+        weight = _quantized(source, layers[id(tensor)], precision) if id(tensor) in layers else None
+        if weight is not None:
+            quantize_layer(layers[id(tensor)], weight)
+        else:
+            tensor.data = source.read().to(tensor.dtype, copy=True)
+
+
+def _quantized(source: StoredTensor, layer: nn.Module, precision: BasePrecision) -> QuantizedWeight | None:
+    """Returns the weight of a layer in blocks; None if it is not quantized."""
+    wanted = format_of(precision, matrix_shape(layer)[1], source.quantized_as)
+    if wanted is None:
+        return None
+    if source.blocks is not None and source.quantized_as == wanted.name:
+        return source.blocks()
+    values = source.read()
+    return QuantizedWeight(quantize_rows(values.T if is_transposed(layer) else values, wanted), wanted)
+
+
+def quantized_in_blocks(stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    """Returns the quantized matrices of a GGUF file that belong to repeated blocks, whose names have a number."""
+    return [t for name, t in stored.items() if t.quantized_as and any(part.isdigit() for part in name.split("."))]

@@ -1,0 +1,212 @@
+"""Adapters on a frozen base whose weights stay quantized."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from benchmarks.tiny_model import make_folder
+from safetensors.torch import load_file, save_file
+
+from sansgpu.cli import run as cli
+from sansgpu.config import ModelConfig
+from sansgpu.models.pretrained import Head, load_pretrained
+from sansgpu.models.quantized_layers import QuantizedLinear
+from tests.models.llama import LlamaFile
+from tests.processes import digests, finish, kill_when, start, use_cache
+from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
+from tests.tasks.folders import chat_rows, labeled_rows, model_folder
+
+CAUSAL = Head("causal")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized")
+    chat_rows(folder / "chat.jsonl")
+    labeled_rows(folder / "rows.jsonl")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, home / "cache")
+
+
+def loaded(base: Path, precision: str = "auto") -> Any:
+    return load_pretrained(
+        ModelConfig(name_or_path=str(base), adapter="lora", base_precision=precision), CAUSAL, 0
+    ).eval()
+
+
+def quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
+
+
+def dequantized(base: Path, precision: str, folder: Path) -> Path:
+    """Writes a folder with the values that the quantized base stands for, in fp32."""
+    model, weights = loaded(base, precision), load_file(base / "model.safetensors")
+    for name, layer in quantized_layers(model).items():
+        weights[f"{name}.weight"] = (layer.dequantize().T if layer.transposed else layer.dequantize()).contiguous()
+    weights["transformer.wte.weight" if layer.transposed else "model.embed_tokens.weight"] = (
+        model.get_input_embeddings().weight.float()
+    )
+    copytree(base, folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    return [event["loss"] for event in [*events_of(run, "step"), *events_of(run, "eval")]]
+
+
+def evaluated(capsys: Captured, run: Path, home: Path) -> float:
+    capsys.readouterr()
+    assert cli(["eval", str(run), "--data", str(home / "chat.jsonl"), "--json"]) == 0
+    loss: float = json.loads(capsys.readouterr().out)["loss"]
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("architecture", "adapter", "precision"),
+    [
+        ("qwen2", "lora", "int8"),
+        ("smollm", "dora", "int4"),
+        pytest.param("gpt2", "lora", "int4", marks=pytest.mark.long),
+    ],
+)
+def test_training_equals_that_on_the_dequantized_weights(
+    home: Path, tmp_path: Path, capsys: Captured, architecture: str, adapter: str, precision: str
+) -> None:
+    base = model_folder(architecture)
+    wide = dequantized(base, precision, tmp_path / "wide")
+    chosen = {"model__adapter": adapter, "model__gradient_checkpointing": "true", "model__lora_dropout": 0.1}
+    chosen = chosen if architecture == "qwen2" else {"model__adapter": adapter}
+    run = made(home, f"{architecture}-run", model__name_or_path=base, model__base_precision=precision, **chosen)
+    expected = made(tmp_path, "expected", model__name_or_path=wide, data__dataset_name=home / "chat.jsonl", **chosen)
+    assert losses(run) == pytest.approx(losses(expected), rel=2e-5)
+    assert losses(run)[-1] < losses(run)[0]
+    assert (run / "final/adapter_config.json").exists()
+    assert not (run / "final/model.safetensors").exists()
+    assert cli(["export", str(run), "--merge", "--output", str(tmp_path / "merged")]) == 0
+    ours, theirs = load_file(tmp_path / "merged/model.safetensors"), load_file(expected / "final/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
+    assert evaluated(capsys, run, home) == pytest.approx(evaluated(capsys, expected, home), rel=1e-5)
+
+
+def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path) -> None:
+    chosen = {"model__adapter": "lora", "model__base_precision": "int4", "training__gradient_accumulation_steps": 8}
+    first, killed = (["train", *settings(home, **chosen), "--output-dir", str(tmp_path / name)] for name in "ab")
+    code, _, error = finish(first, home / "cache")
+    assert code == 0, error
+    assert kill_when(start(killed, home / "cache"), (tmp_path / "b/snapshots/step-000002/MANIFEST.json").exists) == -9
+    code, _, error = finish([*killed, "--resume"], home / "cache")
+    assert code == 0, error
+    kept = [{k: v for k, v in digests(tmp_path / n).items() if "step-000004" in k or "final" in k} for n in "ab"]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) >= 2
+    stored = load_file(tmp_path / "a/snapshots/step-000004/model.safetensors")
+    assert all("lora_" in name for name in stored)
+
+
+@pytest.fixture(scope="module")
+def wide_run(home: Path) -> Path:
+    """A run of a model whose rows are a multiple of 256, which q4_k and q6_k need."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    base = make_folder(home / "wide-base", "llama", **sizes)
+    return made(home, "wide", model__name_or_path=base, model__adapter="lora", training__max_steps=2)
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q4_1", "q8_0"])
+def test_a_quantized_file_is_read_by_llama_cpp_and_trained_on(
+    home: Path, wide_run: Path, tmp_path: Path, kind: str
+) -> None:
+    file = tmp_path / "model.gguf"
+    asked = ["--format", "gguf", "--quantization", kind, "--output", str(file)]
+    assert cli(["export", str(wide_run), *asked]) == 0
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert types["blk.0.attn_q.weight"] == kind.upper()
+    assert types["output.weight"] == ("Q8_0" if kind == "q8_0" else "Q6_K")
+    assert types["blk.0.attn_norm.weight"] == "F32"
+    ids = [number * 23 % 1000 for number in range(64)]
+    whole = load_pretrained(ModelConfig(name_or_path=str(file)), CAUSAL, 0).eval()
+    with torch.no_grad():
+        ours = whole(torch.tensor([ids])).logits[0]
+    if find_spec("llama_cpp"):
+        assert (LlamaFile(file).logits(ids) - ours).abs().max() < 0.05 * ours.abs().max()
+    layers = quantized_layers(loaded(file))
+    assert len(layers) == 14
+    assert {layer.blocks.format.name for layer in layers.values()} == {kind}
+    plain = dict(whole.named_parameters())
+    assert all(torch.equal(layer.dequantize(), plain[f"{name}.weight"]) for name, layer in layers.items())
+    run = made(
+        tmp_path, "again", model__name_or_path=file, model__adapter="lora", data__dataset_name=home / "chat.jsonl"
+    )
+    assert (run / "final/adapter_config.json").exists()
+    assert losses(run)[-1] < losses(run)[0]
+
+
+def test_other_tasks_and_settings(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    rows = {"data__dataset_name": home / "rows.jsonl", "data__text_column": "text", "data__label_column": "label"}
+    adapted = {"model__adapter": "lora", "model__base_precision": "int8"}
+    run = made(
+        home,
+        "classes",
+        "classify",
+        model__name_or_path=model_folder("bert"),
+        data__validation_split=0.2,
+        **rows,
+        **adapted,
+    )
+    assert cli(["predict", str(run), "--text", "red fox", "--json"]) == 0
+    for changes, expected in [
+        ({"model__base_precision": "int8"}, "base_precision configures an adapter, but adapter is none"),
+        ({**adapted, "training__few_shot": "true"}, "set model.base_precision to auto or bf16"),
+    ]:
+        task = "classify" if len(changes) > 1 else "sft"
+        capsys.readouterr()
+        assert cli(["train", *settings(home, task, **changes), "--output-dir", str(tmp_path / "no")]) == 2
+        assert expected in sentence(capsys)
+    pickled = tmp_path / "pickled"
+    copytree(model_folder("qwen2"), pickled, ignore=ignore_patterns("*.safetensors"))
+    torch.save(load_file(model_folder("qwen2") / "model.safetensors"), pickled / "pytorch_model.bin")
+    capsys.readouterr()
+    chosen = settings(home, model__name_or_path=pickled, **adapted)
+    assert cli(["train", *chosen, "--output-dir", str(tmp_path / "no")]) == 2
+    assert "has no model.safetensors" in sentence(capsys)
+
+
+def test_a_plan_knows_what_is_quantized(home: Path, wide_run: Path, capsys: Captured) -> None:
+    plans = {}
+    for precision in ("bf16", "int8", "int4"):
+        chosen = {"model__adapter": "lora", "model__base_precision": precision, "training__precision": "bf16"}
+        capsys.readouterr()
+        assert cli(["plan", *settings(home, model__name_or_path=home / "wide-base", **chosen), "--json"]) == 0
+        plans[precision] = json.loads(capsys.readouterr().out)
+    assert [plan["base_precision"] for plan in plans.values()] == ["bf16", "int8", "int4"]
+    numbers = 2 * (256 * 64 * (4 + 2 + 2 + 4) + 3 * 256 * 512)  # in the layers of two blocks
+    weights = {precision: plan["memory_bytes"]["weights"] for precision, plan in plans.items()}
+    assert weights["bf16"] - weights["int8"] == numbers * (2 - 34 / 32)
+    assert weights["bf16"] - weights["int4"] == numbers * (2 - 144 / 256)
+
+
+def test_what_can_be_trained_in_a_memory(home: Path, wide_run: Path, capsys: Captured) -> None:
+    capsys.readouterr()
+    assert cli(["plan", "--memory", "8GB", str(home / "wide-base"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["memory_bytes"] == 8 * 10**9
+    needed = {option["base_precision"]: option["needed_bytes"] for option in result["options"]}
+    assert needed[None] > needed["bf16"] > needed["int8"] > needed["int4"]
+    assert all(option["fits"] for option in result["options"])
+    assert cli(["plan", "--memory", "100MB", str(home / "wide-base")]) == 0
+    assert "too much" in capsys.readouterr().out
+    for memory in ("8XB", "0GB", ""):
+        assert cli(["plan", "--memory", memory, str(home / "wide-base")]) == 2
+        assert "give a size such as 8GB" in sentence(capsys)
