@@ -41,6 +41,15 @@ def plan(
     presets: Annotated[
         bool, flag("Compare memory and time of small, medium and large by processor.", CONFIGURATION, "--presets")
     ] = False,
+    memory: Annotated[
+        str | None,
+        option(
+            "List what can be trained of CONFIG, here also a model folder, GGUF file or Hub name, in this much memory, "
+            "e.g. 8GB.",
+            CONFIGURATION,
+            metavar="SIZE",
+        ),
+    ] = None,
     hours: Annotated[float | None, option("Propose the best configuration for this many hours.", _PROPOSAL)] = None,
     data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None,
     output: Annotated[
@@ -62,16 +71,12 @@ def plan(
     """
     from sansgpu.config import ConfigError
 
-    if presets and (config or hours is not None):
-        raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
-    if hours is not None and config:
-        raise ConfigError(f"--hours proposes a configuration of its own; leave out {config} and give --data.")
-    if hours is None and (data or output):
-        raise ConfigError("--data and --output require --hours; to plan for other data, --set data.dataset_name=PATH.")
-    if nodes is not None and (presets or hours is not None):
-        raise ConfigError("--nodes plans a single configuration; leave out --presets and --hours.")
-    if nodes is None and (network is not None or latency is not None or price is not None):
-        raise ConfigError("--network, --latency and --price require --nodes.")
+    if memory is not None:
+        if config is None or presets or hours is not None or nodes is not None or override:
+            raise ConfigError("--memory needs a model or a configuration, and no other option than --json.")
+        _show_memory_options(str(config), memory, as_json)
+        return
+    _require_consistent(config, presets, hours, bool(data or output), nodes, (network, latency, price) != (None,) * 3)
     if presets:
         _show_presets(override or [], as_json)
         return
@@ -88,6 +93,34 @@ def plan(
         else:
             result = job(config, override or [], bar, warn, cluster)
     print_result(result, as_json, print_plan)
+
+
+def _require_consistent(
+    config: Path | None, presets: bool, hours: float | None, of_hours: bool, nodes: int | None, of_nodes: bool
+) -> None:
+    """Raises ConfigError for options of `plan` that do not go together."""
+    from sansgpu.config import ConfigError
+
+    if presets and (config or hours is not None):
+        raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
+    if hours is not None and config:
+        raise ConfigError(f"--hours proposes a configuration of its own; leave out {config} and give --data.")
+    if hours is None and of_hours:
+        raise ConfigError("--data and --output require --hours; to plan for other data, --set data.dataset_name=PATH.")
+    if nodes is not None and (presets or hours is not None):
+        raise ConfigError("--nodes plans a single configuration; leave out --presets and --hours.")
+    if nodes is None and of_nodes:
+        raise ConfigError("--network, --latency and --price require --nodes.")
+
+
+def _show_memory_options(model: str, memory: str, as_json: bool) -> None:
+    with preparation_bar() as bar:
+        from sansgpu.planning.memory_options import memory_options
+        from sansgpu.reporting.memory_table import print_memory_options
+
+        bar("estimating memory", 0, 0)
+        result = memory_options(model, memory)
+    print_result(result, as_json, print_memory_options)
 
 
 def _show_presets(overrides: list[str], as_json: bool) -> None:

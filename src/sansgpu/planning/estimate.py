@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from sansgpu.config import Config
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.roofline import Roofline, measure_roofline
+from sansgpu.models.pretrained_source import base_precision, file_formats
 from sansgpu.planning.forecast import done_at, forecast_of, length_of
 from sansgpu.planning.memory_fit import changes_that_fit
 from sansgpu.planning.prepared import Prepared
@@ -32,6 +34,7 @@ def plan_prepared(prepared: Prepared, progress: ReportProgress) -> RunPlan:
         "gradient_accumulation_steps": how.accumulation,
         "window": config.window,
         "precision": how.precision,
+        "base_precision": _base_precision(config, how.precision),
         "compile": how.compile,
         "kernels": how.kernels,
         "optimizer": how.optimizer,
@@ -54,6 +57,16 @@ def plan_prepared(prepared: Prepared, progress: ReportProgress) -> RunPlan:
         changes = changes_that_fit(config, how, prepared.available)
         plan["changes"] = [MemoryChange(set=[*c.settings], cost=c.cost, memory=c.memory.least) for c in changes]
     return plan
+
+
+def _base_precision(config: Config, precision: str) -> str | None:
+    """Returns how the frozen base of an adapter is stored in memory, e.g. int4; None without an adapter."""
+    if config.model.adapter == "none":
+        return None
+    stored = base_precision(config.model)
+    if stored == "file":
+        return "+".join(file_formats(config.model))
+    return precision if stored in (None, "bf16") else stored
 
 
 def step_limits(prepared: Prepared, roofline: Roofline) -> dict[str, float]:

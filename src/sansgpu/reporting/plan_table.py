@@ -100,6 +100,7 @@ class RunPlan(TypedDict):
     gradient_accumulation_steps: int
     window: int
     precision: str
+    base_precision: str | None  # of an adapter's frozen base: bf16, fp32, int8, int4 or the formats of a GGUF file
     compile: str
     kernels: str
     optimizer: str
@@ -150,7 +151,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
     table.add_row(
         "step",
         f"{batch_shape(plan['batch_size'], dict(plan))}: {plan['tokens_per_step']:,} tokens; {plan['optimizer']}, "
-        f"{plan['precision']}, {counted(plan['threads'], 'thread')}, "
+        f"{_precisions(plan)}, {counted(plan['threads'], 'thread')}, "
         f"{'compiled' if plan['compile'] == 'on' else 'not compiled'}, {plan['kernels']} kernels",
     )
     if plan["tokens_per_second"] and plan["step_seconds"]:
@@ -176,6 +177,11 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         _print_candidates(console, cast(ProposedPlan, plan))
     if "cluster" in plan:
         _print_cluster(console, plan["cluster"])
+
+
+def _precisions(plan: RunPlan) -> str:
+    base = plan["base_precision"]
+    return plan["precision"] if base in (None, plan["precision"]) else f"{plan['precision']} on a base in {base}"
 
 
 def _print_candidates(console: Console, plan: ProposedPlan) -> None:
