@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 # What INTERFACE promises other programs.
 PLAN_KEYS = {
     "parameters", "memory_bytes", "available_bytes", "fits", "batch_size", "gradient_accumulation_steps", "precision",
-    "compile", "threads", "tokens_per_step", "tokens_per_second", "step_seconds", "total_steps", "total_seconds",
+    "base_precision", "compile", "threads", "tokens_per_step", "tokens_per_second", "step_seconds", "total_steps",
+    "total_seconds",
 }  # fmt: skip
 MEMORY_KEYS = {"weights", "gradients", "optimizer", "activations", "logits", "overhead", "total"}
 BENCH_KEYS = {

@@ -184,7 +184,7 @@ def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 
 def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
     """Returns a transformers model and its tokenizer as a BatchModel."""
-    model, fused = unpadded.model, pretrained_step(unpadded.model) if unpadded.uses_ranges else None
+    model, fused = unpadded.model, pretrained_step(unpadded.model) if unpadded.has_plain_rows else None
     together = slots_work(unpadded, fused)
     if not together and fused is not None:  # its embeddings or its head are others
         together, fused = slots_work(unpadded), None
