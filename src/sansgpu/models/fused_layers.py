@@ -7,6 +7,7 @@ RMSNorm of Gemma, for instance, has the same parts as that of Qwen, but multipli
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from sansgpu.kernels.activation import gelu, gelu_tanh, swiglu
 from sansgpu.kernels.norm import FusedNorm, RMSNorm, residual
+from sansgpu.kernels.recompute import recomputed
 from sansgpu.models.trials import AttentionPart, Part, agree, random_tensor, replaced_parts
 
 
@@ -47,9 +49,13 @@ class SwiGLU:
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
+    recomputes: bool  # see fuse_layers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x))))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        y = swiglu(gate, up)
+        with recomputed(y, lambda: swiglu(gate, up)) if self.recomputes else nullcontext():
+            return cast(torch.Tensor, self.down_proj(y))
 
 
 class PreNormLayer:
@@ -61,18 +67,30 @@ class PreNormLayer:
     post_attention_layernorm: FusedNorm
     mlp: nn.Module
     training: bool
+    recomputes: bool  # see fuse_layers
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args:  # only the original knows their names
             return cast(torch.Tensor, cast(Any, super()).forward(hidden_states, *args, **kwargs))
         x, inputs = self.input_layernorm.branch(hidden_states)
-        y, _ = self.self_attn(hidden_states=inputs, **{"attention_mask": None, **kwargs})
+        with self._recomputed(self.input_layernorm, x, inputs):
+            y, _ = self.self_attn(hidden_states=inputs, **{"attention_mask": None, **kwargs})
         x, inputs = self.post_attention_layernorm.branch(x, y)
-        return residual(x, self.mlp(inputs), 0.0, self.training)
+        with self._recomputed(self.post_attention_layernorm, x, inputs):
+            return residual(x, self.mlp(inputs), 0.0, self.training)
+
+    def _recomputed(self, norm: FusedNorm, x: torch.Tensor, inputs: torch.Tensor) -> AbstractContextManager[None]:
+        """Keeps x, which the norm saves anyway, but not its norm `inputs`, which the layers in this context save."""
+        return recomputed(inputs, lambda: norm.branch(x)[1]) if self.recomputes else nullcontext()
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Makes the norms, activations, feed-forward networks and blocks of a model use our kernels, in place."""
+    """Makes the norms, activations, feed-forward networks and blocks of a model use our kernels, in place.
+
+    Between them, what element-wise operations compute is not kept for the backward pass but computed again, unless
+    gradient checkpointing computes all of a block again.
+    """
+    recomputes = not getattr(model, "is_gradient_checkpointing", False)
     for module in list(model.modules()):
         if _is_rms_norm(module):
             original = cast(Any, module)
@@ -82,9 +100,11 @@ def fuse_layers(model: nn.Module) -> None:
             module.__class__ = kind
         elif _is_swiglu(module):
             module.__class__ = with_forward(SwiGLU, type(module))
+            cast(Any, module).recomputes = recomputes
     for module in model.modules():
         if _is_pre_norm_layer(module):
             module.__class__ = with_forward(PreNormLayer, type(module))
+            cast(Any, module).recomputes = recomputes
 
 
 _subclasses: dict[tuple[type, type], type] = {}
