@@ -39,7 +39,7 @@ def checkout(tmp_path: Path) -> Path:
 
 # Pages whose commands take long.
 SLOW = (
-    "bench", "classify", "distill", "fine-tuning", "graph", "plan", "questions", "resume", "scaling",
+    "assistant", "bench", "classify", "distill", "fine-tuning", "graph", "plan", "questions", "resume", "scaling",
     "search", "tune", "use",
 )  # fmt: skip
 

@@ -71,7 +71,7 @@ def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
         x = torch.randn(how.micro_batch, window, config.d_model, requires_grad=True)
         ranges = causal_ranges(torch.zeros(how.micro_batch, window, dtype=torch.int64))
-        rotary = model._rotary(torch.arange(window)[None])
+        rotary = model.rotary(torch.arange(window)[None])
 
         def run() -> torch.Tensor:
             out, branch = model.blocks[0](x, rotary, ranges)
