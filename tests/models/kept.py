@@ -1,5 +1,6 @@
 """Measures the bytes that a block saves for its backward pass."""
 
+import gc
 from collections.abc import Callable, Iterable
 
 import torch
@@ -13,24 +14,20 @@ from sansgpu.train.optim import Optimizer
 def kept_bytes_of(
     model: nn.Module, how: Execution, prepare: Callable[[], tuple[Callable[[], torch.Tensor], Iterable[torch.Tensor]]]
 ) -> int:
-    """Returns the bytes of all saved storages and the output.
+    """Returns the bytes that are allocated after a forward pass and were not before, with those of its output.
 
-    `prepare` returns a forward pass and its inputs, which do not count; it is called after the weights are cast.
+    `prepare` returns the forward pass and its inputs; it is called after the weights are cast.
     """
     dtype = torch.bfloat16 if how.precision == "bf16" else torch.float32
     optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), dtype)
-    run, inputs = prepare()
-    others = {t.untyped_storage().data_ptr() for t in (*inputs, *model.parameters())}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
+    run, _ = prepare()
+    gc.collect()  # so that nothing older is freed while it is measured
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bf16"),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.profiler.profile(profile_memory=True) as profile,
     ):
         out = run()
     optimizer.release_state()
-    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in others) + out.nbytes
+    events = profile.profiler.kineto_results.events()
+    assert out is not None
+    return sum(e.nbytes() for e in events if e.name() == "[memory]")

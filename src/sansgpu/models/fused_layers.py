@@ -90,7 +90,7 @@ def fuse_layers(model: nn.Module) -> None:
     Between them, what element-wise operations compute is not kept for the backward pass but computed again, unless
     gradient checkpointing computes all of a block again.
     """
-    recomputes = not getattr(model, "is_gradient_checkpointing", False)
+    recomputes = not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for module in list(model.modules()):
         if _is_rms_norm(module):
             original = cast(Any, module)

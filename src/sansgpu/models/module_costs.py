@@ -30,7 +30,7 @@ from sansgpu.models.modules import blocks_of
 _SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
 # The same for blocks that `patch_model` replaces.
 _FUSED_SAVED_BYTES = {
-    "decoder": {"bf16": (24, 3), "fp32": (36, 6)},
+    "decoder": {"bf16": (20, 2), "fp32": (28, 4)},
     "encoder": {"bf16": (20, 2), "fp32": (32, 4)},
 }
 
