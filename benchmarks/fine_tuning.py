@@ -79,9 +79,9 @@ def contestants(
         label = ADAPTERS[adapter]
         asked = {k: v for k, v in settings(model, data, adapter).items() if k != "training.window_warmup_ratio"}
         asked |= {"training.max_steps": total, "training.threads": threads}
-        variants: dict[str, dict[str, object]] = {"": {}}
-        if adapter == "none":
-            variants[", bf16 weights, 8-bit moments"] = frugal
+        variants: dict[str, dict[str, object]] = {"": {}, ", bf16 weights, 8-bit moments": frugal}
+        if adapter != "none":
+            variants = {"": {}, **{f", {base} base": {"model.base_precision": base} for base in ("int8", "int4")}}
         for suffix, changes in variants.items():
             name = f"{OURS}, {label}{suffix}"
             output = folder / f"{name.replace(' ', '-')}"
