@@ -156,6 +156,7 @@ print(os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["OMP_DYNAMIC"], run.even
 """
 
 
+@pytest.mark.long
 def test_a_run_from_python_depends_neither_on_hashes_nor_on_the_order_of_imports(tmp_path: Path) -> None:
     base, rows = str(model_folder("qwen2")), str(chat_rows(tmp_path / "rows.jsonl"))
     runs = [tmp_path / "first", tmp_path / "second"]

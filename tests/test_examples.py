@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes import environment, fork_server
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "examples/README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_every_example_runs_from_the_root_of_the_repository(tmp_path: Path) -> None:
     for name in ("configs", "docs", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)

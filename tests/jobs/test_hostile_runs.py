@@ -105,7 +105,9 @@ def after(home: Path, canary: Path, commands: list[list[str]]) -> list[tuple[int
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("task", ["pretrain", "graph", "sft", "qa", "classify"])
+@pytest.mark.parametrize(
+    "task", ["pretrain", "sft", *(pytest.param(task, marks=pytest.mark.long) for task in ("graph", "qa", "classify"))]
+)
 def test_no_command_runs_what_a_run_brings(home: Path, tmp_path: Path, task: str) -> None:
     canary = tmp_path / "canary"
     write_module(home / "modules", canary)

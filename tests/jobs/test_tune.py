@@ -59,6 +59,7 @@ def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
+@pytest.mark.long
 def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys: pytest.CaptureFixture[str]) -> None:
     process = start(arguments("--trials", "2"), Path("cache").absolute())
     assert kill_when(process, lambda: begun(1)) == -signal.SIGKILL

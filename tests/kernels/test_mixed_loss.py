@@ -54,9 +54,10 @@ def test_linear_mixed_loss(
     torch.testing.assert_close(loss, ours[0])
     assert_near(ours, with_gradients([hidden.double(), head.double()], reference, scale), dtype)
     plain = linear_cross_entropy(hidden, head, targets, LossOptions(softcap=options.softcap))
-    torch.testing.assert_close(parts[0], plain.to(parts.dtype), rtol=1e-5, atol=1e-5)
+    near = 1e-5 if kernels == "native" or dtype != torch.bfloat16 else 1e-2  # torch rounds logits to bf16
+    torch.testing.assert_close(parts[0], plain.to(parts.dtype), rtol=near, atol=near)
     if weight == 0:
-        torch.testing.assert_close(loss, linear_cross_entropy(hidden, head, targets, options), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(loss, linear_cross_entropy(hidden, head, targets, options), rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

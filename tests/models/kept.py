@@ -1,8 +1,9 @@
 """Measures the bytes that a block saves for its backward pass."""
 
-import gc
 from collections.abc import Callable, Iterable
+from typing import cast
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,20 +15,34 @@ from sansgpu.train.optim import Optimizer
 def kept_bytes_of(
     model: nn.Module, how: Execution, prepare: Callable[[], tuple[Callable[[], torch.Tensor], Iterable[torch.Tensor]]]
 ) -> int:
-    """Returns the bytes that are allocated after a forward pass and were not before, with those of its output.
+    """Returns the bytes of all saved storages and the output.
 
-    `prepare` returns the forward pass and its inputs; it is called after the weights are cast.
+    `prepare` returns a forward pass and its inputs, which do not count; it is called after the weights are cast.
     """
     dtype = torch.bfloat16 if how.precision == "bf16" else torch.float32
     optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), dtype)
-    run, _ = prepare()
-    gc.collect()  # so that nothing older is freed while it is measured
+    run, inputs = prepare()
+    others = {t.untyped_storage().data_ptr() for t in (*inputs, *model.parameters())}
+    kept: dict[int, torch.Tensor] = {}
+
+    class Recording(torch.autograd.graph.saved_tensors_hooks):
+        """Also records what hooks inside of the block save."""
+
+        def __init__(self, save: Callable[[torch.Tensor], object], load: Callable[[object], torch.Tensor]) -> None:
+            def recorded(tensor: torch.Tensor) -> object:
+                saved = save(tensor)
+                if isinstance(saved, torch.Tensor):
+                    kept[saved.untyped_storage().data_ptr()] = saved
+                return saved
+
+            super().__init__(recorded, load)
+
     with (
+        pytest.MonkeyPatch.context() as patch,
         torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bf16"),
-        torch.profiler.profile(profile_memory=True) as profile,
+        Recording(lambda tensor: tensor, lambda saved: cast(torch.Tensor, saved)),
     ):
+        patch.setattr(torch.autograd.graph, "saved_tensors_hooks", Recording)
         out = run()
     optimizer.release_state()
-    events = profile.profiler.kineto_results.events()
-    assert out is not None
-    return sum(e.nbytes() for e in events if e.name() == "[memory]")
+    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in others) + out.nbytes

@@ -91,6 +91,7 @@ def test_it_is_short_and_shown_to_contributors() -> None:
     assert "](docs/examples/sentence_order.py)" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_it_is_planned_and_measured(home: Path, run: Path) -> None:
     dry = yaml.safe_load(ran(home, "train", *configured(home), "--dry-run", "--output-dir", str(home / "dry")))
     assert dry["config"]["task"] == TASK

@@ -183,6 +183,7 @@ def test_other_tasks_and_settings(home: Path, tmp_path: Path, capsys: Captured) 
     assert "has no model.safetensors" in sentence(capsys)
 
 
+@pytest.mark.long
 def test_a_plan_knows_what_is_quantized(home: Path, wide_run: Path, capsys: Captured) -> None:
     plans = {}
     for precision in ("bf16", "int8", "int4"):
