@@ -130,7 +130,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         (pretrained_batch(unpadded, tokenizer), PretrainedReader(unpadded.model)),
     ):
         prompts = [[7 * n % 250 + 1 for n in range(length)] for length in (70, 3, 50, 33, 17)]
-        monkeypatch.setattr(batched, "PASS_TOKENS", 24)
+        monkeypatch.setattr(batched, "PROMPT_TOKENS", 24)
         with torch.inference_mode():
             found = batch.open_reader(5, CONTEXT).add(prompts)
             for row, prompt in zip(found, prompts, strict=True):

@@ -35,10 +35,10 @@ from sansgpu.models.teacher import Teacher
 from sansgpu.reporting.outputs import LOCK
 from sansgpu.tasks import TASKS
 from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint, weights_sha256
+from sansgpu.tasks.fine_tuning import PASS_TOKENS
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 
-PASS_TOKENS = 4096  # of a forward pass: enough for full speed, few enough for the cache
 DEFAULT_LENGTH = {"pretrain": 512, "sft": 1024}  # tokens of an example at most, unless the teacher's context is shorter
 NAMES = ("teacher", "data")  # settings that may differ when the command is run again, as files can be moved
 
@@ -128,7 +128,7 @@ def _tokenizer(request: DistillRequest, loaded: TrainedModel) -> Any:
     if isinstance(tokenizer, Tokenizer):
         return Tokenizer(tokenizer.backend, tokenizer.end_of_text)
     assert loaded.source.tokenizer is not None
-    return load_tokenizer(loaded.source.tokenizer)  # of a run of task sft
+    return load_tokenizer(loaded.source.tokenizer)
 
 
 def _precision(loaded: TrainedModel) -> str:

@@ -28,12 +28,12 @@ from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 
 AUTO_SLOTS = 128  # sequences at once: more rows make matmuls hardly faster
-CACHE_RATIO = 0.5  # of the available memory, for keys and values
+CACHE_RATIO = 0.5  # the share of the available memory that keys and values may take
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What `sansgpu generate --data` is asked to do. `batch_size` None means the largest that fits and helps."""
+    """The options of `sansgpu generate --data`. Without a `batch_size`, the largest that fits and helps is chosen."""
 
     target: str
     data: str
@@ -167,8 +167,10 @@ def _fingerprint(request: GenerateRequest, loaded: TrainedModel, prompts: list[t
 
 
 class PartialFile:
-    """Lines that become `path` once all are written. Until then they stand in `path`.partial, so that a killed run
-    continues after the last whole line."""
+    """Writes lines to `path`.partial, which becomes `path` once all are written.
+
+    A command that was killed continues after the last whole line when it is repeated.
+    """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self._path, self._fingerprint = path, fingerprint

@@ -26,7 +26,7 @@ class StepLayer:
 
     norm: RMSNorm
     qkv: tuple[Linear, Linear, Linear]
-    head_norms: tuple[RMSNorm, RMSNorm] | None  # of queries and keys
+    head_norms: tuple[RMSNorm, RMSNorm] | None  # Qwen3 normalizes queries and keys
     out: Linear
     second_norm: RMSNorm
     gate: Linear

@@ -23,7 +23,7 @@ from sansgpu.models.generate import DecoderReader, IncrementalReader, Sampling, 
 from sansgpu.models.slots import LayerSlots, SlotCache
 from sansgpu.models.text import TextCodec
 
-PASS_TOKENS = 2048  # tokens of prompts in a forward pass: enough for full speed, with bounded memory
+PROMPT_TOKENS = 2048  # tokens of prompts in a forward pass: enough for full speed, with bounded memory
 REFILL_RATIO = 8  # prompts are read when this fraction of the slots is free: short passes are slow
 
 
@@ -146,7 +146,7 @@ class SlotReader:
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
         parts, together, tokens = [], list[list[int]](), 0
         for prompt in prompts:
-            if together and tokens + len(prompt) > PASS_TOKENS:
+            if together and tokens + len(prompt) > PROMPT_TOKENS:
                 parts.append(self._read(together))
                 together, tokens = [], 0
             together.append(prompt)
@@ -154,14 +154,14 @@ class SlotReader:
         return torch.cat([*parts, self._read(together)])
 
     def _read(self, prompts: Sequence[list[int]]) -> torch.Tensor:
-        """Reads prompts in one pass, or one longer than PASS_TOKENS in pieces."""
+        """Reads prompts in one pass, or one longer than PROMPT_TOKENS in pieces."""
         first, self._count = self._count, self._count + len(prompts)
-        *pieces, last = [prompts[0][n : n + PASS_TOKENS] for n in range(0, len(prompts[0]), PASS_TOKENS)]
+        *pieces, last = [prompts[0][n : n + PROMPT_TOKENS] for n in range(0, len(prompts[0]), PROMPT_TOKENS)]
         if not pieces:
             return self._read_whole(first, prompts)
         for number, piece in enumerate([*pieces, last]):
             padded = [*piece, *[0] * (MIN_ROWS - len(piece))]
-            self.cache.start_piece(first, number * PASS_TOKENS, len(padded))
+            self.cache.start_piece(first, number * PROMPT_TOKENS, len(padded))
             logits = self._run(torch.tensor([padded]), [len(piece) - 1])
         self.cache.lengths[first] = len(prompts[0])
         return logits

@@ -15,7 +15,7 @@ from sansgpu.kernels.decoder_step import DecoderStep
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.models.attention_interface import slots_mask
-from sansgpu.models.batched import PASS_TOKENS, BatchModel, BatchReader, OneByOne, SlotReader
+from sansgpu.models.batched import PROMPT_TOKENS, BatchModel, BatchReader, OneByOne, SlotReader
 from sansgpu.models.generate import Sampling, reading, write
 from sansgpu.models.slots import SlotCache
 from sansgpu.models.step_layers import pretrained_step
@@ -37,8 +37,8 @@ class PretrainedReader:
         self._cache, self.length = DynamicCache(config=self._model.config), 0
 
     def forward_new(self, ids: list[int]) -> torch.Tensor:
-        for start in range(0, len(ids), PASS_TOKENS):
-            inputs = torch.tensor([ids[start : start + PASS_TOKENS]], device=self._model.device)
+        for start in range(0, len(ids), PROMPT_TOKENS):
+            inputs = torch.tensor([ids[start : start + PROMPT_TOKENS]], device=self._model.device)
             with autocast_of(self._model):
                 options = {"past_key_values": self._cache, "use_cache": True}
                 logits = logits_after(self._model, torch.tensor([inputs.shape[1] - 1]), input_ids=inputs, **options)

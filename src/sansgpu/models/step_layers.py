@@ -18,7 +18,7 @@ from sansgpu.models.fused_layers import PreNormLayer, SwiGLU
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
 
-PACKED_RATIO = 0.25  # of the available memory, for copies of the weights
+PACKED_RATIO = 0.25  # the share of the available memory that copies of the weights may take
 
 
 def decoder_step(model: TransformerLM) -> DecoderStep | None:
