@@ -49,8 +49,8 @@ def training(home: Path, run: str, *more: str, **changes: object) -> list[str]:
 
 def started(home: Path, arguments: list[str], **more: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "sansgpu", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-    STARTED.append(subprocess.Popen(command, text=True, env=environment(home / "cache"), **pipes))  # type: ignore[call-overload]
+    chosen = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(home / "cache"), **more}
+    STARTED.append(subprocess.Popen(command, text=True, **chosen))  # type: ignore[call-overload]
     return STARTED[-1]
 
 
@@ -79,6 +79,17 @@ def test_ctrl_c_in_the_first_second_is_one_sentence(home: Path, command: str) ->
         assert "interrupted" in said[0]
         assert "Traceback" not in error
         assert "Exception ignored" not in error
+
+
+def test_ctrl_c_during_an_import_is_one_sentence(home: Path) -> None:
+    """What is half imported is not imported again for the sentence: this module would send a second Ctrl-C."""
+    modules = home / "modules"
+    modules.mkdir()
+    (modules / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    variables = {**environment(home / "cache"), "PYTHONPATH": str(modules)}
+    process = started(home, training(home, "import"), preexec_fn=hold_interrupts, env=variables)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved before remains.\n")
 
 
 def test_a_second_ctrl_c_ends_the_command_at_once(home: Path) -> None:

@@ -63,6 +63,9 @@ def run(arguments: list[str]) -> int:
 
 def _explain(error: BaseException) -> tuple[str, int]:
     """Returns the sentence to print, or "" if the help was printed instead, and the exit code."""
+    if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        # First of all, because the interrupt may have come during an import and left half of a module behind.
+        return "interrupted; everything saved before remains.", CODE
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
     from sansgpu.config.plain_data import truncate
     from sansgpu.machine.allocation_failure import out_of_memory
@@ -71,8 +74,6 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
         return f"the name {truncate(name)} has {len(name):,} characters, which is too long for the file system.", 2
-    if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        return "interrupted; everything saved before remains.", CODE
     usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer does not export it
     if isinstance(error, SansGPUError):
         return " ".join(str(error).split()), error.exit_code  # it may quote a library's message of several lines
