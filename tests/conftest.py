@@ -16,7 +16,9 @@ reason = native.load(COMPILED)
 if reason is not None and missing_compiler() is None:
     raise RuntimeError(f"there is a compiler, but the kernels cannot be loaded: {reason}")
 
-settings.register_profile("sansgpu", deadline=None)  # a busy machine must not fail an example by its time
+# A busy machine must not fail an example by its time, and a test that passed must not fail by other examples.
+settings.register_profile("sansgpu", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None)  # `pytest --hypothesis-profile random` tries other examples
 settings.load_profile("sansgpu")
 
 # These files start first, so that no worker is left with a long one at the end.

@@ -3,6 +3,7 @@
 from itertools import islice
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer
 
 import sansgpu
@@ -57,6 +58,7 @@ def test_public_definitions_are_asked_about_with_their_first_sentence(tmp_path: 
     ]
 
 
+@pytest.mark.long
 def test_every_machine_has_thousands_of_them() -> None:
     source = open_sources(STDLIB).train
     rows = {row.value["prompt"]: row.value["completion"] for row in source.rows()}

@@ -160,6 +160,7 @@ def test_no_command_runs_what_a_run_brings(home: Path, tmp_path: Path, task: str
     ]
 
 
+@pytest.mark.long
 @NEEDS_COMPILER
 def test_what_the_command_line_allows_does_run(home: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"

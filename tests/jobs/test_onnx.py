@@ -104,6 +104,7 @@ def test_a_run_and_its_final_folder_become_the_same_file(home: Path, capsys: Cap
     assert str(Path(transformers.__file__).parent).encode() not in file.read_bytes()
 
 
+@pytest.mark.long
 def test_an_adapter_is_merged(home: Path, capsys: Captured, tmp_path: Path) -> None:
     file, _ = exported(capsys, home / "adapted", "--output", tmp_path / "out")
     assert_close(file, answering(home / "adapted/final"), {"start_logits", "end_logits"}, tmp_path, 1e-5)
@@ -123,7 +124,7 @@ def test_int8_weights_are_a_quarter_and_nearly_agree(home: Path, capsys: Capture
 @pytest.mark.parametrize(
     ("head", "names"),
     [
-        ("ForSequenceClassification", {"logits"}),
+        pytest.param("ForSequenceClassification", {"logits"}, marks=pytest.mark.long),
         pytest.param("ForTokenClassification", {"logits"}, marks=pytest.mark.long),
         ("", {"last_hidden_state"}),
     ],
@@ -137,7 +138,7 @@ def test_other_heads_have_their_own_outputs(capsys: Captured, tmp_path: Path, he
     assert_close(file, model, names, tmp_path, 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+@pytest.mark.parametrize("mode", ["mean", *(pytest.param(m, marks=pytest.mark.long) for m in ("cls", "lasttoken"))])
 def test_a_sentence_transformers_folder_has_vectors(capsys: Captured, tmp_path: Path, mode: str) -> None:
     transformer = Transformer(str(model_folder("bert")), max_seq_length=64)
     modules = [transformer, Pooling(64, pooling_mode=mode), Normalize()]

@@ -77,7 +77,8 @@ def test_nodes_need_a_length(capsys: Captured) -> None:
     assert "set training.max_steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["pretrain", *(pytest.param(k, marks=pytest.mark.long) for k in ("graph", "sft"))])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["pretrain", "graph", "sft"])
 def test_a_bench_of_data_that_cannot_be_reached(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

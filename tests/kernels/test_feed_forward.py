@@ -91,7 +91,7 @@ def test_layers_of_one_input(
     ours = gradients(y, x, layers)
     wide = x.detach().double().requires_grad_()
     exact = gradients(torch.cat([layer(wide) for layer in layers.double()], -1), wide, layers)
-    assert_near(ours, exact, TOLERANCE[dtype] / 4)
+    assert_near(ours, exact, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kind", [Kind.SWIGLU, Kind.GELU])

@@ -203,6 +203,7 @@ def test_a_measurement_that_fails_is_one_sentence_and_no_traceback() -> None:
         measure_in_subprocess(MeasureRequest(config, 1))
 
 
+@pytest.mark.long
 def test_bench_of_the_model_alone_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = settings(data__dataset_name=tmp_path / "missing.jsonl", data__vocab_size=512, training__max_steps=7)
     result = printed(

@@ -132,7 +132,10 @@ class Terminal:
         return self.process.returncode
 
 
-@pytest.mark.parametrize(("controlling", "variables"), [(False, {}), (True, {"OMPI_COMM_WORLD_SIZE": "1"})])
+@pytest.mark.parametrize(
+    ("controlling", "variables"),
+    [pytest.param(False, {}, marks=pytest.mark.long), (True, {"OMPI_COMM_WORLD_SIZE": "1"})],
+)
 def test_output_that_a_launcher_forwards_has_no_terminal_codes(
     controlling: bool, variables: dict[str, str], tmp_path: Path
 ) -> None:

@@ -119,7 +119,8 @@ def test_mpirun_is_one_run(home: Path, one: Path, ranks: int) -> None:
     same_losses(completed(home, f"mpirun-{ranks}", mpirun(ranks)), one)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_run_again_is_the_same_byte_by_byte(home: Path, ranks: int) -> None:
     """This includes a repetition with another launcher."""
     first, again = completed(home, f"torchrun-{ranks}", torchrun(ranks)), home / f"processes-{ranks}"

@@ -47,10 +47,8 @@ def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
     ("task", "changes"),
     [
         ("classify", {}),
-        ("tokens", {}),
-        ("embed", {}),
         ("preference", KTO),
-        pytest.param("embed", LORA, marks=pytest.mark.long),
+        *(pytest.param(*c, marks=pytest.mark.long) for c in (("tokens", {}), ("embed", {}), ("embed", LORA))),
     ],
 )
 def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path, task: str, changes: dict[str, object]) -> None:

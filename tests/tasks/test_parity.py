@@ -47,7 +47,10 @@ def settings(task: str, model: Path, data: Path, pack: bool) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pack", [True, False])
+PACK = [True, pytest.param(False, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt2"])
 def test_conversations(tmp_path: Path, architecture: str, pack: bool) -> None:
     dropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture == "gpt2" else {}
@@ -60,7 +63,7 @@ def test_conversations(tmp_path: Path, architecture: str, pack: bool) -> None:
     assert our_losses(asked, micro_batch=1) == pytest.approx(ours, abs=1e-4)
 
 
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
 def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
     """Their loss includes padding in the softmax, so they get single windows without padding."""
@@ -75,8 +78,8 @@ def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
 
 
 LABELED = [
-    ("bert", "single", True), ("bert", "single", False), ("bert", "multiple", True), ("bert", "regression", True),
-    ("roberta", "single", True), ("distilbert", "single", True), ("modernbert", "single", True),
+    ("bert", "multiple", True), ("bert", "regression", True), ("modernbert", "single", True),
+    ("bert", "single", True), ("bert", "single", False), ("roberta", "single", True), ("distilbert", "single", True),
     ("qwen2", "single", True),
 ]  # fmt: skip
 STILL = {
@@ -88,7 +91,9 @@ STILL = {
 }
 
 
-@pytest.mark.parametrize(("architecture", "kind", "pack"), LABELED)
+@pytest.mark.parametrize(
+    ("architecture", "kind", "pack"), [*LABELED[:3], *(pytest.param(*c, marks=pytest.mark.long) for c in LABELED[3:])]
+)
 def test_labels(tmp_path: Path, architecture: str, kind: str, pack: bool) -> None:
     rows = labeled_rows(tmp_path / "rows.jsonl", kind, pairs=kind == "single")
     asked = settings("classify", model_folder(architecture, **STILL.get(architecture, {})), rows, pack)
@@ -104,9 +109,12 @@ def test_labels(tmp_path: Path, architecture: str, kind: str, pack: bool) -> Non
     assert together == pytest.approx(theirs, abs=1e-4)
 
 
+OTHERS = ("roberta", "modernbert", "qwen2")
+
+
 @pytest.mark.parametrize(
     ("architecture", "pack"),
-    [("bert", True), ("bert", False), ("roberta", True), ("modernbert", True), ("qwen2", True)],
+    [("bert", True), ("bert", False), *(pytest.param(a, True, marks=pytest.mark.long) for a in OTHERS)],
 )
 def test_tags(tmp_path: Path, architecture: str, pack: bool) -> None:
     model = model_folder(architecture, **STILL.get(architecture, {}))

@@ -94,7 +94,13 @@ def test_sigkill_while_tokenising(home: Path, straight: Path) -> None:
     assert outcome(run) == outcome(straight)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        *(pytest.param(n, c, marks=pytest.mark.long) for n, c in ((signal.SIGINT, 130), (signal.SIGHUP, 129))),
+    ],
+)
 def test_a_signal_saves_and_ends(home: Path, straight: Path, number: int, code: int) -> None:
     run = home / f"signal-{code}"
     process = start(arguments(home, run.name), home / "cache")
@@ -146,6 +152,7 @@ def test_the_same_snapshot_resumed_twice_gives_the_same(home: Path) -> None:
     assert outcome(runs[0]) == outcome(runs[1])
 
 
+@pytest.mark.long
 def test_workers_and_prefetch_change_nothing(home: Path, straight: Path) -> None:
     run = completed(home, "no-workers", training__dataloader_num_workers=0)
     more = completed(home, "two-workers", "--prefetch", "5", training__dataloader_num_workers=2)
@@ -168,12 +175,13 @@ def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
     "changes",
     [
         {"training__optimizer": "adamw"},
-        pytest.param({"data__pack_sequences": "false"}, marks=pytest.mark.long),
-        pytest.param({"training__window_warmup_ratio": 0.8, "model__max_seq_len": 128}, marks=pytest.mark.long),
-        pytest.param({"training__compile": "on"}, marks=pytest.mark.long),
-        pytest.param({"training__precision": "bf16"}, marks=pytest.mark.long),
+        {"data__pack_sequences": "false"},
+        {"training__window_warmup_ratio": 0.8, "model__max_seq_len": 128},
+        {"training__compile": "on"},
+        {"training__precision": "bf16"},
     ],
 )
+@pytest.mark.long
 def test_exact_with_other_choices(home: Path, changes: dict[str, object]) -> None:
     name = "-".join(map(str, changes.values()))
     whole = completed(home, f"whole-{name}", **changes)

@@ -112,7 +112,7 @@ def test_headless_prints_the_same_lines_and_nothing_else(home: Path, tmp_path: P
     assert out == (tmp_path / "r/metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("flags", [(), ("--headless",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--headless",), marks=pytest.mark.long)])
 def test_a_reader_that_leaves_does_not_end_the_run(home: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=12, training__logging_steps=1)
     process = start_apart(["train", *chosen, *flags, "--output-dir", str(tmp_path / "r")], home / "cache")
