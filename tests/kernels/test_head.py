@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, quantize_rows
 from sansgpu.kernels.cross_entropy import (
     LossOptions,
     linear_cross_entropy,
@@ -11,6 +12,7 @@ from sansgpu.kernels.cross_entropy import (
     target_log_probabilities,
 )
 from sansgpu.kernels.embedding import embed
+from sansgpu.kernels.mixed_loss import SoftTargets, linear_mixed_loss
 
 
 def leaves(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,3 +135,36 @@ def test_log_probabilities_of_targets_have_the_gradients_of_any_function_of_them
     if kernels == "native":
         assert torch.equal(without, found)
         assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [LossOptions(), LossOptions(0.1, 0.01), LossOptions(0.1, 0.01, 5.0)])
+@pytest.mark.parametrize("name", ["q4_1", "q8_0", "q6_k"])
+def test_a_quantized_head_computes_what_its_values_do(
+    kernels: str, name: str, options: LossOptions, dtype: torch.dtype
+) -> None:
+    hidden, head = leaves(1100, 256, 300, dtype)
+    weight = QuantizedWeight(quantize_rows(head.detach(), FORMATS[name]), FORMATS[name])
+    targets, soft = random_targets(1100, 300), soft_targets(1100, 300)
+    results = []
+    for matrix in (weight, weight.dequantized(dtype)):
+        hidden.grad = None
+        loss, hits = linear_cross_entropy_and_hits(hidden, matrix, targets, options)
+        of_targets = target_log_probabilities(hidden, matrix, targets, options.softcap)
+        mixed, parts = linear_mixed_loss(
+            hidden, matrix, targets, soft, LossOptions(0.0, options.z_loss, options.softcap)
+        )
+        (loss + of_targets.square().sum() + mixed).backward()
+        results.append([loss, hits, of_targets, mixed, parts, hidden.grad])
+    for of_blocks, of_values in zip(*results, strict=True):
+        assert of_blocks is not None
+        assert of_values is not None
+        torch.testing.assert_close(of_blocks, of_values, rtol=1e-6, atol=0.0)
+
+
+def soft_targets(tokens: int, vocabulary: int) -> SoftTargets:
+    """Returns five likely tokens for each of `tokens`."""
+    logits = torch.randn(tokens, vocabulary, generator=torch.Generator().manual_seed(3))
+    known, ids = torch.log_softmax(logits, dim=1).topk(5)
+    rest = (1 - known.exp().sum(dim=1, keepdim=True)).log()
+    return SoftTargets(ids, torch.cat((known, rest), dim=1), weight=0.5)

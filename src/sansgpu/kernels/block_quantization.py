@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Encoding
 from sansgpu.kernels import native
 
 Precision = Literal["int8", "int4"]
+NOT_QUANTIZED = -1  # the number of a format that stands for a tensor of fp32 or bf16
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,24 @@ class QuantizedWeight:
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the values (outputs, inputs)."""
         return dequantize_rows(self.data, self.format, dtype)
+
+
+Matrix = torch.Tensor | QuantizedWeight
+
+
+def stored(matrix: Matrix) -> tuple[torch.Tensor, int]:
+    """Returns the tensor that kernels read and the number of its format, which may be NOT_QUANTIZED."""
+    return (matrix.data, matrix.format.number) if isinstance(matrix, QuantizedWeight) else (matrix, NOT_QUANTIZED)
+
+
+def row_length(inputs: int, format: int) -> int:
+    """Returns the elements of a row of `inputs` values in the tensor of a matrix whose format has this number."""
+    return inputs if format == NOT_QUANTIZED else by_number(format).row_bytes(inputs)
+
+
+def as_values(data: torch.Tensor, format: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the values (outputs, inputs) of a matrix whose tensor is `data`, in `dtype`."""
+    return data.to(dtype) if format == NOT_QUANTIZED else dequantize_rows(data, by_number(format), dtype)
 
 
 def format_for(precision: Precision, inputs: int) -> BlockFormat | None:

@@ -13,50 +13,53 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from sansgpu.kernels import native
+from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, row_length, stored
 from sansgpu.kernels.embedding import add_rows
 from sansgpu.kernels.linear import autocasted
 from sansgpu.kernels.matmul import is_native, matmul_into
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
+SUMMED_ROWS = 4096  # rows of a quantized weight that are in memory as fp32 while they are summed
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define(
-    "cross_entropy_losses(Tensor(a!)? exponentials, Tensor hidden, Tensor head, Tensor targets, float smoothing, "
-    "float z_loss, float softcap, bool count) -> (Tensor, Tensor, Tensor, Tensor)"
+    "cross_entropy_losses(Tensor(a!)? exponentials, Tensor hidden, Tensor head, int format, Tensor targets, "
+    "float smoothing, float z_loss, float softcap, bool count) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "cross_entropy_hidden(Tensor(a!) out, Tensor exponentials, Tensor head, Tensor targets, Tensor shares, "
-    "Tensor at_target) -> ()"
+    "cross_entropy_hidden(Tensor(a!) out, Tensor exponentials, Tensor head, int format, Tensor targets, "
+    "Tensor shares, Tensor at_target) -> ()"
 )
 
 
 def _cross_entropy_losses(
-    exponentials: torch.Tensor | None, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor,
+    exponentials: torch.Tensor | None, hidden: torch.Tensor, head: torch.Tensor, format: int, targets: torch.Tensor,
     smoothing: float, z_loss: float, softcap: float, count: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Returns what native/cross_entropy.cpp calls losses, shares, at_target and above."""
     (rows, width), vocabulary = hidden.shape, len(head)
-    if head.shape[1] != width or len(targets) != rows:
+    if head.shape[1] != row_length(width, format) or len(targets) != rows:
         raise RuntimeError("the hidden states, the head and the targets do not match in shape.")
     above = torch.zeros(rows if count else 0, dtype=torch.int64)
     results = [hidden.new_empty(rows, dtype=torch.float32) for _ in range(3)]
     native.call(
-        "cross_entropy_losses", hidden.dtype == torch.bfloat16, rows, width, vocabulary, hidden, head, targets,
+        "cross_entropy_losses", hidden.dtype == torch.bfloat16, format, rows, width, vocabulary, hidden, head, targets,
         float(smoothing), float(z_loss), float(softcap), exponentials, above if count else None, *results,
     )  # fmt: skip
     return *results, above
 
 
 def _cross_entropy_hidden(
-    out: torch.Tensor, exponentials: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, shares: torch.Tensor,
-    at_target: torch.Tensor,
+    out: torch.Tensor, exponentials: torch.Tensor, head: torch.Tensor, format: int, targets: torch.Tensor,
+    shares: torch.Tensor, at_target: torch.Tensor,
 ) -> None:  # fmt: skip
     sizes = (rows, width, vocabulary) = (*out.shape, len(head))
-    if exponentials.shape != (rows, vocabulary) or head.shape != (vocabulary, width):
+    if exponentials.shape != (rows, vocabulary) or head.shape != (vocabulary, row_length(width, format)):
         raise RuntimeError("the exponentials, the head and the gradient do not match in shape.")
     native.call(
-        "cross_entropy_hidden", out.dtype == torch.bfloat16, *sizes, exponentials, head, targets, shares, at_target, out
-    )
+        "cross_entropy_hidden", out.dtype == torch.bfloat16, format, *sizes, exponentials, head, targets, shares,
+        at_target, out,
+    )  # fmt: skip
 
 
 _library.impl("cross_entropy_losses", _cross_entropy_losses, "CPU")
@@ -108,12 +111,14 @@ def reference_cross_entropy(
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     targets: torch.Tensor,
     options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """Computes `reference_cross_entropy` chunk by chunk, skipping positions without a target.
+
+    A quantized weight stays quantized and gets no gradient.
 
     Matmuls run in the dtype of `hidden`, or in autocast's if enabled; sums run in fp32 (fp64 for fp64). Unless
     gradients are disabled, the forward pass computes them as well, as in Liger Kernel (arXiv 2410.10989).
@@ -123,7 +128,7 @@ def linear_cross_entropy(
 
 def linear_cross_entropy_and_hits(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     targets: torch.Tensor,
     options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ignore_index: int = -100,
@@ -139,20 +144,27 @@ def linear_cross_entropy_and_hits(
         has_target = targets != ignore_index
         if not bool(has_target.all()):
             hidden, targets = hidden[has_target], targets[has_target]
+        data, format = stored(weight)
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
-            hidden, weight = hidden.detach(), weight.detach()
-        sums = _LinearCrossEntropy.apply(hidden, weight, targets, options, count_hits)
+            hidden, data = hidden.detach(), data.detach()
+        sums = _LinearCrossEntropy.apply(hidden, data, format, targets, options, count_hits)
         return cast(tuple[torch.Tensor, torch.Tensor], sums)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions, count: bool
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        format: int,
+        targets: torch.Tensor,
+        options: LossOptions,
+        count: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = head_operands(hidden, weight, targets, *ctx.needs_input_grad[:2])
+        head = head_operands(hidden, weight, format, targets, *ctx.needs_input_grad[:2])
         # With both options, the gradient of smoothing differs from logit to logit.
-        fused = is_native(head.hidden, head.weight) and not (options.softcap and options.label_smoothing)
+        fused = head.is_native and not (options.softcap and options.label_smoothing)
         total, hits = (_native_sums if fused else _torch_sums)(head, options, count)
         ctx.save_for_backward(head.hidden_grad, head.weight_grad)
         ctx.mark_non_differentiable(hits)
@@ -161,11 +173,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale = grad_outputs[0]
-        return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None
+        return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None, None
 
 
 def target_log_probabilities(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float = 0.0
+    hidden: torch.Tensor, weight: Matrix, targets: torch.Tensor, softcap: float = 0.0
 ) -> torch.Tensor:
     """Returns the log-probability of each target, (N,), of hidden (N, D), weight (V, D) and targets (N,).
 
@@ -175,26 +187,28 @@ def target_log_probabilities(
     device = hidden.device.type
     hidden = autocasted(hidden)
     with torch.autocast(device, enabled=False):
-        return cast(torch.Tensor, _TargetLogProbabilities.apply(hidden, weight, targets, LossOptions(softcap=softcap)))
+        options = LossOptions(softcap=softcap)
+        return cast(torch.Tensor, _TargetLogProbabilities.apply(hidden, *stored(weight), targets, options))
 
 
 class _TargetLogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, format: int, targets: torch.Tensor, options: LossOptions
     ) -> torch.Tensor:
-        head = head_operands(hidden, weight, targets, of_hidden=False, of_weight=False)
+        head = head_operands(hidden, weight, format, targets, of_hidden=False, of_weight=False)
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.options = options
+        ctx.format, ctx.options = format, options
         losses = [part for part, _ in _chunks(head)(head, options)]
         return -torch.cat([hidden.new_empty(0, dtype=wide(hidden)), *losses])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        head = head_operands(*ctx.saved_tensors, *ctx.needs_input_grad[:2])
+        hidden, weight, targets = ctx.saved_tensors
+        head = head_operands(hidden, weight, ctx.format, targets, *ctx.needs_input_grad[:2])
         for _ in _chunks(head)(head, ctx.options, scale=-grad_outputs[0]):
             pass
-        return head.hidden_grad, head.weight_grad, None, None
+        return head.hidden_grad, head.weight_grad, None, None, None
 
 
 @dataclass(frozen=True)
@@ -202,10 +216,22 @@ class HeadOperands:
     """The operands of the head, and its gradients, which are None for what is frozen."""
 
     hidden: torch.Tensor
-    weight: torch.Tensor  # in the dtype of `hidden`
+    weight: torch.Tensor  # in the dtype of `hidden`, or quantized
+    format: int
     targets: torch.Tensor
     hidden_grad: torch.Tensor | None
     weight_grad: torch.Tensor | None  # in fp32 or wider
+
+    @property
+    def is_native(self) -> bool:
+        """True if our kernels take these operands."""
+        return is_native(self.hidden) and (self.format != NOT_QUANTIZED or is_native(self.weight))
+
+    def column_sums(self) -> torch.Tensor:
+        """Returns the sum of the rows of the weight, (D,) fp32."""
+        parts = self.weight.split(len(self.weight) if self.format == NOT_QUANTIZED else SUMMED_ROWS)
+        values = (as_values(part, self.format, self.hidden.dtype) for part in parts)
+        return sum(rows.sum(0, dtype=torch.float32) for rows in values)  # type: ignore[return-value]
 
     def buffer(self) -> torch.Tensor | None:
         """Returns memory for a chunk's logits, or None without gradients.
@@ -218,7 +244,7 @@ class HeadOperands:
 
 
 def head_operands(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_hidden: bool, of_weight: bool
+    hidden: torch.Tensor, weight: torch.Tensor, format: int, targets: torch.Tensor, of_hidden: bool, of_weight: bool
 ) -> HeadOperands:
     """Returns contiguous operands of the head, with memory for the gradients of its hidden states and its weight."""
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
@@ -228,7 +254,8 @@ def head_operands(
         weight_grad.zero_()
     return HeadOperands(
         hidden.contiguous(),
-        weight.to(hidden.dtype).contiguous(),
+        (weight.to(hidden.dtype) if format == NOT_QUANTIZED else weight).contiguous(),
+        format,
         targets.to(torch.int64).contiguous(),
         hidden.new_empty(hidden.shape) if of_hidden else None,
         weight_grad,
@@ -245,18 +272,18 @@ def wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _chunks(head: HeadOperands) -> Callable[..., Iterator[tuple[torch.Tensor, torch.Tensor]]]:
-    return native_chunks if is_native(head.hidden, head.weight) else _torch_chunks
+    return native_chunks if head.is_native else _torch_chunks
 
 
 def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sums of losses and hits and computes the gradients, with the kernels."""
-    hidden, weight, uniform = head.hidden, head.weight, options.label_smoothing / len(head.weight)
+    uniform = options.label_smoothing / len(head.weight)
     total, hits = torch.zeros(()), torch.zeros((), dtype=torch.int64)
     for losses, above in native_chunks(head, options, count):
         total += losses.sum()
         hits += (above == 0).sum()  # `above` is empty without `count`
     if uniform:  # the same for all tokens: the gradient of every logit is smaller by `uniform`
-        hidden_sum, weight_sum = hidden.sum(0, dtype=torch.float32), weight.sum(0, dtype=torch.float32)
+        hidden_sum, weight_sum = head.hidden.sum(0, dtype=torch.float32), head.column_sums()
         total -= uniform * (hidden_sum * weight_sum).sum()
         for grad, summed in ((head.hidden_grad, weight_sum), (head.weight_grad, hidden_sum)):
             if grad is not None:
@@ -284,7 +311,7 @@ def native_chunks(
         chunk, targets = head.hidden[part], head.targets[part]
         exponentials = None if buffer is None else buffer[: len(chunk)]
         losses, shares, at_target, above = torch.ops.sansgpu.cross_entropy_losses(
-            exponentials, chunk, head.weight, targets, *settings
+            exponentials, chunk, head.weight, head.format, targets, *settings
         )
         if scale is not None:
             shares.mul_(scale[part])
@@ -293,7 +320,8 @@ def native_chunks(
             shares, at_target = revise(part, losses, shares, exponentials)
         if head.hidden_grad is not None:
             out = head.hidden_grad[part]
-            torch.ops.sansgpu.cross_entropy_hidden(out, exponentials, head.weight, targets, shares, at_target)
+            operands = exponentials, head.weight, head.format, targets
+            torch.ops.sansgpu.cross_entropy_hidden(out, *operands, shares, at_target)
         if head.weight_grad is not None and exponentials is not None:
             rows = torch.mul(chunk, shares[:, None], out=scaled[: len(chunk)])
             matmul_into(head.weight_grad, exponentials.T, rows, add=start > 0)
@@ -315,20 +343,20 @@ def _torch_chunks(
     head: HeadOperands, options: LossOptions, count: bool = False, scale: torch.Tensor | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields each chunk's losses and hits, and computes gradients as `native_chunks` does."""
-    buffer = head.buffer()
+    buffer, weight = head.buffer(), as_values(head.weight, head.format, head.hidden.dtype)
     for start in range(0, len(head.hidden), CHUNK_ROWS):
         part = slice(start, start + CHUNK_ROWS)
         chunk, targets = head.hidden[part], head.targets[part]
-        logits = chunk @ head.weight.T if buffer is None else buffer[: len(chunk)]
+        logits = chunk @ weight.T if buffer is None else buffer[: len(chunk)]
         if buffer is not None:
-            matmul_into(logits, chunk, head.weight.T)
+            matmul_into(logits, chunk, weight.T)
         # Counted before the logits become their gradients.
         is_hit = logits.argmax(dim=1) == targets if count else targets.new_empty(0)
         losses, logits_grad = _losses(logits, targets, options, buffer is not None)
         if scale is not None:
             logits_grad.mul_(scale[part, None])
         if head.hidden_grad is not None:
-            matmul_into(head.hidden_grad[part], logits_grad, head.weight)
+            matmul_into(head.hidden_grad[part], logits_grad, weight)
         if head.weight_grad is not None:
             matmul_into(head.weight_grad, logits_grad.T, chunk, add=start > 0)
         yield losses[:, 0], is_hit

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from sansgpu.kernels import native
-from sansgpu.kernels.block_quantization import by_number
+from sansgpu.kernels.block_quantization import NOT_QUANTIZED, row_length
 from sansgpu.kernels.matmul import is_native
 
 MAX_RANK = 64  # above, adding products in fp32 takes longer than separate matmuls
-NOT_QUANTIZED = -1  # the format of a weight in the dtype of x
 
 _library = torch.library.Library("sansgpu", "FRAGMENT")
 _library.define(
@@ -165,8 +164,7 @@ def _sizes(
 ) -> tuple[int, ...]:
     """Returns N, I, O, R. Raises RuntimeError if the adapter does not fit the layer, or the layer its input."""
     (rows, inputs), (outputs, rank) = x.shape, second.shape
-    stored = inputs if format == NOT_QUANTIZED else by_number(format).row_bytes(inputs)
-    if weight.shape != (outputs, stored) or first.shape != (rank, inputs):
+    if weight.shape != (outputs, row_length(inputs, format)) or first.shape != (rank, inputs):
         raise RuntimeError(f"a layer of {tuple(weight.shape)} and its adapter or input cannot be multiplied.")
     return rows, inputs, outputs, rank
 

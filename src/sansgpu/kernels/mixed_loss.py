@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sansgpu.kernels import native
+from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, stored
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, HeadOperands, LossOptions, head_operands, native_chunks
 from sansgpu.kernels.linear import autocasted
 from sansgpu.kernels.matmul import is_native
@@ -114,7 +115,7 @@ def mixed_loss_of_logits(
 
 def linear_mixed_loss(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     targets: torch.Tensor,
     soft: SoftTargets,
     options: LossOptions = DEFAULT_LOSS_OPTIONS,
@@ -127,18 +128,18 @@ def linear_mixed_loss(
     smoothing is not supported.
     """
     hidden = autocasted(hidden)
+    data, format = stored(weight)
     with torch.autocast(hidden.device.type, enabled=False):
         has_target = targets != ignore_index
         hidden, targets, soft = hidden[has_target], targets[has_target], soft.rows(has_target)
-        if len(targets) and not 0 <= int(soft.ids.min()) <= int(soft.ids.max()) < len(weight):
-            raise IndexError(f"a teacher's token is out of bounds: tokens must lie in 0 to {len(weight) - 1}.")
+        if len(targets) and not 0 <= int(soft.ids.min()) <= int(soft.ids.max()) < len(data):
+            raise IndexError(f"a teacher's token is out of bounds: tokens must lie in 0 to {len(data) - 1}.")
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
-            hidden, weight = hidden.detach(), weight.detach()
-        if is_native(hidden) and native.takes(weight):
-            return cast(
-                tuple[torch.Tensor, torch.Tensor], _LinearMixedLoss.apply(hidden, weight, targets, soft, options)
-            )
-        narrow = weight.to(hidden.dtype)
+            hidden, data = hidden.detach(), data.detach()
+        if is_native(hidden) and (format != NOT_QUANTIZED or native.takes(data)):
+            sums = _LinearMixedLoss.apply(hidden, data, format, targets, soft, options)
+            return cast(tuple[torch.Tensor, torch.Tensor], sums)
+        narrow = as_values(data, format, hidden.dtype)
         parts = [slice(start, start + REFERENCE_ROWS) for start in range(0, max(1, len(hidden)), REFERENCE_ROWS)]
         sums = [
             checkpoint(reference_mixed_loss, hidden[p], narrow, targets[p], soft.rows(p), options, use_reentrant=False)
@@ -153,11 +154,12 @@ class _LinearMixedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        format: int,
         targets: torch.Tensor,
         soft: SoftTargets,
         options: LossOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = head_operands(hidden, weight, targets, *ctx.needs_input_grad[:2])
+        head = head_operands(hidden, weight, format, targets, *ctx.needs_input_grad[:2])
         sums = torch.zeros(3)
         revise = partial(_revise, head, soft, options, sums)
         for _ in native_chunks(head, LossOptions(softcap=options.softcap), revise=revise):
@@ -170,7 +172,7 @@ class _LinearMixedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale = grad_outputs[0]
-        return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None
+        return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None, None
 
 
 def _revise(
@@ -189,7 +191,7 @@ def _revise(
     the gradients of other tokens would be lost in the rounding of large exponentials.
     """
     targets, soft, softcap = head.targets[part, None], soft.rows(part), options.softcap
-    logits = _logits_at(head.hidden[part], head.weight, torch.cat((soft.ids, targets), dim=1), softcap)
+    logits = _logits_at(head, part, torch.cat((soft.ids, targets), dim=1), softcap)
     mixed = soft.mix(logits[:, :-1], logits[:, -1], losses, targets[:, 0], options.z_loss)
     sums += torch.stack((mixed.losses.sum(), losses.sum(), mixed.kl.sum()))
     slope = 1 - (logits / softcap).square() if softcap else torch.ones_like(logits)
@@ -200,10 +202,12 @@ def _revise(
     return shares, mixed.at_target * slope[:, -1]
 
 
-def _logits_at(hidden: torch.Tensor, head: torch.Tensor, places: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Returns the logits (N, K) of the tokens of the vocabulary at `places` (N, K)."""
+def _logits_at(head: HeadOperands, part: slice, places: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Returns the logits (N, K) of the tokens of the vocabulary at `places` (N, K), for a part of the rows."""
+    hidden = head.hidden[part]
     logits = hidden.new_empty(places.shape, dtype=torch.float32)
     sizes = (*hidden.shape, places.shape[1])
     narrow = hidden.dtype == torch.bfloat16
-    native.call("head_logits_at", narrow, *sizes, hidden, head, places, float(softcap), logits)
+    operands = hidden, head.weight, places
+    native.call("head_logits_at", narrow, head.format, *sizes, *operands, float(softcap), logits)
     return logits

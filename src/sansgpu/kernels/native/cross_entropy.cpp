@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-#include "matmul.h"
+#include "quantized_rows.h"
 
 namespace sansgpu {
 namespace {
@@ -35,13 +35,26 @@ struct Options {
   float slope(float y) const { return softcap == 0.0f ? 1.0f : 1.0f - (y / softcap) * (y / softcap); }
 };
 
-// The operands of the head's matmuls.
-template <typename T>
+// The operands of the head's matmuls. The weight (V, D) is an Operand or QuantizedRows.
+template <typename T, typename Weight>
 struct Head {
   int64_t N, D, V;
-  const T *hidden, *weight;  // (N, D), (V, D)
-  const int64_t* targets;    // (N,), in [0, V)
+  const T* hidden;  // (N, D)
+  Weight weight;
+  const int64_t* targets;  // (N,), in [0, V)
 };
+
+// Returns `count` values of a row of a weight, from `start` on. Those of quantized rows are widened into `scratch`.
+template <typename T>
+const T* values_of(const Operand<T>& weight, int64_t row, int64_t start, int64_t, T*) {
+  return weight.at + row * weight.ld + start;
+}
+
+template <typename T>
+const T* values_of(const QuantizedRows<T>& weight, int64_t row, int64_t start, int64_t count, T* scratch) {
+  weight.decode(weight.at + row * weight.ld, weight.ld, 1, start, count, scratch, count);
+  return scratch;
+}
 
 // What is known of each token; all are (N,).
 struct Tokens {
@@ -77,7 +90,8 @@ inline void stream(T* to, const float* from) {
 // Finishes rows of logits: stores their exponentials, times the slope of the cap, and the sums of each tile's rows.
 template <typename T>
 struct Exponentials {
-  Head<T> head;
+  int64_t N, V;
+  const int64_t* targets;
   Tokens tokens;
   Options options;
   T* to;        // (N, V); may be null
@@ -91,21 +105,21 @@ struct Exponentials {
       logits = copy;
     }
     const float shift = tokens.shifts[token];
-    const int64_t target = head.targets[token] - column;
+    const int64_t target = targets[token] - column;
     int32_t larger = 0;
     for (int64_t j = 0; j < COLUMNS; ++j) larger |= logits[j] > shift;
     if (larger) raise(tokens.larger[token], max_of(COLUMNS, [&](int64_t j) { return logits[j]; }));
     if (tokens.above != nullptr) count_above(token, target, logits);
     for (int64_t j = 0; j < COLUMNS; ++j) e[j] = exp2_nonpositive((logits[j] - shift) * LOG2E);
     if (0 <= target && target < COLUMNS) e[target] = 0.0f;
-    sums[column / COLUMNS * head.N + token] = sum_of(COLUMNS, [&](int64_t j) { return e[j]; });
+    sums[column / COLUMNS * N + token] = sum_of(COLUMNS, [&](int64_t j) { return e[j]; });
     if (to != nullptr) store_exponentials(token, column, count, logits, e);
   }
 
   void store_exponentials(int64_t token, int64_t column, int64_t count, const float* logits, float* e) const {
     if (options.softcap != 0.0f)
       for (int64_t j = 0; j < count; ++j) e[j] *= options.slope(logits[j]);
-    T* at = to + token * head.V + column;
+    T* at = to + token * V + column;
     count == COLUMNS && reinterpret_cast<uintptr_t>(at) % 64 == 0 ? stream(at, e) : store_row(at, e, count);
   }
 
@@ -125,14 +139,15 @@ struct Exponentials {
 };
 
 // Finishes rows of the gradient of `hidden`.
-template <typename T>
+template <typename T, typename Weight>
 struct HiddenGradient {
-  Head<T> head;
+  Head<T, Weight> head;
   const float *shares, *at_target;
   T* to;  // (N, D)
 
   void operator()(int64_t token, int64_t column, int64_t count, float* sums) const {
-    const T* row = head.weight + head.targets[token] * head.D + column;
+    alignas(64) T scratch[COLUMNS];
+    const T* row = values_of(head.weight, head.targets[token], column, count, scratch);
     const float share = shares[token], own = at_target[token];
     for (int64_t j = 0; j < count; ++j) sums[j] = share * sums[j] + own * load(row + j);
     store_row(to + token * head.D + column, sums, count);
@@ -145,16 +160,26 @@ struct Results {
   float* at_target;  // (N,): this is the target's
 };
 
-// Computes the logits of the targets and, from them, the shifts.
-template <typename T>
-void compute_shifts(const Head<T>& head, const Options& options, const Tokens& tokens) {
-  each_tokens(head.N, [&](int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; ++i) {
-      const T *h = head.hidden + i * head.D, *w = head.weight + head.targets[i] * head.D;
-      tokens.logits[i] = options.capped(sum_of(head.D, [&](int64_t d) { return load(h + d) * load(w + d); }));
-      tokens.shifts[i] = tokens.logits[i] + MARGIN;
-      tokens.larger[i] = NONE;
+// Calls use(i, logit) for the logits of the tokens of the vocabulary at `places` (N, K), of which each token has K.
+template <typename T, typename Weight, typename Use>
+void each_logit(int64_t N, int64_t D, int64_t K, const T* hidden, const Weight& weight, const int64_t* places,
+                const Options& options, const Use& use) {
+  each_tokens(N, [&](int64_t first, int64_t end) {
+    Buffer<T> scratch(D);
+    for (int64_t i = first * K; i < end * K; ++i) {
+      const T *h = hidden + i / K * D, *w = values_of<T>(weight, places[i], 0, D, scratch);
+      use(i, options.capped(sum_of(D, [&](int64_t d) { return load(h + d) * load(w + d); })));
     }
+  });
+}
+
+// Computes the logits of the targets and, from them, the shifts.
+template <typename T, typename Weight>
+void compute_shifts(const Head<T, Weight>& head, const Options& options, const Tokens& tokens) {
+  each_logit(head.N, head.D, 1, head.hidden, head.weight, head.targets, options, [&](int64_t i, float logit) {
+    tokens.logits[i] = logit;
+    tokens.shifts[i] = logit + MARGIN;
+    tokens.larger[i] = NONE;
   });
 }
 
@@ -188,79 +213,72 @@ void compute_results(int64_t N, int64_t tiles, const float* sums, const Tokens& 
   });
 }
 
-template <typename T>
-void compute_losses(const Head<T>& head, const Options& options, T* exponentials, int64_t* above,
+template <typename T, typename Weight>
+void compute_losses(const Head<T, Weight>& head, const Options& options, T* exponentials, int64_t* above,
                     const Results& results) {
   const int64_t tiles = divide_up(head.V, COLUMNS);
   Buffer<float> sums(tiles * head.N), logits(head.N), shifts(head.N), larger(head.N);
   const Tokens tokens{logits, shifts, larger, above};
-  const Exponentials<T> finish{head, tokens, options, exponentials, sums};
-  const Operand<T> hidden{head.hidden, head.D, false}, weight{head.weight, head.D, true};
-  Multiplication logits_product(Product<T>{head.N, head.V, head.D, hidden, weight, nullptr, false, nullptr}, finish);
+  const Exponentials<T> finish{head.N, head.V, head.targets, tokens, options, exponentials, sums};
+  const Product<T, Weight> product{head.N,  head.V, head.D, {head.hidden, head.D, false}, head.weight.turned(),
+                                   nullptr, false,  nullptr};
+  Multiplication<T, Exponentials<T>, Weight> logits_product(product, finish);
   compute_shifts(head, options, tokens);
   logits_product.run();
   if (raise_shifts(head.N, tokens)) logits_product.run();
   compute_results(head.N, tiles, sums, tokens, options, results);
 }
 
-template <typename T>
-void compute_hidden_gradient(const Head<T>& head, const T* exponentials, const float* shares, const float* at_target,
-                             T* to) {
-  const Operand<T> left{exponentials, head.V, false}, right{head.weight, head.D, false};
-  const HiddenGradient<T> finish{head, shares, at_target, to};
-  Multiplication(Product<T>{head.N, head.D, head.V, left, right, nullptr, false, nullptr}, finish).run();
+template <typename T, typename Weight>
+void compute_hidden_gradient(const Head<T, Weight>& head, const T* exponentials, const float* shares,
+                             const float* at_target, T* to) {
+  using Finish = HiddenGradient<T, Weight>;
+  const Operand<T> left{exponentials, head.V, false};
+  const Product<T, Weight> product{head.N, head.D, head.V, left, head.weight, nullptr, false, nullptr};
+  Multiplication<T, Finish, Weight>(product, Finish{head, shares, at_target, to}).run();
 }
 
-template <typename T>
-void compute_logits_at(int64_t N, int64_t D, int64_t K, const T* hidden, const T* weight, const int64_t* places,
-                       const Options& options, float* logits) {
-  each_tokens(N, [&](int64_t first, int64_t end) {
-    for (int64_t i = first * K; i < end * K; ++i) {
-      const T *h = hidden + i / K * D, *w = weight + places[i] * D;
-      logits[i] = options.capped(sum_of(D, [&](int64_t d) { return load(h + d) * load(w + d); }));
-    }
-  });
-}
-
-// Calls compute(T, T*): the dtype of the tensors and `to` as a pointer to it.
+// Calls compute(weight, to): the weight (., D), which is not quantized if its format is -1, and `to` as a pointer to
+// values of the dtype of all tensors, which is bf16 if `narrow`, or else fp32.
 template <typename F>
-void with_dtype(int64_t narrow, void* to, const F& compute) {
-  narrow ? compute(static_cast<bf16*>(to)) : compute(static_cast<float*>(to));
-}
-
-template <typename T>
-Head<T> head_of(int64_t N, int64_t D, int64_t V, const void* hidden, const void* weight, const int64_t* targets) {
-  return {N, D, V, static_cast<const T*>(hidden), static_cast<const T*>(weight), targets};
+void with_weight(int64_t narrow, int64_t format, const void* weight, int64_t D, void* to, const F& compute) {
+  const auto call_with = [&]<typename T>(T* typed) {
+    format < 0 ? compute(Operand<T>{static_cast<const T*>(weight), D, false}, typed)
+               : compute(QuantizedRows<T>(format, weight, D), typed);
+  };
+  narrow ? call_with(static_cast<bf16*>(to)) : call_with(static_cast<float*>(to));
 }
 
 }  // namespace
 
 // `exponentials` (N, V) and `above` (N,), which must be 0 before, may be null; see Tokens and Results.
-SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t N, int64_t D, int64_t V, const void* hidden,
-                                         const void* weight, const int64_t* targets, double smoothing, double z_loss,
-                                         double softcap, void* exponentials, int64_t* above, float* losses,
-                                         float* shares, float* at_target) {
+SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
+                                         const void* hidden, const void* weight, const int64_t* targets,
+                                         double smoothing, double z_loss, double softcap, void* exponentials,
+                                         int64_t* above, float* losses, float* shares, float* at_target) {
   const Options options{static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(softcap)};
-  with_dtype(narrow, exponentials, [&]<typename T>(T* to) {
-    compute_losses(head_of<T>(N, D, V, hidden, weight, targets), options, to, above, {losses, shares, at_target});
+  with_weight(narrow, format, weight, D, exponentials, [&]<typename T, typename Weight>(const Weight& w, T* to) {
+    const Head<T, Weight> head{N, D, V, static_cast<const T*>(hidden), w, targets};
+    compute_losses(head, options, to, above, {losses, shares, at_target});
   });
 }
 
 // Stores the logits of the tokens of the vocabulary at `places` (N, K), all in [0, V), in `logits` (N, K).
-SANSGPU_KERNEL void head_logits_at(int64_t narrow, int64_t N, int64_t D, int64_t K, const void* hidden,
+SANSGPU_KERNEL void head_logits_at(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t K, const void* hidden,
                                    const void* weight, const int64_t* places, double softcap, float* logits) {
   const Options options{0.0f, 0.0f, static_cast<float>(softcap)};
-  with_dtype(narrow, const_cast<void*>(weight), [&]<typename T>(T* head) {
-    compute_logits_at(N, D, K, static_cast<const T*>(hidden), head, places, options, logits);
+  with_weight(narrow, format, weight, D, nullptr, [&]<typename T, typename Weight>(const Weight& w, T*) {
+    each_logit(N, D, K, static_cast<const T*>(hidden), w, places, options,
+               [&](int64_t i, float logit) { logits[i] = logit; });
   });
 }
 
 // Stores the gradient of `hidden` in `to` (N, D).
-SANSGPU_KERNEL void cross_entropy_hidden(int64_t narrow, int64_t N, int64_t D, int64_t V, const void* exponentials,
-                                         const void* weight, const int64_t* targets, const float* shares,
-                                         const float* at_target, void* to) {
-  with_dtype(narrow, to, [&]<typename T>(T* out) {
-    const Head<T> head = head_of<T>(N, D, V, nullptr, weight, targets);
+SANSGPU_KERNEL void cross_entropy_hidden(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
+                                         const void* exponentials, const void* weight, const int64_t* targets,
+                                         const float* shares, const float* at_target, void* to) {
+  with_weight(narrow, format, weight, D, to, [&]<typename T, typename Weight>(const Weight& w, T* out) {
+    const Head<T, Weight> head{N, D, V, nullptr, w, targets};
     compute_hidden_gradient(head, static_cast<const T*>(exponentials), shares, at_target, out);
   });
 }
