@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
 from sansgpu.models.pretrained import Head, load_pretrained
-from sansgpu.models.quantized_layers import QuantizedLinear
+from sansgpu.models.quantized_layers import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from tests.models.llama import LlamaFile
 from tests.processes import digests, finish, kill_when, start, use_cache
 from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
@@ -45,18 +45,18 @@ def loaded(base: Path, precision: str = "auto") -> Any:
     ).eval()
 
 
-def quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
+def quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLayer]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
 
 
 def dequantized(base: Path, precision: str, folder: Path) -> Path:
     """Writes a folder with the values that the quantized base stands for, in fp32."""
     model, weights = loaded(base, precision), load_file(base / "model.safetensors")
+    weights |= {name: value.detach().float() for name, value in model.named_parameters()}
     for name, layer in quantized_layers(model).items():
-        weights[f"{name}.weight"] = (layer.dequantize().T if layer.transposed else layer.dequantize()).contiguous()
-    weights["transformer.wte.weight" if layer.transposed else "model.embed_tokens.weight"] = (
-        model.get_input_embeddings().weight.float()
-    )
+        if f"{name}.weight" in weights:  # a tied head is not
+            transposed = getattr(layer, "transposed", False)
+            weights[f"{name}.weight"] = (layer.dequantize().T if transposed else layer.dequantize()).contiguous()
     copytree(base, folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -141,9 +141,12 @@ def test_a_quantized_file_is_read_by_llama_cpp_and_trained_on(
         ours = whole(torch.tensor([ids])).logits[0]
     if find_spec("llama_cpp"):
         assert (LlamaFile(file).logits(ids) - ours).abs().max() < 0.05 * ours.abs().max()
-    layers = quantized_layers(loaded(file))
-    assert len(layers) == 14
-    assert {layer.blocks.format.name for layer in layers.values()} == {kind}
+    model = loaded(file)
+    layers = quantized_layers(model)
+    assert len(layers) == 14 + 2
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    assert [type(table) for table in tables] == [QuantizedEmbedding, QuantizedLinear]
+    assert {layer.blocks.format.name for layer in layers.values() if layer not in tables} == {kind}
     plain = dict(whole.named_parameters())
     assert all(torch.equal(layer.dequantize(), plain[f"{name}.weight"]) for name, layer in layers.items())
     run = made(
@@ -193,9 +196,10 @@ def test_a_plan_knows_what_is_quantized(home: Path, wide_run: Path, capsys: Capt
         plans[precision] = json.loads(capsys.readouterr().out)
     assert [plan["base_precision"] for plan in plans.values()] == ["bf16", "int8", "int4"]
     numbers = 2 * (256 * 64 * (4 + 2 + 2 + 4) + 3 * 256 * 512)  # in the layers of two blocks
+    tables = 2 * 1024 * 256
     weights = {precision: plan["memory_bytes"]["weights"] for precision, plan in plans.items()}
-    assert weights["bf16"] - weights["int8"] == numbers * (2 - 34 / 32)
-    assert weights["bf16"] - weights["int4"] == numbers * (2 - 144 / 256)
+    assert weights["bf16"] - weights["int8"] == (numbers + tables) * (2 - 34 / 32)
+    assert weights["bf16"] - weights["int4"] == numbers * (2 - 144 / 256) + tables * (2 - 210 / 256)
 
 
 def test_what_can_be_trained_in_a_memory(home: Path, wide_run: Path, capsys: Captured) -> None:

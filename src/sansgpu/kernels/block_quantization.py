@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Encoding
 from sansgpu.kernels import native
 
 Precision = Literal["int8", "int4"]
+QUANTIZED_AT_ONCE = 1 << 24  # values of a matrix that are in memory as fp32 while it is quantized
 NOT_QUANTIZED = -1  # the number of a format that stands for a tensor of fp32 or bf16
 
 
@@ -107,9 +108,14 @@ def as_values(data: torch.Tensor, format: int, dtype: torch.dtype) -> torch.Tens
     return data.to(dtype) if format == NOT_QUANTIZED else dequantize_rows(data, by_number(format), dtype)
 
 
-def format_for(precision: Precision, inputs: int) -> BlockFormat | None:
-    """Returns the format of matrices with rows of `inputs` values, or None if their rows are not whole blocks."""
-    names = ("q8_0",) if precision == "int8" else ("q4_k", "q4_1")
+def format_for(precision: Precision, inputs: int, is_table: bool = False) -> BlockFormat | None:
+    """Returns the format of matrices with rows of `inputs` values, or None if their rows are not whole blocks.
+
+    For int4, tables (token embeddings and output heads) get more bits, as llama.cpp gives them: their errors reach
+    every logit.
+    """
+    of_four_bits = ("q6_k", "q8_0") if is_table else ("q4_k", "q4_1")
+    names = ("q8_0",) if precision == "int8" else of_four_bits
     return next((FORMATS[name] for name in names if inputs % FORMATS[name].block == 0), None)
 
 
@@ -121,18 +127,25 @@ def quantize_rows(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     are not whole blocks.
     """
     outputs, inputs = values.shape
-    row_bytes = format.row_bytes(inputs)
-    blocks = values.detach().float().cpu().reshape(-1, format.block)
+    data = torch.empty(outputs, format.row_bytes(inputs), dtype=torch.uint8)
+    at_once = max(1, QUANTIZED_AT_ONCE // inputs)
+    for start in range(0, outputs, at_once):
+        rows = values[start : start + at_once].detach().float().cpu()
+        data[start : start + at_once] = _quantized(rows.reshape(-1, format.block), format).view(len(rows), -1)
+    return data
+
+
+def _quantized(blocks: torch.Tensor, format: BlockFormat) -> torch.Tensor:
+    """Returns the bytes (N, bytes of a block) of blocks (N, values of a block)."""
     if not blocks.isfinite().all():
         raise RuntimeError(f"values that are not finite cannot be stored in {format.name}.")
     if format.name not in _PLAIN:
-        data = torch.from_numpy(gguf.quants.quantize(blocks.numpy(), format.encoding))
-    elif native.takes(blocks):
-        data = torch.empty(len(blocks), format.bytes, dtype=torch.uint8)
-        native.call(f"quantize_{format.name}", len(blocks), blocks, data)
-    else:
-        data = _PLAIN[format.name](blocks)
-    return data.reshape(outputs, row_bytes)
+        return torch.from_numpy(gguf.quants.quantize(blocks.numpy(), format.encoding))
+    if not native.takes(blocks):
+        return _PLAIN[format.name](blocks)
+    data = torch.empty(len(blocks), format.bytes, dtype=torch.uint8)
+    native.call(f"quantize_{format.name}", len(blocks), blocks, data)
+    return data
 
 
 def dequantize_rows(data: torch.Tensor, format: BlockFormat, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -14,7 +14,13 @@ from torch import nn
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.pretrained import is_inside, plain_name, save_tokenizer, seeded
-from sansgpu.models.quantized_layers import QuantizedLinear, dequantize_layer, restore_conv1d
+from sansgpu.models.quantized_layers import (
+    QuantizedLayer,
+    QuantizedLinear,
+    dequantize_layer,
+    dequantize_layers,
+    restore_conv1d,
+)
 from sansgpu.models.stored_weights import StoredTensor, as_stored
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
@@ -52,12 +58,11 @@ def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
     for layer in _adapted_layers(adapted).values():  # one by one, because the model in fp32 may not fit into memory
         weight, base = _merged_weight(layer).to(dtype), layer.get_base_layer()
         if isinstance(base, QuantizedLinear):
-            dequantize_layer(base, weight)
+            dequantize_layer(base, nn.Parameter(weight, requires_grad=False))
         base.weight.data = weight
     plain: PreTrainedModel = adapted.unload()
+    dequantize_layers(plain, dtype)
     for module in plain.modules():
-        if isinstance(module, QuantizedLinear):  # without an adapter
-            dequantize_layer(module, module.dequantize(dtype))
         if getattr(module, "transposed", False):
             restore_conv1d(module)
     plain.to(dtype)  # type: ignore[arg-type]
@@ -73,18 +78,19 @@ def merged_tensors(adapted: Any) -> dict[str, StoredTensor]:
         if name in layers:
             base = layers[name].get_base_layer()
             found[f"{name}.weight"] = _in_own_layout(base, partial(_merged_weight, layers[name]))
-        elif isinstance(module, QuantizedLinear) and not name.endswith(".base_layer"):
+        elif isinstance(module, QuantizedLayer) and not name.endswith(".base_layer"):
             found[f"{name}.weight"] = _in_own_layout(module, module.dequantize)
     return found
 
 
 def _in_own_layout(base: Any, read: Callable[[], torch.Tensor]) -> StoredTensor:
     """Returns the weight of a layer in the layout of transformers."""
-    if not isinstance(base, QuantizedLinear):
+    if not isinstance(base, QuantizedLayer):
         return StoredTensor(tuple(base.weight.shape), read)
-    if base.transposed:
-        return StoredTensor((base.in_features, base.out_features), lambda: read().T)
-    return StoredTensor((base.out_features, base.in_features), read)
+    outputs, inputs = base.blocks.outputs, base.blocks.inputs
+    if getattr(base, "transposed", False):
+        return StoredTensor((inputs, outputs), lambda: read().T)
+    return StoredTensor((outputs, inputs), read)
 
 
 def _adapted_layers(model: Any) -> dict[str, Any]:

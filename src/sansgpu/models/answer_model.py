@@ -14,6 +14,7 @@ from sansgpu.kernels.cross_entropy import target_log_probabilities
 from sansgpu.models.attention_interface import ranges_mask
 from sansgpu.models.generate import reading
 from sansgpu.models.pair_layout import PairLayout
+from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.unpadded import UnpaddedModel, autocast_of, close_outputs, token_places
 
 
@@ -60,7 +61,7 @@ class AnswerModel:
     def _of_targets(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         head = self._unpadded.head
         if head is not None:
-            return target_log_probabilities(inputs, head.weight, targets, self._unpadded.softcap)
+            return target_log_probabilities(inputs, matrix_of(head), targets, self._unpadded.softcap)
         return torch.log_softmax(inputs.float(), dim=1).gather(1, targets[:, None])[:, 0]
 
     @cached_property

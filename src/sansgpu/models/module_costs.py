@@ -38,6 +38,17 @@ FusedBlocks = Literal["decoder", "encoder"]
 
 
 @dataclass(frozen=True)
+class QuantizedWeights:
+    """How many frozen weights stay quantized, and their bytes."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def part(self, share: float) -> QuantizedWeights:
+        return QuantizedWeights(round(self.count * share), round(self.bytes * share))
+
+
+@dataclass(frozen=True)
 class ModuleShape:
     """Sizes and parameter counts of a model, on which its costs depend; tied parameters count once."""
 
@@ -56,8 +67,8 @@ class ModuleShape:
     products: tuple[tuple[tuple[int, int], int], ...]
     fused: FusedBlocks | None  # the blocks that `patch_model` has put in place of others
     packs: bool = True  # several examples can share a row
-    quantized: int = 0  # frozen weights in blocks of quantized values
-    quantized_bytes: int = 0
+    quantized_blocks: QuantizedWeights = QuantizedWeights()
+    quantized_tables: QuantizedWeights = QuantizedWeights()  # of the token embedding and the output head
 
     def with_layers(self, layers: int) -> ModuleShape:
         """Returns the shape with at most `layers` blocks."""
@@ -70,8 +81,7 @@ class ModuleShape:
             adapter=round(self.adapter * share),
             trained=self.trained - round(removed),
             trained_matrices=round(self.trained_matrices * share),
-            quantized=round(self.quantized * share),
-            quantized_bytes=round(self.quantized_bytes * share),
+            quantized_blocks=self.quantized_blocks.part(share),
         )
 
 

@@ -13,10 +13,10 @@ from sansgpu.config import ModelConfig
 from sansgpu.machine.memory import Execution
 from sansgpu.models.adapters import add_adapter
 from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
-from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
+from sansgpu.models.module_costs import ModuleCosts, ModuleShape, QuantizedWeights, module_shape
 from sansgpu.models.pretrained import Head, meta_model
 from sansgpu.models.pretrained_source import base_precision, stored_weights
-from sansgpu.models.stored_weights import layer_formats
+from sansgpu.models.stored_weights import matrix_formats
 
 _PROCESS_BYTES = 510 << 20  # the process with torch, transformers and peft, and the buffers of its libraries
 
@@ -33,7 +33,7 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
 
     settings = ModelConfig.model_validate_json(model_json)
     model = meta_model(settings, head)
-    quantized, quantized_bytes = _quantized(settings, model)
+    quantized_blocks, quantized_tables = _quantized(settings, model)
     if settings.adapter != "none":
         with torch.device("meta"):
             add_adapter(model, settings, 0)
@@ -43,17 +43,18 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)
     shape = module_shape(model, int(config.hidden_size), int(config.num_attention_heads), vocabulary, outputs)
-    return replace(shape, packs=packs, quantized=quantized, quantized_bytes=quantized_bytes)
+    return replace(shape, packs=packs, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
 
 
-def _quantized(settings: ModelConfig, model: nn.Module) -> tuple[int, int]:
-    """Returns the number of weights that stay quantized, and their bytes."""
+def _quantized(settings: ModelConfig, model: nn.Module) -> list[QuantizedWeights]:
+    """Returns what stays quantized of the blocks of a model, and of its tables."""
     precision = base_precision(settings)
     if precision is None:
-        return 0, 0
+        return [QuantizedWeights(), QuantizedWeights()]
     stored = stored_weights(settings) if precision == "file" else {}
-    layers = layer_formats(model, precision, stored).values()
-    return sum(o * i for o, i, _ in layers), sum(o * chosen.row_bytes(i) for o, i, chosen in layers)
+    formats = matrix_formats(model, precision, stored).values()
+    parts = ([matrix for matrix in formats if matrix.is_table == is_table] for is_table in (False, True))
+    return [QuantizedWeights(sum(m.weights for m in part), sum(m.bytes for m in part)) for part in parts]
 
 
 def _outputs(head: Head, vocabulary: int) -> int:
@@ -82,8 +83,10 @@ class PretrainedCosts(ModuleCosts):
         return cross_entropy_bytes(execution, self.micro_batch_tokens(execution), self.products().head, trained)
 
     def weight_bytes(self, execution: Execution) -> int:
-        frozen = sum(self.parameters().values()) - self.trained() - self.shape.quantized
-        return super().weight_bytes(execution) + COMPUTE[execution.precision] * frozen + self.shape.quantized_bytes
+        quantized = self.shape.quantized_blocks, self.shape.quantized_tables
+        wide = sum(self.parameters().values()) - self.trained() - sum(part.count for part in quantized)
+        frozen = COMPUTE[execution.precision] * wide + sum(part.bytes for part in quantized)
+        return super().weight_bytes(execution) + frozen
 
     def overhead_bytes(self, execution: Execution, needed: int) -> int:
         return _PROCESS_BYTES

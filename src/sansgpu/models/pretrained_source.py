@@ -17,7 +17,7 @@ from sansgpu.models.stored_weights import (
     BasePrecision,
     StoredTensor,
     format_of,
-    quantized_in_blocks,
+    quantized_matrices,
     safetensors_weights,
 )
 
@@ -72,7 +72,7 @@ def is_base_quantized(model: ModelConfig) -> bool:
 
 def file_formats(model: ModelConfig) -> list[str]:
     """Returns the formats in which the quantized matrices of a GGUF file are kept in memory."""
-    matrices = quantized_in_blocks(stored_weights(model))
+    matrices = quantized_matrices(stored_weights(model))
     formats = (format_of("file", matrix.shape[-1], matrix.quantized_as) for matrix in matrices)
     return sorted({chosen.name for chosen in formats if chosen is not None})
 
@@ -81,7 +81,7 @@ def requantized_formats(model: ModelConfig) -> list[str]:
     """Returns the quantizations of a GGUF file that a frozen base cannot keep."""
     if base_precision(model) != "file":
         return []
-    return sorted({str(t.quantized_as) for t in quantized_in_blocks(stored_weights(model)) if t.blocks is None})
+    return sorted({str(t.quantized_as) for t in quantized_matrices(stored_weights(model)) if t.blocks is None})
 
 
 def stored_weights(model: ModelConfig) -> dict[str, StoredTensor]:

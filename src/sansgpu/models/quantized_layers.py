@@ -1,28 +1,23 @@
-"""Linear layers of a frozen base model whose weights stay quantized in memory."""
+"""Layers of a frozen base model whose weights stay quantized in memory."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from sansgpu.kernels.block_quantization import QuantizedWeight
+from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight, dequantize_rows
 from sansgpu.kernels.linear import Linear, autocasted
 from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.models.modules import blocks_of
 
 
-class QuantizedLinear(Linear):
-    """A linear layer whose `weight` is None: (..., inputs) -> (..., outputs). Its bias is a parameter."""
+class QuantizedLayer(nn.Module):
+    """A layer whose `weight` is None, because its values are in `blocks` (outputs, inputs)."""
 
     blocks: QuantizedWeight
-    transposed: bool  # True if it replaces a Conv1D of transformers, whose weight is (inputs, outputs)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = autocasted(input)
-        y = quantized_linear(x.reshape(-1, self.in_features), self.blocks, self.bias)
-        return y.view(*x.shape[:-1], self.out_features)
 
     @property
     def W_q(self) -> torch.Tensor:  # noqa: N802
@@ -34,42 +29,97 @@ class QuantizedLinear(Linear):
         return self.blocks.dequantized(dtype)
 
 
+class QuantizedLinear(QuantizedLayer, Linear):
+    """A linear layer: (..., inputs) -> (..., outputs). Its bias is a parameter."""
+
+    transposed: bool  # True if it replaces a Conv1D of transformers, whose weight is (inputs, outputs)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = autocasted(input)
+        y = quantized_linear(x.reshape(-1, self.in_features), self.blocks, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
+    """A token embedding, which widens the rows that it looks up to fp32: (...,) -> (..., inputs)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = dequantize_rows(self.blocks.data[input.flatten()], self.blocks.format)
+        return rows.view(*input.shape, self.embedding_dim)
+
+
+def matrix_of(layer: nn.Linear) -> Matrix:
+    """Returns the weight of a linear layer, which may be quantized."""
+    return layer.blocks if isinstance(layer, QuantizedLinear) else layer.weight
+
+
 def is_transposed(layer: nn.Module) -> bool:
     """Returns True for transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
     return type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "weight", None), nn.Parameter)
 
 
-def matrix_shape(layer: nn.Module) -> tuple[int, int]:
-    """Returns (outputs, inputs) of a linear layer."""
-    first, second = cast(Any, layer).weight.shape
-    return (int(second), int(first)) if is_transposed(layer) else (int(first), int(second))
+@dataclass(frozen=True)
+class QuantizableMatrix:
+    """A matrix of a model that may stay quantized, and the layers that share it."""
+
+    layers: tuple[nn.Module, ...]
+    is_table: bool  # it is the token embedding or the output head
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        first, second = cast(Any, self.layers[0]).weight.shape
+        return (int(second), int(first)) if is_transposed(self.layers[0]) else (int(first), int(second))
+
+    def quantize(self, weight: QuantizedWeight) -> None:
+        """Makes the layers use a quantized weight, in place."""
+        for layer in self.layers:
+            changed = cast(Any, layer)
+            if isinstance(layer, nn.Embedding):
+                changed.__class__ = QuantizedEmbedding
+            else:
+                changed.transposed = is_transposed(layer)
+                changed.in_features, changed.out_features = weight.inputs, weight.outputs
+                changed.__class__ = QuantizedLinear
+            changed.weight, changed.blocks = None, weight
 
 
-def quantizable_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Returns the linear layers in the blocks of a model by the identity of their weights."""
-    layers: dict[int, nn.Module] = {}
+def quantizable_matrices(model: nn.Module) -> dict[int, QuantizableMatrix]:
+    """Returns the matrices of the blocks of a model, its token embedding and its output head by their identities.
+
+    An embedding or a head of another class than that of torch may compute more than a lookup or a product, so it is
+    not among them, nor is a matrix that it shares.
+    """
+    found: dict[int, QuantizableMatrix] = {}
     for block in blocks_of(model):
         for layer in block.modules():
             if type(layer) is nn.Linear or is_transposed(layer):
-                layers[id(layer.weight)] = layer
-    return layers
+                found[id(layer.weight)] = QuantizableMatrix((layer,), is_table=False)
+    for get_table in ("get_input_embeddings", "get_output_embeddings"):
+        table = getattr(model, get_table)()
+        weight = getattr(table, "weight", None)
+        users = tuple(m for m in model.modules() if weight is not None and getattr(m, "weight", None) is weight)
+        if users and all(type(user) in (nn.Embedding, nn.Linear) for user in users):
+            found[id(weight)] = QuantizableMatrix(users, is_table=True)
+    return found
 
 
-def quantize_layer(layer: nn.Module, weight: QuantizedWeight) -> None:
-    """Turns a linear layer into one with a quantized weight, in place."""
-    changed = cast(Any, layer)
-    changed.transposed = is_transposed(layer)
-    changed.weight = None
-    changed.in_features, changed.out_features, changed.blocks = weight.inputs, weight.outputs, weight
-    changed.__class__ = QuantizedLinear
-
-
-def dequantize_layer(layer: QuantizedLinear, weight: torch.Tensor) -> None:
+def dequantize_layer(layer: QuantizedLayer, weight: nn.Parameter) -> None:
     """Turns a layer with a quantized weight into a plain one with `weight` (outputs, inputs), in place."""
     changed = cast(Any, layer)
-    changed.weight = nn.Parameter(weight, requires_grad=False)
+    changed.weight = weight
     del changed.blocks
-    changed.__class__ = Linear
+    changed.__class__ = nn.Embedding if isinstance(layer, nn.Embedding) else Linear
+
+
+def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turns all layers with quantized weights into plain ones, in place. Shared weights stay shared."""
+    shared: dict[int, nn.Parameter] = {}
+    for layer in [module for module in model.modules() if isinstance(module, QuantizedLayer)]:
+        key = layer.blocks.data.data_ptr()
+        if key not in shared:
+            shared[key] = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
+        dequantize_layer(layer, shared[key])
 
 
 def restore_conv1d(layer: nn.Module) -> None:

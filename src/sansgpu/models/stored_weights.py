@@ -1,4 +1,4 @@
-"""Loads a model one tensor at a time, and keeps the matrices of its blocks quantized.
+"""Loads a model one tensor at a time, and keeps its matrices quantized.
 
 transformers first loads placeholders that take no memory, which checks names and shapes and initializes new heads. Then
 each placeholder is replaced by the stored tensor, quantized if wanted.
@@ -19,7 +19,7 @@ from torch import nn
 from sansgpu.config import ConfigError
 from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, QuantizedWeight, format_for, quantize_rows
 from sansgpu.models.modules import INIT_STD
-from sansgpu.models.quantized_layers import is_transposed, matrix_shape, quantizable_layers, quantize_layer
+from sansgpu.models.quantized_layers import QuantizableMatrix, is_transposed, quantizable_matrices
 from sansgpu.models.weights_file import readable_weights
 
 BasePrecision = Literal["file", "bf16", "int8", "int4"]  # file: the quantization of a GGUF file
@@ -62,49 +62,70 @@ def _read(file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def format_of(precision: BasePrecision, inputs: int, quantized_as: str | None) -> BlockFormat | None:
+def format_of(
+    precision: BasePrecision, inputs: int, quantized_as: str | None, is_table: bool = False
+) -> BlockFormat | None:
     """Returns the format of a matrix with rows of `inputs` values, stored as `quantized_as`; None if it stays bf16."""
     if precision == "bf16" or (precision == "file" and quantized_as is None):
         return None
     known = FORMATS.get(str(quantized_as)) if precision == "file" else None
-    return known or format_for(REQUANTIZED if precision == "file" else precision, inputs)
+    return known or format_for(REQUANTIZED if precision == "file" else precision, inputs, is_table)
 
 
-def layer_formats(
+@dataclass(frozen=True)
+class MatrixFormat:
+    """The shape of a matrix (outputs, inputs) and the format in which it stays in memory."""
+
+    outputs: int
+    inputs: int
+    format: BlockFormat
+    is_table: bool
+
+    @property
+    def weights(self) -> int:
+        return self.outputs * self.inputs
+
+    @property
+    def bytes(self) -> int:
+        return self.outputs * self.format.row_bytes(self.inputs)
+
+
+def matrix_formats(
     model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
-) -> dict[str, tuple[int, int, BlockFormat]]:
-    """Returns (outputs, inputs, format) of the layers of a model that are quantized, by the names of their weights.
+) -> dict[str, MatrixFormat]:
+    """Returns the formats of the matrices of a model that are quantized, by name.
 
     `stored` are the tensors of a GGUF file; a model with more layers than the file has repeats the first format.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     usual = next((tensor.quantized_as for tensor in stored.values() if tensor.quantized_as), None)
-    found: dict[str, tuple[int, int, BlockFormat]] = {}
-    for key, layer in quantizable_layers(model).items():
-        name = names[key]
-        outputs, inputs = matrix_shape(layer)
-        chosen = format_of(precision, inputs, stored[name].quantized_as if name in stored else usual)
+    found: dict[str, MatrixFormat] = {}
+    for key, matrix in quantizable_matrices(model).items():
+        name, (outputs, inputs) = names[key], matrix.shape
+        quantized_as = stored[name].quantized_as if name in stored else usual
+        chosen = format_of(precision, inputs, quantized_as, matrix.is_table)
         if chosen is not None:
-            found[name] = outputs, inputs, chosen
+            found[name] = MatrixFormat(outputs, inputs, chosen, matrix.is_table)
     return found
 
 
 def random_weights(
     model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Returns random weights for the layers of `layer_formats`."""
+    """Returns random weights for the matrices of `matrix_formats`."""
     found: dict[str, StoredTensor] = {}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, (outputs, inputs, chosen) in layer_formats(model, precision, stored).items():
-        blocks = partial(_random_blocks, outputs, inputs, chosen)
-        found[name] = StoredTensor(shapes[name], partial(torch.zeros, shapes[name]), blocks, chosen.name)
+    for name, matrix in matrix_formats(model, precision, stored).items():
+        blocks = partial(_random_blocks, matrix)
+        found[name] = StoredTensor(shapes[name], partial(torch.zeros, shapes[name]), blocks, matrix.format.name)
     return found
 
 
-def _random_blocks(outputs: int, inputs: int, chosen: BlockFormat) -> QuantizedWeight:
+def _random_blocks(matrix: MatrixFormat) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(0)
-    rows = quantize_rows(torch.randn(_RANDOM_ROWS, inputs, generator=generator) * INIT_STD, chosen)
-    return QuantizedWeight(rows.repeat(-(-outputs // _RANDOM_ROWS), 1)[:outputs].contiguous(), chosen)
+    rows = quantize_rows(torch.randn(_RANDOM_ROWS, matrix.inputs, generator=generator) * INIT_STD, matrix.format)
+    repeated = rows.repeat(-(-matrix.outputs // _RANDOM_ROWS), 1)[: matrix.outputs]
+    return QuantizedWeight(repeated.contiguous(), matrix.format)
 
 
 def placeholders(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -124,7 +145,7 @@ def fill(
     `new` are the names of weights that were initialized. Raises ConfigError if transformers has changed a placeholder.
     """
     by_place = {tensor.data_ptr(): stored[name] for name, tensor in given.items()}
-    layers = quantizable_layers(model)
+    matrices = quantizable_matrices(model)
     persistent = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
     for name, tensor in [*model.named_parameters(), *buffers]:
@@ -136,24 +157,25 @@ def fill(
                 f"transformers computes {name} from several weights, so they cannot be read one by one; set "
                 "model.base_precision=auto."
             )
-        weight = _quantized(source, layers[id(tensor)], precision) if id(tensor) in layers else None
-        if weight is not None:
-            quantize_layer(layers[id(tensor)], weight)
+        matrix = matrices.get(id(tensor))
+        weight = None if matrix is None else _quantized(source, matrix, precision)
+        if matrix is not None and weight is not None:
+            matrix.quantize(weight)
         else:
             tensor.data = source.read().to(tensor.dtype, copy=True)
 
 
-def _quantized(source: StoredTensor, layer: nn.Module, precision: BasePrecision) -> QuantizedWeight | None:
-    """Returns the weight of a layer in blocks; None if it is not quantized."""
-    wanted = format_of(precision, matrix_shape(layer)[1], source.quantized_as)
+def _quantized(source: StoredTensor, matrix: QuantizableMatrix, precision: BasePrecision) -> QuantizedWeight | None:
+    """Returns a matrix in blocks; None if it is not quantized."""
+    wanted = format_of(precision, matrix.shape[1], source.quantized_as, matrix.is_table)
     if wanted is None:
         return None
     if source.blocks is not None and source.quantized_as == wanted.name:
         return source.blocks()
     values = source.read()
-    return QuantizedWeight(quantize_rows(values.T if is_transposed(layer) else values, wanted), wanted)
+    return QuantizedWeight(quantize_rows(values.T if is_transposed(matrix.layers[0]) else values, wanted), wanted)
 
 
-def quantized_in_blocks(stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
-    """Returns the quantized matrices of a GGUF file that belong to repeated blocks, whose names have a number."""
-    return [t for name, t in stored.items() if t.quantized_as and any(part.isdigit() for part in name.split("."))]
+def quantized_matrices(stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    """Returns the quantized matrices of a GGUF file."""
+    return [tensor for tensor in stored.values() if tensor.quantized_as]

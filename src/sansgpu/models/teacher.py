@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 from sansgpu.config import SansGPUError
+from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.kernels.matmul import is_native, matmul_into
 from sansgpu.kernels.mixed_loss import LEAST_REST, SoftTargets, linear_mixed_loss, mixed_loss_of_logits
+from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.models.decoder import IGNORED_LABEL, TransformerLM
+from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.unpadded import UnpaddedModel, token_places
 
 LOGIT_ROWS = 256  # tokens whose logits are in memory at a time; fewer are slower to multiply
@@ -72,7 +75,7 @@ def transformers_teacher(model: UnpaddedModel, context: int | None, before: tupl
     def logits(rows: torch.Tensor) -> torch.Tensor:
         if model.head is None:
             return rows.float()
-        found = _product(rows, model.head.weight)
+        found = _product(rows, matrix_of(model.head))
         return model.softcap * torch.tanh(found / model.softcap) if model.softcap else found
 
     return Teacher(model.model, partial(_head_inputs, model), logits, context, before)
@@ -94,13 +97,16 @@ def student_loss(
     states, head = _head_inputs(model, tokens, lengths), model.head
     if head is not None:
         options = LossOptions(z_loss=z_loss, softcap=model.softcap)
-        return linear_mixed_loss(states, head.weight, targets, soft, options)
+        return linear_mixed_loss(states, matrix_of(head), targets, soft, options)
     valid = targets != IGNORED_LABEL
     return mixed_loss_of_logits(states[valid], targets[valid], soft.rows(valid), z_loss)
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
     """Returns logits in fp32, (M, V): bf16 would round them by up to a few per cent of a probability."""
+    if isinstance(weight, QuantizedWeight):
+        with torch.autocast(rows.device.type, enabled=False):
+            return quantized_linear(rows.float(), weight)
     rows = rows.to(weight.dtype)
     with torch.autocast(rows.device.type, enabled=False):
         if not is_native(rows, weight):

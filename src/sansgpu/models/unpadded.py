@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
+from sansgpu.kernels.linear import Linear
 from sansgpu.models.attention_interface import NAME, ranges_mask
 from sansgpu.models.generate import reading
 from sansgpu.models.modules import blocks_of
+from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
 from sansgpu.models.rotary import LengthDependentRotary
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of types of layers
@@ -107,7 +109,7 @@ class UnpaddedModel:
         shape = LossOptions(shape.label_smoothing, shape.z_loss, self.softcap)
         states, head = self.head_inputs(inputs, flat), self.head
         if head is not None:
-            return linear_cross_entropy(states, head.weight, targets, shape)
+            return linear_cross_entropy(states, matrix_of(head), targets, shape)
         valid = targets != -100
         logits, targets = states[valid].float(), targets[valid]
         loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=shape.label_smoothing)
@@ -351,17 +353,16 @@ def autocast_of(model: PreTrainedModel) -> torch.autocast:
 
 def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:
     embedding: Any = model.get_input_embeddings()
-    dtype: torch.dtype = embedding.weight.dtype
-    return dtype
+    return torch.bfloat16 if embedding.weight is None else embedding.weight.dtype  # quantized models compute in bf16
 
 
 def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
     """Returns True if logits are last hidden states times output embedding, softcapped; some models scale or shift."""
     head: Any = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+    if type(head) not in (nn.Linear, Linear, QuantizedLinear) or head.bias is not None:
         return False
     probe = torch.arange(4)[None] % head.out_features
-    logits = F.linear(model.base_model(probe).last_hidden_state, head.weight)
+    logits = head(model.base_model(probe).last_hidden_state)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     return torch.allclose(logits, model(probe).logits, rtol=1e-4, atol=1e-5)
