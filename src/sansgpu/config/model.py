@@ -127,7 +127,7 @@ class ModelConfig(Section):
     )
     base_precision: Literal["auto", "bf16", "int8", "int4"] = Field(
         "auto",
-        description="how the frozen base of an adapter is stored in memory; int8, int4: quantizes its blocks; "
+        description="how the frozen base of an adapter is stored in memory; int8, int4: quantizes its matrices; "
         "auto: as in the model's files, where a GGUF file keeps its own quantization",
     )
     merge_adapter: bool | None = Field(
