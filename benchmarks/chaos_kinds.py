@@ -58,6 +58,8 @@ def make_kinds(folder: Path) -> list[Kind]:
     tuned = {"data.max_length": 64, "data.validation_split": 0.2, "training.learning_rate": 0.002}
     sft = {**tuned, "task": "sft", "data.dataset_name": _write(folder / "chat.jsonl", _conversations())}
     sft["model.name_or_path"] = make_folder(folder / "qwen2")
+    pairs = _write(folder / "preferences.jsonl", _preferences())
+    preference = {**sft, "task": "preference", "data.dataset_name": pairs}
     qa = {**tuned, "task": "qa", "data.doc_stride": 16, "data.dataset_name": _write(folder / "qa.jsonl", _questions())}
     qa["model.name_or_path"] = make_folder(folder / "bert", "bert")
     embed = {**tuned, "task": "embed", "data.dataset_name": _write(folder / "pairs.jsonl", _pairs())}
@@ -80,6 +82,8 @@ def make_kinds(folder: Path) -> list[Kind]:
         Kind("knowledge graph", {**GRAPH, **facts}),
         Kind("sft, whole", sft),
         Kind("sft, LoRA", {**sft, **lora}),
+        Kind("preference", preference),
+        Kind("preference, KTO with LoRA", {**preference, **lora, "training.preference.loss": "kto"}),
         Kind("qa", qa),
         Kind("embed", embed),
         Kind("classify", classify),
@@ -142,6 +146,13 @@ def _conversations(count: int = 30) -> Iterable[dict[str, Any]]:
     draw = random.Random(1)
     for _ in range(count):
         yield {"prompt": _sentence(draw, 3), "completion": _sentence(draw, draw.randint(1, 9))}
+
+
+def _preferences(count: int = 30) -> Iterable[dict[str, Any]]:
+    draw = random.Random(5)
+    for _ in range(count):
+        chosen, rejected = (f"{name} {_sentence(draw, draw.randint(1, 9))}" for name in ("red", "blue"))
+        yield {"prompt": _sentence(draw, draw.randint(2, 12)), "chosen": chosen, "rejected": rejected}
 
 
 def _questions(count: int = 30) -> Iterable[dict[str, Any]]:

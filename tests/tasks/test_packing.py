@@ -146,7 +146,7 @@ def test_a_large_model_is_tried_by_its_first_blocks(monkeypatch: pytest.MonkeyPa
     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, use_cache=False, **shape)).eval()
     for number, block in enumerate(model.model.layers):
         block.register_forward_pre_hook(lambda *_, number=number: seen.append(number))
-    monkeypatch.setattr("sansgpu.models.unpadded.PROBE_FLOPS", 1)
+    monkeypatch.setattr("sansgpu.models.probes.PROBE_FLOPS", 1)
     assert UnpaddedModel(model, pack=True).packs
     assert seen.count(1) > seen.count(4)
     assert len(model.model.layers) == 5

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -20,10 +20,12 @@ from filelock import FileLock
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.atomic import atomic_folder
 from sansgpu.data.files import Piece
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
 from sansgpu.machine.disk import free_disk_bytes
 
+T = TypeVar("T")
 FORMAT = 1  # version of the store format, part of every cache key
 ENCODE_CHARS = 4 << 20  # characters encoded in one call: keeps all threads busy, needs little memory
 CHECK_BLOCK = 1 << 24  # tokens checked at a time, a small share of the memory of a run
@@ -207,11 +209,22 @@ def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _with_progress(source: Source, activity: str, progress: ReportProgress) -> Iterator[Piece]:
+    return _reported(source.read(), lambda piece: len(piece.text), source, activity, progress)
+
+
+def rows_with_progress(source: Source, progress: ReportProgress) -> Iterator[SourceRow]:
+    """Yields the rows of a source, and reports that they are being tokenized."""
+    return _reported(source.rows(), lambda row: len(str(row.value)), source, "tokenizing", progress)
+
+
+def _reported(
+    items: Iterator[T], size: Callable[[T], int], source: Source, activity: str, progress: ReportProgress
+) -> Iterator[T]:
     done = 0
-    for piece in source.read():
-        done += len(piece.text)
+    for item in items:
+        done += size(item)
         progress(activity, done, max(done, source.size_bytes))
-        yield piece
+        yield item
 
 
 def _sample(source: Source, limit: int, progress: ReportProgress) -> Iterator[str]:

@@ -9,13 +9,12 @@ from functools import cached_property
 
 import torch
 
-from sansgpu.kernels.attention import causal_ranges
 from sansgpu.kernels.cross_entropy import target_log_probabilities
-from sansgpu.models.attention_interface import ranges_mask
 from sansgpu.models.generate import reading
 from sansgpu.models.pair_layout import PairLayout
+from sansgpu.models.probes import autocast_of, close_outputs
 from sansgpu.models.quantized_layers import matrix_of
-from sansgpu.models.unpadded import UnpaddedModel, autocast_of, close_outputs, token_places
+from sansgpu.models.unpadded import UnpaddedModel
 
 
 class AnswerModel:
@@ -41,22 +40,13 @@ class AnswerModel:
         return found.new_zeros(len(layout.lengths)).index_add(0, answers, found).view(-1, 2)
 
     def _shared(self, tokens: torch.Tensor, layout: PairLayout) -> torch.Tensor:
-        """Returns what the head reads of each of the N tokens."""
-        examples, _ = token_places(layout.lengths)
-        inputs = {
-            "input_ids": tokens[None],
-            "position_ids": layout.positions[None] + self._unpadded.position_offset,
-            "attention_mask": ranges_mask(causal_ranges(examples[None]), layout),
-        }
-        return self._unpadded.head_inputs(inputs, lambda output: output[0])
+        """Returns the head's input of each of the N tokens."""
+        inputs = self._unpadded.packed_inputs(tokens[None], layout.positions[None], layout)
+        return self._unpadded.before_head(inputs)[0]
 
     def _separate(self, tokens: torch.Tensor, layout: PairLayout) -> torch.Tensor:
-        """Returns what the head reads of each token, with a prompt for each answer."""
-
-        def run(indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            return self._unpadded.head_inputs(*self._unpadded.inputs(tokens[layout.copies[indices]], lengths))
-
-        return self._unpadded.by_token(layout.lengths, run)
+        """Returns the head's input of each token, with a prompt for each answer."""
+        return self._unpadded.head_inputs(tokens[layout.copies], layout.lengths)
 
     def _of_targets(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         head = self._unpadded.head

@@ -13,13 +13,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sansgpu.kernels.attention import attention, visible_keys
-from sansgpu.models.pair_layout import PairLayout
-from sansgpu.models.slots import SlotCache
+from sansgpu.models.packed_mask import KeyRanges, PackedMask
 
 NAME = "sansgpu"
-_RANGES = "_sansgpu_ranges"  # attribute of a mask: the key range of each query, if each sees one contiguous range
-_LAYOUT = "_sansgpu_layout"  # attribute of a mask: where the tokens of answers are that share their prompt
-_SLOTS = "_sansgpu_slots"  # attribute of a mask: the SlotCache that computes the attention
+_PACKED = "_sansgpu_packed_mask"  # attribute of a mask: the PackedMask that computes the attention
 
 
 def use_our_attention(model: PreTrainedModel) -> bool:
@@ -49,30 +46,22 @@ def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
     return torch.stack((first.masked_fill(empty, 0), end.masked_fill(empty, 0)), dim=-1).int()
 
 
-def ranges_mask(ranges: torch.Tensor, layout: PairLayout | None = None) -> torch.Tensor:
-    """Returns a stand-in mask that carries key ranges (B, T, 2) to every layer, so that no (B, 1, T, T) mask is built.
+def stand_in_mask(mask: PackedMask, device: torch.device) -> torch.Tensor:
+    """Returns a tensor that carries a mask to every layer, so that no (B, 1, T, T) mask is built.
 
-    With a `layout`, only attention gives each answer a prompt of its own, and the ranges are those of its tokens.
     transformers passes four-dimensional masks through unchanged.
     """
-    mask = torch.ones(len(ranges), 1, 1, 1, dtype=torch.bool, device=ranges.device)
-    setattr(mask, _RANGES, ranges)
-    setattr(mask, _LAYOUT, layout)
-    return mask
-
-
-def slots_mask(cache: SlotCache) -> torch.Tensor:
-    """Returns a stand-in mask with which every layer attends to the sequences of a cache."""
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    setattr(mask, _SLOTS, cache)
-    return mask
+    stand_in = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    setattr(stand_in, _PACKED, mask)
+    return stand_in
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Builds the mask of SDPA, even if SDPA could do without, and computes its key ranges once for all layers."""
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     assert mask is not None
-    setattr(mask, _RANGES, ranges_of(mask))
+    if (ranges := ranges_of(mask)) is not None:
+        setattr(mask, _PACKED, KeyRanges(ranges))
     return mask
 
 
@@ -88,35 +77,27 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention; query (B, H, T, d), key and value (B, K, S, d); returns (B, T, H, d)."""
-    layout: PairLayout | None = getattr(attention_mask, _LAYOUT, None)
-    slots: SlotCache | None = getattr(attention_mask, _SLOTS, None)
-    if layout is not None:
-        query, key, value = (layout.expand(part, 2) for part in (query, key, value))
-    ranges = getattr(attention_mask, _RANGES, None)
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor | None) -> torch.Tensor:
+        if q.dtype != v.dtype and torch.is_autocast_enabled(q.device.type):  # rotary embeddings give fp32
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        uniform = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
+        if ranges is None or not uniform or any(kwargs.get(name) is not None for name in ("position_bias", "cache")):
+            mask = attention_mask
+            if ranges is not None and mask is not None and mask.shape[-1] != k.shape[2]:
+                mask = visible_keys(ranges, k.shape[2])  # the mask is a stand-in
+            out = sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, is_causal, **kwargs)[0]
+            return out.transpose(1, 2)
+        root = q.shape[-1] ** 0.5
+        if scaling is not None and scaling * root != 1.0:
+            q = q * (scaling * root)
+        return attention(q, k, v, ranges, dropout)
+
+    packed: PackedMask | None = getattr(attention_mask, _PACKED, None)
     if attention_mask is None:
-        ranges = _default_ranges(module, query, key, is_causal)
-    if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):  # rotary embeddings give fp32
-        query, key = query.to(value.dtype), key.to(value.dtype)
-    uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-    unsupported = any(kwargs.get(name) is not None for name in ("position_bias", "cache"))
-    if slots is not None and (not uniform or unsupported):
-        raise NotImplementedError("a SlotCache needs attention that our kernel computes")
-    if slots is None and (ranges is None or not uniform or unsupported):
-        if ranges is not None and attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
-            attention_mask = visible_keys(ranges, key.shape[2])  # replaces the stand-in of `ranges_mask`
-        out: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
-        return out if layout is None else (layout.contract(out[0], 1), None)
-    root = query.shape[-1] ** 0.5
-    if scaling is not None and scaling * root != 1.0:
-        query = query * (scaling * root)
-    if slots is not None:
-        heads = slots.attend(query, key, value).transpose(1, 2)
-    else:
-        assert ranges is not None
-        heads = attention(query, key, value, ranges, dropout).transpose(1, 2)
-    return (heads.contiguous() if layout is None else layout.contract(heads, 1)), None
+        packed = KeyRanges(_default_ranges(module, query, key, is_causal))
+    out = kernel(query, key, value, None) if packed is None else packed.attend(query, key, value, kernel)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _default_ranges(

@@ -14,12 +14,12 @@ from sansgpu.config.plain_data import first_line
 from sansgpu.kernels.decoder_step import DecoderStep
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
-from sansgpu.models.attention_interface import slots_mask
 from sansgpu.models.batched import PROMPT_TOKENS, BatchModel, BatchReader, OneByOne, SlotReader
 from sansgpu.models.generate import Sampling, reading, write
+from sansgpu.models.probes import autocast_of, close_outputs
 from sansgpu.models.slots import SlotCache
 from sansgpu.models.step_layers import pretrained_step
-from sansgpu.models.unpadded import UnpaddedModel, autocast_of, close_outputs
+from sansgpu.models.unpadded import UnpaddedModel
 
 UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
 
@@ -55,14 +55,9 @@ class PretrainedSlots(SlotReader):
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         model = self._unpadded.model
-        inputs = {
-            "input_ids": ids,
-            "position_ids": positions + self._unpadded.position_offset,
-            "attention_mask": slots_mask(self.cache),
-            "past_key_values": _TransformersCache(self.cache),
-        }
+        inputs = self._unpadded.packed_inputs(ids, positions, self.cache)
         with autocast_of(model):
-            return logits_after(model, chosen, **inputs, use_cache=True)
+            return logits_after(model, chosen, **inputs, past_key_values=_TransformersCache(self.cache), use_cache=True)
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         model: Any = self._unpadded.model

@@ -108,8 +108,8 @@ class HuggingFaceLM(torch.nn.Module):
         super().__init__()
         from sansgpu.models.patches import patch_model  # transformers takes seconds to import
         from sansgpu.models.pretrained import Head, load_pretrained
+        from sansgpu.models.probes import head_is_plain
         from sansgpu.models.rotary import LengthDependentRotary
-        from sansgpu.models.unpadded import head_is_plain
 
         settings = ModelConfig(name_or_path=name, trust_remote_code=remote_code)
         self.model = load_pretrained(settings, Head("causal"), seed=0)

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from sansgpu.kernels.attention import causal_ranges
+from sansgpu.models.packed_mask import Kernel
+
 
 @dataclass(frozen=True)
 class PairLayout:
@@ -22,6 +25,7 @@ class PairLayout:
     second_prompts: torch.Tensor  # (S,): copies that are the prompt of a second answer
     predicting: torch.Tensor  # (K,): the copy after which each target follows
     answers: torch.Tensor  # (K,): the answer of each target, from 0 to 2B - 1
+    ranges: torch.Tensor  # (1, M, 2): the keys that each token of the sequences of single answers sees
 
     @classmethod
     def of(cls, sizes: torch.Tensor) -> PairLayout:
@@ -33,6 +37,7 @@ class PairLayout:
         segments = torch.stack((shared, after, shared, after + more[:, 0]), dim=1)
         counts = torch.stack((prompt, more[:, 0], prompt, more[:, 1]), dim=1)
         of_answers = torch.stack((first, second), dim=1)
+        numbers = torch.arange(2 * len(sizes), device=sizes.device)
         return cls(
             _ranges(
                 torch.stack((torch.zeros_like(prompt), prompt, prompt), dim=1),
@@ -46,18 +51,15 @@ class PairLayout:
             ),
             _ranges(begins[:, 1], prompt),
             _ranges(begins + prompt[:, None] - 1, of_answers),
-            torch.repeat_interleave(torch.arange(2 * len(sizes), device=sizes.device), of_answers.flatten()),
+            torch.repeat_interleave(numbers, of_answers.flatten()),
+            causal_ranges(torch.repeat_interleave(numbers, lengths.flatten())[None]),
         )
 
-    def expand(self, values: torch.Tensor, dim: int) -> torch.Tensor:
-        """Copies the N tokens in dimension `dim` to the M tokens of the sequences of single answers."""
-        expanded: torch.Tensor = _Expand.apply(values, dim, self)
-        return expanded
-
-    def contract(self, values: torch.Tensor, dim: int) -> torch.Tensor:
-        """Keeps one copy of each token of the sequences of single answers: M to N tokens in dimension `dim`."""
-        contracted: torch.Tensor = _Contract.apply(values, dim, self)
-        return contracted
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+        """Computes attention with a prompt for each answer; q (1, H, N, d), k and v (1, K, N, d)."""
+        q, k, v = (_Expand.apply(values, 2, self) for values in (q, k, v))
+        contracted: torch.Tensor = _Contract.apply(kernel(q, k, v, self.ranges).transpose(1, 2), 1, self)
+        return contracted.transpose(1, 2)
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from sansgpu.kernels.attention import attention, causal_ranges
+from sansgpu.models.packed_mask import Kernel
 
 
 class SlotCache:
@@ -89,16 +90,16 @@ class SlotCache:
         first, second = (place[self._visible, :, : self._longest] for place in stored)
         return first, second
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
         """Computes the attention of a pass from q (1, H, N, d) or (B, H, 1, d), and what `append` returned.
 
         Whole prompts are computed one by one: the order of a packed prompt's sums would depend on the prompts before.
         """
         if self._visible is not None:
-            return attention(q, k, v, self._ranges)
+            return kernel(q, k, v, self._ranges)
         ranges = causal_ranges(torch.zeros(1, max(self._separate), dtype=torch.long))
         parts = zip(*(x.split(self._separate, dim=2) for x in (q, k, v)), strict=True)
-        outs = [attention(q, k, v, ranges[:, : q.shape[2]]) for q, k, v in parts]
+        outs = [kernel(q, k, v, ranges[:, : q.shape[2]]) for q, k, v in parts]
         return torch.cat(outs, dim=2)
 
 
@@ -111,7 +112,7 @@ class LayerSlots:
         self._cache, self._layer = cache, layer
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-        return self._cache.attend(q, *self._cache.append(k, v, self._layer))
+        return self._cache.attend(q, *self._cache.append(k, v, self._layer), attention)
 
 
 def _up_to(ends: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -78,11 +77,7 @@ def transformers_teacher(model: UnpaddedModel, context: int | None, before: tupl
         found = _product(rows, matrix_of(model.head))
         return model.softcap * torch.tanh(found / model.softcap) if model.softcap else found
 
-    return Teacher(model.model, partial(_head_inputs, model), logits, context, before)
-
-
-def _head_inputs(model: UnpaddedModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    return model.by_token(lengths, lambda chosen, group: model.head_inputs(*model.inputs(tokens[chosen], group)))
+    return Teacher(model.model, model.head_inputs, logits, context, before)
 
 
 def student_loss(
@@ -94,7 +89,7 @@ def student_loss(
     z_loss: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what `linear_mixed_loss` returns, of a transformers model: () and (2,)."""
-    states, head = _head_inputs(model, tokens, lengths), model.head
+    states, head = model.head_inputs(tokens, lengths), model.head
     if head is not None:
         options = LossOptions(z_loss=z_loss, softcap=model.softcap)
         return linear_mixed_loss(states, matrix_of(head), targets, soft, options)

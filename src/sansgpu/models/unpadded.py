@@ -5,10 +5,7 @@ B examples, N tokens in total, T tokens of the longest, D width, V vocabulary.
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,21 +15,14 @@ from transformers import PreTrainedModel
 
 from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
-from sansgpu.kernels.linear import Linear
-from sansgpu.models.attention_interface import NAME, ranges_mask
+from sansgpu.models.attention_interface import NAME, stand_in_mask
 from sansgpu.models.generate import reading
-from sansgpu.models.modules import blocks_of
-from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
+from sansgpu.models.packed_mask import KeyRanges, PackedMask
+from sansgpu.models.probes import PROBE_LONGEST, autocast_of, head_is_plain, packs_well
+from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.rotary import LengthDependentRotary
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of types of layers
-PROBE_SHORT = 5  # tokens of the first probe example, so that the second does not start at a block boundary
-PROBE_LONG = 65  # minimum tokens of the second one: longer than hard-coded blocks of 32 and 64
-PROBE_LONGEST = 1024  # maximum tokens of the second one if the length of the examples is unknown
-PROBE_FLOPS = 2e12  # a few seconds; larger models are probed with their first blocks only
-# Keys of a configuration whose values are not window sizes.
-OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the largest output
 
 Flat = Callable[[torch.Tensor], torch.Tensor]  # converts a model's output by row to (N, ...)
 
@@ -54,16 +44,23 @@ class UnpaddedModel:
         self.position_offset = _position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
-            self.packs = pack and self._packs_well(longest)
+            self.packs = pack and packs_well(self, min(longest, self._rotary.unscaled or longest))
             self.fused = head_is_plain(model, self.softcap)
 
-    def inputs(
+    def packed_inputs(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: PackedMask | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Returns the model's inputs for packed tokens with their ids and positions, each (B, T)."""
+        inputs = {"input_ids": ids, "position_ids": positions + self.position_offset}
+        return inputs if mask is None else {**inputs, "attention_mask": stand_in_mask(mask, ids.device)}
+
+    def _inputs(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], Flat]:
         """Returns the model's inputs, and a function that maps outputs to a row per token; tokens and types (N,)."""
         examples, positions = token_places(lengths)
         if self.packs:
-            inputs = {"input_ids": tokens[None], "position_ids": positions[None] + self.position_offset}
+            inputs = self.packed_inputs(tokens[None], positions[None])
             if self._by_ranges:
                 inputs["attention_mask"] = self._packed_mask(examples[None])
             if types is not None:
@@ -75,11 +72,12 @@ class UnpaddedModel:
         """Returns the mask of packed tokens, or one for each type of layer; `examples` (1, N) are their examples."""
         ranges = (causal_ranges if self.causal else bidirectional_ranges)(examples)
         if self._window is None:
-            return ranges_mask(ranges)
+            return stand_in_mask(KeyRanges(ranges), examples.device)
         position = torch.arange(examples.shape[1], device=examples.device, dtype=ranges.dtype)
         first = torch.maximum(ranges[..., 0], position - self._window)
         end = torch.minimum(ranges[..., 1], position + self._window + 1)
-        return {FULL: ranges_mask(ranges), SLIDING: ranges_mask(torch.stack((first, end), dim=-1))}
+        masks = {FULL: KeyRanges(ranges), SLIDING: KeyRanges(torch.stack((first, end), dim=-1))}
+        return {kind: stand_in_mask(mask, examples.device) for kind, mask in masks.items()}
 
     def _padded(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
@@ -99,15 +97,8 @@ class UnpaddedModel:
         shape: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
         """Returns the cross-entropy of a causal model summed over targets (N,), skipping -100: ()."""
-        losses = [self._loss(tokens[p], group, targets[p], shape) for p, group in self._groups(lengths)]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-    def _loss(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, shape: LossOptions
-    ) -> torch.Tensor:
-        inputs, flat = self.inputs(tokens, lengths)
         shape = LossOptions(shape.label_smoothing, shape.z_loss, self.softcap)
-        states, head = self.head_inputs(inputs, flat), self.head
+        states, head = self.head_inputs(tokens, lengths), self.head
         if head is not None:
             return linear_cross_entropy(states, matrix_of(head), targets, shape)
         valid = targets != -100
@@ -115,11 +106,17 @@ class UnpaddedModel:
         loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=shape.label_smoothing)
         return loss + shape.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if shape.z_loss else loss
 
-    def head_inputs(self, inputs: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
+    def head_inputs(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the last hidden states of a causal model if it has a plain `head`, otherwise its logits: (N, ...)."""
+        return self._by_token(self.before_head, tokens, lengths)
+
+    def before_head(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns what `head_inputs` returns, but by row and for the model's own inputs: (B, T, ...)."""
         if self.head is not None:
-            return flat(self.model.base_model(**inputs, use_cache=False).last_hidden_state)
-        return flat(self.model(**inputs, use_cache=False).logits)
+            states: torch.Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            return states
+        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
+        return logits
 
     @property
     def has_plain_rows(self) -> bool:
@@ -137,22 +134,16 @@ class UnpaddedModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns start and end logits of each token from a question answering model: (N,) and (N,), fp32."""
 
-        def start_and_end(indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            inputs, flat = self.inputs(tokens[indices], lengths, None if types is None else types[indices])
+        def start_and_end(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             output = self.model(**inputs)
-            return torch.stack((flat(output.start_logits), flat(output.end_logits)), dim=1).float()
+            return torch.stack((output.start_logits, output.end_logits), dim=-1)
 
-        starts, ends = self.by_token(lengths, start_and_end).unbind(dim=1)
+        starts, ends = self._by_token(start_and_end, tokens, lengths, types).float().unbind(dim=1)
         return starts, ends
 
     def token_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
         """Returns the logits of each token from a model that classifies tokens: (N, labels), fp32."""
-
-        def logits(indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            inputs, flat = self.inputs(tokens[indices], lengths, None if types is None else types[indices])
-            return flat(self.model(**inputs).logits).float()
-
-        return self.by_token(lengths, logits)
+        return self._by_token(lambda inputs: self.model(**inputs).logits, tokens, lengths, types).float()
 
     def sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
         """Returns the logits of a model that classifies sequences, for each of the B examples: (B, L), fp32."""
@@ -170,7 +161,7 @@ class UnpaddedModel:
         if not self.packs:
             plain: torch.Tensor = self.model(**padded).logits
             return plain
-        packed, _ = self.inputs(tokens, lengths, types)
+        packed, _ = self._inputs(tokens, lengths, types)
         base: Any = self.model.base_model
 
         def pack(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -191,13 +182,8 @@ class UnpaddedModel:
         return logits
 
     def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns the last hidden states of a model without a head: (N, D)."""
-
-        def last(indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            inputs, flat = self.inputs(tokens[indices], lengths)
-            return flat(self.model(**inputs).last_hidden_state)
-
-        return self.by_token(lengths, last)
+        """Returns the last hidden states of the model without its head: (N, D)."""
+        return self._by_token(lambda inputs: self.model.base_model(**inputs).last_hidden_state, tokens, lengths)
 
     def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a masked LM at the M tokens where `masked` (N,) is true: (M, V)."""
@@ -205,7 +191,7 @@ class UnpaddedModel:
         return _in_order(parts)
 
     def _masked_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-        inputs, flat = self.inputs(tokens, lengths)
+        inputs, flat = self._inputs(tokens, lengths)
         base: Any = self.model.base_model
 
         def select(module: nn.Module, args: Any, output: Any) -> Any:
@@ -231,56 +217,23 @@ class UnpaddedModel:
             chosen[group] = True
             yield all_tokens[torch.repeat_interleave(chosen, lengths)], lengths[chosen]
 
-    def by_token(
-        self, lengths: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    def _by_token(
+        self,
+        run: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Calls `run` for each group and returns its results in the order of the tokens: (N, ...)."""
-        return _in_order([(indices, run(indices, group)) for indices, group in self._groups(lengths)])
+        """Returns a row per token, (N, ...), of what `run` computes by row from the model's inputs, (B, T, ...)."""
+        parts = []
+        for indices, group in self._groups(lengths):
+            inputs, flat = self._inputs(tokens[indices], group, None if types is None else types[indices])
+            parts.append((indices, flat(run(inputs))))
+        return _in_order(parts)
 
     @property
     def _pad_id(self) -> int:
         return int(self._text.pad_token_id or 0)
-
-    def _packs_well(self, longest: int) -> bool:
-        """Returns True if two packed examples give the same outputs as separate forward passes.
-
-        Models with recurrent state, or with positions that do not start at 0, give other outputs.
-        """
-        lengths = self._probe_lengths(longest)
-        tokens = torch.arange(sum(lengths)) * 7 % self._text.vocab_size
-        outputs: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [self._output]
-        if type(self.model).__name__.endswith("ForSequenceClassification"):
-            outputs.append(lambda tokens, lengths: self.sequence_logits(tokens, lengths, None))
-        flops = 4.0 * sum(lengths) * sum(p.numel() for p in self.model.base_model.parameters())
-        with _first_blocks_of(self.model, self._text) if flops > PROBE_FLOPS else nullcontext():
-            return all(self._packs_equally(output, tokens, lengths) for output in outputs)
-
-    def _packs_equally(
-        self, output: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tokens: torch.Tensor, lengths: list[int]
-    ) -> bool:
-        try:
-            self.packs = True
-            packed = output(tokens, torch.tensor(lengths))
-            self.packs = False
-            separate = [output(part, torch.tensor([len(part)])) for part in tokens.split(lengths)]
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            return False
-        return close_outputs(self.model, packed, torch.cat(separate))
-
-    def _probe_lengths(self, longest: int) -> list[int]:
-        """Returns the lengths of a short example and one longer than every window or block in the configuration.
-
-        Neither exceeds `longest`, nor the length from which rotary frequencies depend on it.
-        """
-        max_positions = int(getattr(self._text, "max_position_embeddings", None) or 0)
-        position_limit = [max_positions - self.position_offset] if max_positions > 0 else []
-        limits = [longest, *position_limit, self._rotary.unscaled or longest]
-        beyond_windows = 1 + max(_possible_windows(self.model.config.to_dict()), default=0)
-        return [min(PROBE_SHORT, *limits), min(max(PROBE_LONG, beyond_windows), *limits)]
-
-    def _output(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        inputs, flat = self.inputs(tokens, lengths)
-        return flat(self.model.base_model(**inputs).last_hidden_state).float()
 
 
 def token_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,68 +257,6 @@ def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return parts[0][1]
     indices, values = (torch.cat(side) for side in zip(*parts, strict=True))
     return values[indices.argsort()]
-
-
-def _possible_windows(settings: Any, name: str = "") -> Iterator[int]:
-    """Yields every integer of a configuration that may be a window, block, chunk or stride."""
-    if isinstance(settings, dict):
-        for key, value in settings.items():
-            yield from _possible_windows(value, str(key))
-    elif isinstance(settings, (list, tuple)):
-        for value in settings:
-            yield from _possible_windows(value, name)
-    elif isinstance(settings, int) and not isinstance(settings, bool) and not OTHER_SIZES.search(name):
-        yield settings
-
-
-@contextmanager
-def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
-    """Temporarily truncates a model to its first blocks, with at least one block of each layer type."""
-    blocks = blocks_of(model)
-    types = (getattr(config, "layer_types", None) or [])[: len(blocks)]
-    count = max([2, *(types.index(kind) + 1 for kind in dict.fromkeys(types))])
-    if not blocks:
-        yield
-        return
-    children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
-    parent, name, block_list = next(
-        (parent, name, child)
-        for parent, name, child in children
-        if isinstance(child, nn.ModuleList) and len(child) == len(blocks) and all(map(operator.is_, child, blocks))
-    )
-    setattr(parent, name, block_list[:count])
-    try:
-        yield
-    finally:
-        setattr(parent, name, block_list)
-
-
-def close_outputs(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Returns True if two outputs of a model differ by no more than rounding in the dtype of its matrices."""
-    error = (found - expected).abs().max() / found.abs().max()
-    return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values())))
-
-
-def autocast_of(model: PreTrainedModel) -> torch.autocast:
-    """Returns bf16 autocast, enabled if the model's matrices are in bf16; for use outside training steps."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=_matrix_dtype(model) == torch.bfloat16)
-
-
-def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:
-    embedding: Any = model.get_input_embeddings()
-    return torch.bfloat16 if embedding.weight is None else embedding.weight.dtype  # quantized models compute in bf16
-
-
-def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
-    """Returns True if logits are last hidden states times output embedding, softcapped; some models scale or shift."""
-    head: Any = model.get_output_embeddings()
-    if type(head) not in (nn.Linear, Linear, QuantizedLinear) or head.bias is not None:
-        return False
-    probe = torch.arange(4)[None] % head.out_features
-    logits = head(model.base_model(probe).last_hidden_state)
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    return torch.allclose(logits, model(probe).logits, rtol=1e-4, atol=1e-5)
 
 
 def can_pack(model: PreTrainedModel) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -29,15 +29,8 @@ from sansgpu.data.sources import open_single, open_sources
 from sansgpu.models.model_folder import has_architecture
 from sansgpu.models.pretrained import Head, HeadKind, ProblemType, load_tokenizer_of
 from sansgpu.models.pretrained_source import pretrained_config
-from sansgpu.tasks.fine_tuning import (
-    FineTuning,
-    FineTuningTask,
-    longest_example,
-    passes,
-    require_examples,
-    require_rows,
-    split_rows,
-)
+from sansgpu.tasks.evaluation import SplitEvaluator, require_rows
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, longest_example, passes, require_examples, split_rows
 from sansgpu.tasks.label_metrics import label_metrics
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
@@ -261,20 +254,12 @@ def prediction(logits: torch.Tensor, labels: Labels) -> dict[str, Any]:
     return {"labels": [name for name, score in scores.items() if score > 0.5], "scores": scores}
 
 
-class ClassifyEvaluator:
+class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
     """Predicts the labels of texts and computes metrics from all of them."""
 
     def __init__(self, objective: ClassifyObjective, part: LabeledSequences, skipped: int) -> None:
-        self._objective, self._part, self._skipped = objective, part, skipped
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self._objective.model
-
-    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
-        order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
-        for start in range(0, len(order), size):
-            yield self._part.batch(order[start : start + size])
+        super().__init__(objective, part)
+        self._skipped = skipped
 
     def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the loss, without label smoothing and class weights, and each row's prediction under its number.

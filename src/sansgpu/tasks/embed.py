@@ -34,7 +34,8 @@ from sansgpu.tasks.embedding_data import (
 )
 from sansgpu.tasks.embedding_evaluation import EmbeddingEvaluator
 from sansgpu.tasks.embedding_losses import LossName, embedding_loss, loss_for
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, passes, require_examples, require_rows
+from sansgpu.tasks.evaluation import require_rows
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, passes, require_examples
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 USUAL_TEXTS = 2  # texts of an example, assumed if the data has not been read

@@ -15,54 +15,46 @@ import torch.nn.functional as F
 from sansgpu.data.text_groups import TextGroups, TokenizedGroups
 from sansgpu.kernels.linear import linear
 from sansgpu.tasks.embedding_losses import LossName, embedding_loss
+from sansgpu.tasks.evaluation import OrderingObjective, SplitEvaluator
 from sansgpu.tasks.task import Sums
 
 QUERIES = 1024  # ranked at a time, which bounds memory
 NDCG_RANKS = 10
 
 
-class Embedder(Protocol):
+class Embedder(OrderingObjective, Protocol):
     """A model that computes vectors; implemented by `EmbeddingObjective`."""
 
-    model: Any
     dims: Any
     width: int
 
     def outputs(self, batch: TextGroups) -> torch.Tensor: ...
 
-    def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray: ...
 
-
-class EmbeddingEvaluator:
+class EmbeddingEvaluator(SplitEvaluator[Embedder, TokenizedGroups]):
     """Computes the vectors of a split, and metrics from all of them.
 
     The loss is that of batches of `batch_size` examples, as in training, in the order of the data.
     """
 
     def __init__(self, embedder: Embedder, part: TokenizedGroups, loss: LossName, batch_size: int) -> None:
-        self._embedder, self._part, self._loss, self._batch_size = embedder, part, loss, batch_size
+        super().__init__(embedder, part)
+        self._loss, self._batch_size = loss, batch_size
         self._vectors: dict[int, torch.Tensor] = {}  # (texts, D) of the examples evaluated so far, by index
-
-    @property
-    def model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._embedder.model
-        return model
 
     def validation_batches(self, size: int) -> Iterator[TextGroups]:
         self._vectors = {}
-        order = self._embedder.ordered(np.arange(len(self._part)), self._part.lengths)
-        for start in range(0, len(order), size):
-            yield self._part.batch(order[start : start + size])
+        return super().validation_batches(size)
 
     def evaluate(self, batch: TextGroups) -> Sums:
         """Keeps the vectors of a batch, because the metrics are no sums over batches."""
-        vectors = self._embedder.outputs(batch).cpu().split(batch.counts.tolist())
+        vectors = self._objective.outputs(batch).cpu().split(batch.counts.tolist())
         self._vectors |= dict(zip(batch.numbers.tolist(), vectors, strict=True))
         return {}
 
     def gather(self, all_gather_rows: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
         own = sorted(self._vectors)
-        rows = [self._vectors[number] for number in own] or [torch.zeros(0, self._embedder.width)]
+        rows = [self._vectors[number] for number in own] or [torch.zeros(0, self._objective.width)]
         counts = torch.tensor([[number, len(self._vectors[number])] for number in own], dtype=torch.int64).reshape(
             -1, 2
         )
@@ -82,7 +74,7 @@ class EmbeddingEvaluator:
         for start in range(0, len(texts), self._batch_size):
             stop = min(start + self._batch_size, len(texts))
             batch = texts.rows(start, stop)
-            total += float(embedding_loss(self._loss, self._embedder.dims, vectors[ends[start] : ends[stop]], batch))
+            total += float(embedding_loss(self._loss, self._objective.dims, vectors[ends[start] : ends[stop]], batch))
         return total / len(texts)
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -268,34 +268,10 @@ def passes(lengths: np.ndarray) -> Iterator[np.ndarray]:
         start += size
 
 
-def whole_groups(
-    groups: Sequence[Sequence[int]], lengths: np.ndarray, size: int, ordered: Callable[..., np.ndarray]
-) -> Iterator[np.ndarray]:
-    """Yields batches of about `size` examples; all examples of a group are in one batch.
-
-    `lengths` are those of the examples, and `ordered` is `FineTuning.ordered`.
-    """
-    longest = np.array([lengths[list(numbers)].max() for numbers in groups])
-    pending: list[int] = []
-    for group in ordered(np.arange(len(groups)), longest):
-        pending += groups[group]
-        if len(pending) >= size:
-            yield np.array(pending)
-            pending = []
-    if pending:
-        yield np.array(pending)
-
-
 def split_rows(rows: Sequence[T], contents: Sequence[bytes], share: float) -> tuple[list[T], list[T]]:
     """Holds `share` of the rows out for validation; rows with equal contents are in the same part."""
     train, held = split_examples(contents, np.ones(len(rows)), share)
     return [rows[number] for number in train], [rows[number] for number in held]
-
-
-def require_rows(part: Sized, name: str) -> None:
-    """Raises ConfigError if there is nothing to evaluate."""
-    if not len(part):
-        raise ConfigError(f"{name} has no examples to evaluate on.")
 
 
 def require_examples(sources: Sources, counts: Sequence[int], what: str, notes: Sequence[str]) -> None:

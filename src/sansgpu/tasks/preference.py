@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -10,17 +10,18 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config, DataConfig
+from sansgpu.config import SETTINGS, Config
 from sansgpu.data.answer_pairs import AnswerPairs, PreferenceExamples, with_other_answers
 from sansgpu.data.chat import show_masked
 from sansgpu.data.preferences import Answers, ReadingNotes, tokenize_preferences
-from sansgpu.data.rows import BadRows, SourceRow
-from sansgpu.data.shards import ReportProgress
-from sansgpu.data.sources import Source, open_single, open_sources
+from sansgpu.data.rows import BadRows
+from sansgpu.data.shards import ReportProgress, rows_with_progress
+from sansgpu.data.sources import Source, open_sources
 from sansgpu.machine.group import Group
 from sansgpu.models.pretrained import load_tokenizer_of
 from sansgpu.models.pretrained_costs import PretrainedCosts
-from sansgpu.tasks.fine_tuning import FineTuning, require_examples, require_rows, split_rows
+from sansgpu.tasks.evaluation import SplitEvaluator, read_requested
+from sansgpu.tasks.fine_tuning import FineTuning, require_examples, split_rows
 from sansgpu.tasks.preference_losses import Scores, kl_divergence, kto_losses, pair_losses
 from sansgpu.tasks.preference_reference import compute_reference
 from sansgpu.tasks.sft import SFT
@@ -185,17 +186,9 @@ class Preference(PreferenceObjective, SFT):
     def _read(
         cls, source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
     ) -> list[Answers]:
-        data, done = config.data, 0
-        found = ReadingNotes(bad_rows=BadRows(data.on_bad_row))
-
-        def rows() -> Iterator[SourceRow]:
-            nonlocal done
-            for row in source.rows():
-                done += len(str(row.value))
-                progress("tokenizing", done, max(done, source.size_bytes))
-                yield row
-
-        examples = tokenize_preferences(rows(), tokenizer, config.window, data.long_rows, cls.rated, found)
+        found = ReadingNotes(bad_rows=BadRows(config.data.on_bad_row))
+        rows, long_rows = rows_with_progress(source, progress), config.data.long_rows
+        examples = tokenize_preferences(rows, tokenizer, config.window, long_rows, cls.rated, found)
         notes += found.texts(source.name, config.window)
         return examples
 
@@ -233,13 +226,11 @@ class Preference(PreferenceObjective, SFT):
         if request.data is None:
             part = cast(PreferenceCorpus, request.own_corpus()).validation
         else:
-            notes: list[str] = []
-            settings = DataConfig(dataset_name=request.data, dataset_config=config.data.dataset_config)
-            source = open_single(request.data, settings)
-            part = cls._examples(cls._read(source, config, loaded.tokenizer, request.progress, notes), config)
-            for note in notes:
-                request.warn(note)
-            require_rows(part, request.data)
+
+            def read(source: Source, notes: list[str]) -> PreferenceExamples:
+                return cls._examples(cls._read(source, config, loaded.tokenizer, request.progress, notes), config)
+
+            part = read_requested(request, config.data, read)
         if config.training.preference.needs_reference:
             plain = config.model_copy(update={"model": config.model.model_copy(update={"adapter": "none"})})
             compute_reference(
@@ -257,20 +248,8 @@ class KTO(KTOObjective, Preference):
     rated = True
 
 
-class PreferenceEvaluator:
+class PreferenceEvaluator(SplitEvaluator[PreferenceObjective, PreferenceExamples]):
     """Evaluates a model on held-out preferences."""
-
-    def __init__(self, objective: PreferenceObjective, part: PreferenceExamples) -> None:
-        self._objective, self._part = objective, part
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self._objective.model
-
-    def validation_batches(self, size: int) -> Iterator[AnswerPairs]:
-        order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
-        for start in range(0, len(order), size):
-            yield self._part.batch(order[start : start + size])
 
     def evaluate(self, batch: AnswerPairs) -> Sums:
         """Returns the log-probabilities of each example under its number, because the KL is a mean over all of them."""

@@ -28,15 +28,8 @@ from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.models.pretrained import load_tokenizer_of
-from sansgpu.tasks.fine_tuning import (
-    FineTuning,
-    FineTuningTask,
-    longest_example,
-    require_examples,
-    require_rows,
-    split_rows,
-    whole_groups,
-)
+from sansgpu.tasks.evaluation import require_rows, whole_groups
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, longest_example, require_examples, split_rows
 from sansgpu.tasks.task import Gather, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus

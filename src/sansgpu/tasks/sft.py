@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config, DataConfig
+from sansgpu.config import SETTINGS, Config
 from sansgpu.data.batch import IGNORE, ExampleBatch
 from sansgpu.data.chat import TokenizedConversations, show_masked, tokenize_conversations
-from sansgpu.data.rows import SourceRow
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress
-from sansgpu.data.sources import Source, open_single, open_sources
+from sansgpu.data.shards import ReportProgress, rows_with_progress
+from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
@@ -34,7 +33,8 @@ from sansgpu.tasks.distillation import (
     student_metrics,
     with_length_of,
 )
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows
+from sansgpu.tasks.evaluation import SplitEvaluator, read_requested
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Evaluator, GGUFParts, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
@@ -213,14 +213,11 @@ class SFT(SFTObjective, FineTuningTask):
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         if request.data is None:
             return SFTEvaluator(loaded.objective, cast(ChatCorpus, request.own_corpus()).validation)
-        notes: list[str] = []
-        settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
-        source = open_single(request.data, settings)
-        part = tokenize_source(source, loaded.config, loaded.tokenizer, request.progress, notes)
-        for note in notes:
-            request.warn(note)
-        require_rows(part, request.data)
-        return SFTEvaluator(loaded.objective, part)
+
+        def read(source: Source, notes: list[str]) -> ConversationExamples:
+            return tokenize_source(source, loaded.config, loaded.tokenizer, request.progress, notes)
+
+        return SFTEvaluator(loaded.objective, read_requested(request, loaded.config.data, read))
 
     @classmethod
     def generate(cls, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
@@ -290,20 +287,8 @@ def _narrow_where_faster(model: torch.nn.Module) -> None:
         narrow_matrices(model)
 
 
-class SFTEvaluator:
+class SFTEvaluator(SplitEvaluator[SFTObjective, ConversationExamples]):
     """Evaluates a model on the assistant turns of conversations."""
-
-    def __init__(self, objective: SFTObjective, part: ConversationExamples) -> None:
-        self._objective, self._part = objective, part
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self._objective.model
-
-    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
-        order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
-        for start in range(0, len(self._part), size):
-            yield self._part.batch(order[start : start + size])
 
     def evaluate(self, batch: PackedSequences) -> Sums:
         """Returns the loss, the number of targets and the bytes of text that they cover."""
@@ -329,16 +314,8 @@ def _examples(
 ) -> TokenizedConversations:
     data = config.data
     assert data.max_length is not None
-    window, done = data.max_length, 0
-
-    def rows_with_progress() -> Iterator[SourceRow]:
-        nonlocal done
-        for row in source.rows():
-            done += len(str(row.value))
-            progress("tokenizing", done, max(done, source.size_bytes))
-            yield row
-
-    examples = tokenize_conversations(rows_with_progress(), tokenizer, window, data.long_rows, data.on_bad_row)
+    rows, window = rows_with_progress(source, progress), data.max_length
+    examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, data.on_bad_row)
     if examples.shortened:
         notes.append(
             f"{source.name}: {examples.shortened} rows are longer than {window} tokens and were shortened at their "

@@ -17,7 +17,8 @@ from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.data.tag_spans import SpanCounts, has_entities, scores, span_counts, spans_of
 from sansgpu.data.tag_windows import TagWindow, make_tag_windows
 from sansgpu.data.tagged import TaggedText, with_targets
-from sansgpu.tasks.fine_tuning import longest_example, whole_groups
+from sansgpu.tasks.evaluation import whole_groups
+from sansgpu.tasks.fine_tuning import longest_example
 from sansgpu.tasks.task import Sums
 
 

@@ -24,7 +24,8 @@ from sansgpu.data.tag_spans import OUTSIDE
 from sansgpu.data.tagged import in_iob2, read_tagged, read_untagged, require_labels
 from sansgpu.models.model_folder import has_architecture
 from sansgpu.models.pretrained import Head, load_tokenizer_of
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, require_rows, split_rows
+from sansgpu.tasks.evaluation import require_rows
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples, split_rows
 from sansgpu.tasks.tag_evaluation import TagEvaluator, TaggedWindows, tokenize_texts
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
