@@ -10,13 +10,13 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config, DataConfig
+from sansgpu.config import SETTINGS, Config
 from sansgpu.data.answer_pairs import AnswerPairs, PreferenceExamples, with_other_answers
 from sansgpu.data.chat import show_masked
 from sansgpu.data.preferences import Answers, ReadingNotes, tokenize_preferences
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.shards import ReportProgress
-from sansgpu.data.sources import Source, open_single, open_sources
+from sansgpu.data.sources import Source, open_sources
 from sansgpu.machine.group import Group
 from sansgpu.models.pretrained import load_tokenizer_of
 from sansgpu.models.pretrained_costs import PretrainedCosts
@@ -234,8 +234,7 @@ class Preference(PreferenceObjective, SFT):
             part = cast(PreferenceCorpus, request.own_corpus()).validation
         else:
             notes: list[str] = []
-            settings = DataConfig(dataset_name=request.data, dataset_config=config.data.dataset_config)
-            source = open_single(request.data, settings)
+            source, config = cls.source_to_evaluate(loaded, request.data, request)
             part = cls._examples(cls._read(source, config, loaded.tokenizer, request.progress, notes), config)
             for note in notes:
                 request.warn(note)

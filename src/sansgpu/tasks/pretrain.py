@@ -257,10 +257,8 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         model, tokenizer, config = loaded.objective.model, loaded.tokenizer, loaded.config
         if request.data is None:
             return LanguageModeling(model, cast(TextCorpus, request.own_corpus()).validation)
-        context = _context_of(model)
-        window = request.window or min(config.window if loaded.source.config else UNBOUNDED_CONTEXT, context)
-        if window > context:
-            raise ConfigError(f"--window {window} is longer than the model's context of {counted(context, 'token')}.")
+        default = config.window if loaded.source.config else UNBOUNDED_CONTEXT
+        window = request.window_within(_context_of(model), default)
         source = open_single(request.data, DataConfig(dataset_name=request.data, text_column=config.data.text_column))
         documents = all_documents(build_store(source, tokenizer, request.cache, request.progress))
         # As in pretraining, the last token of a document predicts the first token of the next document.
