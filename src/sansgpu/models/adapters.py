@@ -55,9 +55,18 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
         with seeded(seed, "adapter"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft warns that it corrects this setting
-            return get_peft_model(loaded, config)
+            adapted = get_peft_model(loaded, config)
     except ValueError as error:
         raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None
+    unmerged = (
+        name for name, layer in _adapted_layers(loaded).items() if not hasattr(layer.get_base_layer(), "weight")
+    )
+    if (first := next(unmerged, None)) is not None:
+        raise ConfigError(
+            f"model.lora_targets: {plain_name(first)} holds the experts of a layer, whose adapters sansgpu cannot "
+            "merge; set model.lora_targets to layers of the attention, such as [q_proj,k_proj,v_proj,o_proj]."
+        )
+    return adapted
 
 
 def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:

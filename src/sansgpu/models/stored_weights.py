@@ -132,9 +132,12 @@ def fill(
             continue
         source = by_place.get(tensor.data_ptr()) or stored.get(name)
         if source is None:
+            folder = (
+                "give the model's Hugging Face folder instead of the GGUF file, and " if precision == "file" else ""
+            )
             raise ConfigError(
-                f"transformers computes {name} from several weights, so they cannot be read one by one; set "
-                "model.base_precision=auto."
+                f"transformers computes {name} from several weights, so they cannot be read one by one; "
+                f"{folder}set model.base_precision=auto."
             )
         weight = _quantized(source, layers[id(tensor)], precision) if id(tensor) in layers else None
         if weight is not None:
