@@ -109,6 +109,28 @@ def test_a_fine_tuned_models_file_talks_as_the_run_does(home: Path, capsys: Capt
     assert str(home) not in "".join(str(f.contents()) for n, f in text.items() if n.startswith("general."))
 
 
+def test_a_chat_model_is_measured_on_the_answers_of_conversations(home: Path, capsys: Captured, tmp_path: Path) -> None:
+    file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "f32").strip()
+    marked = [{"id": str(n), **json.loads(line)} for n, line in enumerate((home / "chat.jsonl").open())]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in marked))
+    of_run = json.loads(said(capsys, "eval", home / "qwen", "--data", rows, "--json"))
+    for target in (home / "qwen/final", file):
+        found = json.loads(said(capsys, "eval", target, "--data", rows, "--window", 96, "--json"))
+        assert found.keys() == of_run.keys()
+        assert (found["event"], found["step"]) == ("eval", None)
+        for name in ("loss", "perplexity", "bits_per_byte"):
+            assert found[name] == pytest.approx(of_run[name], rel=1e-4)
+    for arguments, sentence in [
+        ((file, "--data", rows, "--window", 513), "--window 513 is longer than the model's context of 512 tokens"),
+        ((home / "qwen", "--window", 96), "--window has an effect with --data only"),
+        ((home / "plain/final", "--data", rows), "line 1: the model's tokenizer has no chat template"),
+        ((home / "plain", "--data", rows), "these are conversations, not texts"),
+        ((model_folder("bert"), "--data", rows), "bert"),
+    ]:
+        assert sentence in refused(capsys, "eval", *arguments)
+
+
 def test_a_file_is_gone_on_from(home: Path, tmp_path: Path, capsys: Captured) -> None:
     file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "q8_0").strip()
     chosen = {**ADAPTED, "data.dataset_name": home / "chat.jsonl", "model.name_or_path": file}

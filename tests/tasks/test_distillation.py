@@ -229,4 +229,7 @@ def test_other_folders_and_several_processes_are_refused(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert cli(distillation(home, teacher, tmp_path / "new")) == 2
-    assert "runs in one process, but 2 were started" in sentence(capsys)
+    assert "runs in one process, but 2 were started; start it without torchrun" in sentence(capsys)
+    rows = ["--data", str(home / "corpus.jsonl"), "--output", str(tmp_path / "rows.jsonl")]
+    assert cli(["generate", str(teacher), *rows]) == 2
+    assert "sansgpu generate --data runs in one process" in sentence(capsys)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from benchmarks.tiny_model import make_folder
 from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
@@ -66,9 +67,9 @@ def losses(run: Path) -> list[float]:
     return [event["loss"] for event in [*events_of(run, "step"), *events_of(run, "eval")]]
 
 
-def evaluated(capsys: Captured, run: Path, home: Path) -> float:
+def evaluated(capsys: Captured, run: Path, home: Path, *options: str) -> float:
     capsys.readouterr()
-    assert cli(["eval", str(run), "--data", str(home / "chat.jsonl"), "--json"]) == 0
+    assert cli(["eval", str(run), "--data", str(home / "chat.jsonl"), "--json", *options]) == 0
     loss: float = json.loads(capsys.readouterr().out)["loss"]
     return loss
 
@@ -99,6 +100,66 @@ def test_training_equals_that_on_the_dequantized_weights(
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
     assert evaluated(capsys, run, home) == pytest.approx(evaluated(capsys, expected, home), rel=1e-5)
+
+
+@pytest.mark.long
+def test_an_adapter_alone_is_used_with_the_base_that_it_names(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    base = copytree(model_folder("qwen2"), tmp_path / "base")
+    chosen = {"data__dataset_name": home / "chat.jsonl", "model__name_or_path": base, "model__base_precision": "int4"}
+    run, rows = made(tmp_path, "run", model__adapter="lora", data__max_length=128, **chosen), home / "chat.jsonl"
+    final, settings_file = run / "final", run / "final/adapter_config.json"
+    expected = evaluated(capsys, run, home)
+    merged, file = tmp_path / "merged", tmp_path / "merged.gguf"
+    assert cli(["export", str(final), "--output", str(merged)]) == 0
+    assert cli(["export", str(final), "--format", "gguf", "--type", "f32", "--output", str(file)]) == 0
+    for target in (final, merged, file):
+        assert evaluated(capsys, target, home, "--window", "128") == pytest.approx(expected, rel=1e-5)
+    texts = []
+    for target in (run, final):
+        assert cli(["generate", str(target), "--prompt", "red", "--max-new-tokens", "8", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+        assert cli(["chat", str(target), "--prompt", "red", "--max-new-tokens", "2"]) == 0
+        capsys.readouterr()
+    assert texts[0] == texts[1]
+    on_top = made(tmp_path, "on-top", data__dataset_name=rows, model__name_or_path=final, model__adapter="lora")
+    assert events_of(on_top, "eval")[0]["loss"] < events_of(run, "eval")[0]["loss"], "it starts where the run ended"
+    for arguments, said in [
+        (["export", str(final)], "is not a run; name the output with --output"),
+        (["export", str(final), "--output", str(final)], "is the adapter itself; choose another --output"),
+        (["export", str(final), "--no-merge", "--output", str(tmp_path / "x")], "holds only an adapter already"),
+        (["embed", str(final), "--data", str(rows), "--output", "v.npy"], 'an adapter of a "Qwen2ForCausalLM"'),
+    ]:
+        capsys.readouterr()
+        assert cli(arguments) == 2
+        assert said in sentence(capsys)
+    known = json.loads(settings_file.read_text())
+    for changes, said in [
+        ({"base_model_name_or_path": str(base / "gone")}, "gone does not exist; set base_model_name_or_path in"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is null"),
+        ({"base_model_name_or_path": str(final)}, "is an adapter, too"),
+        ({"auto_mapping": ["int4"], "r": 3}, "does not fit its base model"),
+    ]:
+        settings_file.write_text(json.dumps({**known, **changes}))
+        assert cli(["chat", str(final), "--prompt", "red"]) == 2
+        assert said in sentence(capsys)
+
+
+@pytest.mark.long
+def test_experts_are_refused_with_what_works_instead(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    base, sizes = make_folder(tmp_path / "experts", "llama"), {"num_local_experts": 2, "num_key_value_heads": 2}
+    shape = MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=1024, **sizes
+    )
+    MixtralForCausalLM(shape).save_pretrained(base)
+    chosen = settings(home, model__name_or_path=base, model__adapter="lora", training__max_steps=1)
+    attention = ["--set", "model.lora_targets=[q_proj,k_proj,v_proj,o_proj]"]
+    for more, said in [
+        ([], "model.layers.0.mlp.experts holds the experts of a layer"),
+        ([*attention, "--set", "model.base_precision=int4"], "one by one; set model.base_precision=auto"),
+    ]:
+        assert cli(["train", *chosen, *more, "--output-dir", str(tmp_path / "run")]) == 2
+        assert said in capsys.readouterr().err
+    assert cli(["train", *chosen, *attention, "--output-dir", str(tmp_path / "run")]) == 0
 
 
 def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path) -> None:

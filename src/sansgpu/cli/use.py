@@ -60,7 +60,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on text or labeled data.
 
-    Prints the loss, perplexity and bits per byte.
+    Prints the loss, perplexity and bits per byte of texts, or of the answers in conversations.
     Task qa: exact match and F1; the answers are written to the run folder.
     Task classify: accuracy, F1 and Matthews correlation, or correlations with the scores.
     Task tokens: precision, recall and F1 of entities, and accuracy of tags.

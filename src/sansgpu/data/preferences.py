@@ -180,7 +180,7 @@ class ReadingNotes:
         if self.dropped:
             yield (
                 f"{name}: {self.dropped} rows are dropped: they are longer than {max_length} tokens, or there is "
-                "nothing to learn; raise data.max_length to keep the long ones."
+                "nothing to learn; raise data.max_length (eval: --window) to keep the long ones."
             )
         yield from (f"{name}: {note}" for note in self.bad_rows.notes())
 

@@ -122,17 +122,33 @@ def row_value(row: Mapping[Any, Any], column: str | int, key: str, where: str) -
     return row[column_key(row, column)]
 
 
+def is_conversation(row: Mapping[Any, Any]) -> bool:
+    """Returns whether a row has the columns of a conversation or of a question and its answer, and none for a text."""
+    turns = any(isinstance(row.get(name), (list, tuple)) for name in ("messages", "conversations"))
+    answer = any(name in row for name in ("completion", "output")) and len(_string_columns(row)) != 1
+    return not _text_columns(row) and (turns or answer)
+
+
+def _text_columns(row: Mapping[Any, Any]) -> list[Any]:
+    return [name for name in ("text", "content") if name in row]
+
+
+def _string_columns(row: Mapping[Any, Any]) -> list[Any]:
+    return [name for name, value in row.items() if isinstance(value, str)]
+
+
 def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:
     """Returns the text of one row: from `column` if given, else from `text`, `content` or the only string column."""
     if column is None:
-        named = [name for name in ("text", "content") if name in row]
-        strings = [name for name, value in row.items() if isinstance(value, str)]
-        if not named and len(strings) != 1:
+        found = _text_columns(row) or _string_columns(row)
+        advice = None
+        if is_conversation(row):
+            advice = "these are conversations, not texts; fine-tune on them with task sft, and evaluate that run"
+        elif not _text_columns(row) and len(found) != 1:
             advice = "set data.text_column to the one with the text"
-            if any(name in row for name in ("messages", "conversations", "completion", "output")):
-                advice = "these are conversations, not texts; fine-tune on them with task sft, and evaluate that run"
+        if advice is not None:
             raise BadRowError(f"{where} has the columns {column_names(row)}; {advice}.")
-        column = (named or strings)[0]
+        column = found[0]
     text = row_value(row, column, "data.text_column", where)
     if text is None:
         return ""

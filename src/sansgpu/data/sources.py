@@ -23,7 +23,7 @@ from sansgpu.data.files import (
     read_rows,
     text_file_rows,
 )
-from sansgpu.data.rows import SourceRow, row_text
+from sansgpu.data.rows import SourceRow, is_conversation, row_text
 from sansgpu.data.stdlib import library_files
 from sansgpu.data.stdlib_chat import stdlib_conversations
 from sansgpu.machine.disk import file_sha256
@@ -67,6 +67,16 @@ def open_single(name: str, data: DataConfig, text_rows: bool = False) -> Source:
     """Opens one source to evaluate on: its validation split if it has one, else all of it."""
     sources = open_parts(name, data, text_rows)
     return sources.validation or sources.train
+
+
+def has_conversations(name: str) -> bool:
+    """Returns whether the rows of a source to evaluate on are conversations, judging by the first one."""
+    source = open_single(name, DataConfig(dataset_name=name))
+    try:
+        first = next(source.rows(), None)
+    except ConfigError:  # plain text has no rows, and reading a damaged file as text raises the same error
+        return False
+    return first is not None and isinstance(first.value, dict) and is_conversation(first.value)
 
 
 def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:

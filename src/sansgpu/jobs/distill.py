@@ -28,7 +28,7 @@ from sansgpu.data.teacher_folder import (
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.probe import cache_dir, resolve_precision
-from sansgpu.machine.world import find_world
+from sansgpu.machine.world import require_one_process
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import save_tokenizer
 from sansgpu.models.teacher import Teacher
@@ -60,8 +60,7 @@ class DistillRequest:
 
 def distill(request: DistillRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
     """Writes a folder, or completes it, and returns what it holds. Raises ConfigError."""
-    if (size := find_world().size) > 1:
-        raise ConfigError(f"sansgpu distill runs in one process, but {size} were started; start it without a launcher.")
+    require_one_process("distill")
     if request.task not in DEFAULT_LENGTH:
         raise ConfigError(f"--task is {request.task}, but must be {' or '.join(DEFAULT_LENGTH)}.")
     _require_output(request.output)

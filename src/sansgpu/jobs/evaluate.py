@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, TaskSettings
 from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import has_conversations
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.probe import cache_dir
-from sansgpu.tasks import Corpus, task_of
-from sansgpu.tasks.trained_model import DetailedEvaluator, EvaluationRequest, PredictionWriter
+from sansgpu.tasks import TASKS, Corpus, task_of
+from sansgpu.tasks.trained_model import DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import kind_of_model, open_model
 from sansgpu.train.run_folders import with_objective
 from sansgpu.train.step import StepPlan
 
@@ -32,12 +34,15 @@ def evaluate_model(
     `remote_code` allows the model's own Python code to run. `objective` names the Python class that prepares the run's
     data. Raises ConfigError if the target or the data cannot be used.
     """
-    loaded = open_model(target, "evaluate", snapshot, warn, remote_code, objective, progress)
+    verb: Verb = "chat" if data is not None and _reads_conversations(target, data) else "evaluate"
+    loaded = open_model(target, verb, snapshot, warn, remote_code, objective, progress)
     kind, config, source = loaded.kind, loaded.config, loaded.source
     if objective not in (None, config.task) and data is not None:
         raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
     if window is not None and not kind.has_windows:
         raise ConfigError("--window works with decoders only; other models use the length that they were trained with.")
+    if window is not None and data is None:
+        raise ConfigError("--window has an effect with --data only; leave it out.")
     if data is None and source.snapshot is None:
         raise ConfigError(f"{target} is not a run, so it has no validation split; name a dataset with --data.")
     cache = cache_dir(config.data.cache_dir)
@@ -59,6 +64,12 @@ def evaluate_model(
     if isinstance(evaluator, PredictionWriter):
         evaluator.save(source.path)
     return {"event": "eval", "step": source.step, **metrics}, kind.settings
+
+
+def _reads_conversations(target: str, data: str) -> bool:
+    """Returns whether a causal model that is not a run has no task but `data`, which are conversations."""
+    is_run = (Path(target).expanduser() / "config.yaml").is_file()
+    return not is_run and kind_of_model(target, "evaluate") is TASKS["pretrain"] and has_conversations(data)
 
 
 def link_prediction(

@@ -6,17 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
+from sansgpu.models.adapter_folder import base_of, is_adapter_folder
 from sansgpu.models.gguf_encoding import TYPES
 from sansgpu.models.gguf_file import ModelDescription, write_gguf
 from sansgpu.models.onnx_file import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.reporting.marks import read_mark
 from sansgpu.reporting.outputs import GGUF, require_file, require_folder
 from sansgpu.reporting.unmarked import is_unmarked
+from sansgpu.tasks.trained_model import TrainedModel, Verb
 from sansgpu.train.loading import kind_of_run, open_model
 from sansgpu.train.run_folders import open_run
 
@@ -36,6 +38,8 @@ def export_run(
     `merge` chooses whether an adapter is merged into the model; None follows the run's configuration. Raises
     ConfigError if this is not a run.
     """
+    if is_adapter_folder(run):
+        return _export_merged(run, snapshot, output, merge, warn, progress, remote_code)
     if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is already a Hugging Face folder; export takes a run.")
     config, _ = open_run(run)
@@ -51,6 +55,35 @@ def export_run(
     loaded.kind.export_model(loaded, folder, merge)
     write_model_card(run, folder, loaded.source.step, warn)
     return folder
+
+
+def _export_merged(
+    adapter: Path,
+    snapshot: str,
+    output: Path | None,
+    merge: bool | None,
+    warn: Callable[[str], None],
+    progress: ReportProgress,
+    remote_code: bool,
+) -> Path:
+    """Writes an adapter of a causal model merged into its base model. Raises ConfigError."""
+    if merge is False:
+        raise ConfigError(f"{adapter} holds only an adapter already; leave out --no-merge.")
+    folder = _require_output(adapter, output)
+    require_folder(folder, "model", "--output")
+    _require_no_other_run(folder, adapter.resolve().parent)
+    loaded = open_model(str(adapter), "chat", snapshot, warn, remote_code, progress=progress)
+    progress(f"writing {folder}", 0, 0)
+    loaded.kind.export_model(loaded, folder, True)
+    return folder
+
+
+def _require_output(target: Path, output: Path | None) -> Path:
+    if output is None:
+        raise ConfigError(f"{target} is not a run; name the output with --output.")
+    if output.resolve() == target.resolve():
+        raise ConfigError(f"{output} is the adapter itself; choose another --output.")
+    return output
 
 
 def _require_no_other_run(folder: Path, run: Path) -> None:
@@ -77,15 +110,20 @@ def export_gguf(
     """
     if kind not in TYPES:
         raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")
-    config, _ = open_run(run)
-    kind_of_run(run, config, "gguf", objective)  # before the output is checked
-    path = output or run / f"{run.resolve().name}-{kind}.gguf"
-    if output is None:
-        require_run(run)
+    if is_adapter_folder(run):
+        verb: Verb = "chat"
+        path = _require_output(run, output)
+    else:
+        verb = "gguf"
+        config, _ = open_run(run)
+        kind_of_run(run, config, verb, objective)  # before the output is checked
+        path = output or run / f"{run.resolve().name}-{kind}.gguf"
+        if output is None:
+            require_run(run)
     require_file(path, GGUF)
-    loaded = open_model(str(run), "gguf", snapshot, warn, remote_code, objective, progress)
+    loaded = open_model(str(run), verb, snapshot, warn, remote_code, objective, progress)
     progress(f"writing {path}", 0, 0)
-    about = _about(run, config, loaded.source.step)
+    about = _about(run, loaded)
     unquantized = write_gguf(path, *loaded.kind.gguf_parts(loaded), kind, about)
     if unquantized:
         warn(
@@ -95,13 +133,16 @@ def export_gguf(
     return path
 
 
-def _about(run: Path, config: Config, step: int | None) -> ModelDescription:
+def _about(run: Path, loaded: TrainedModel) -> ModelDescription:
     """Returns the file's metadata, with names only, so that no local paths are published."""
-    base = config.model.name_or_path
+    config, step = loaded.config, loaded.source.step
+    of_run = f"Step {step} of a run of task {config.task}, trained with sansgpu."
+    model = base_of(config.model) or config.model
+    base = model.name_or_path
     return ModelDescription(
         name=run.resolve().name,
-        description=f"Step {step} of a run of task {config.task}, trained with sansgpu.",
-        dataset=Path(config.data.dataset_name).name,
+        description="A model with an adapter, merged by sansgpu." if step is None else of_run,
+        dataset=None if step is None else Path(config.data.dataset_name).name,
         base_model=Path(base).name if base else None,
     )
 

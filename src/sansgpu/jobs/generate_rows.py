@@ -21,6 +21,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.machine.probe import available_memory
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.world import require_one_process
 from sansgpu.models.batched import BatchModel, Completion, complete
 from sansgpu.models.generate import Sampling, reading, require_valid_sampling
 from sansgpu.reporting.outputs import require_file
@@ -51,6 +52,7 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
 
     Raises ConfigError if no row can be completed, or if the output belongs to something else.
     """
+    require_one_process("generate --data")
     require_valid_sampling(request.sampling)
     require_file(request.output)
     is_run = (Path(request.target).expanduser() / "config.yaml").is_file()

@@ -40,6 +40,15 @@ class World:
     note: str | None = None  # a message for the user
 
 
+def require_one_process(command: str) -> None:
+    """Raises ConfigError if a launcher has started several processes, which would write the same files."""
+    if (size := find_world().size) > 1:
+        raise ConfigError(
+            f"sansgpu {command} runs in one process, but {size} were started; start it without torchrun, mpirun or "
+            "srun: one process uses all cores."
+        )
+
+
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
     """Reads the launcher's variables. Raises ConfigError if they are incomplete."""
     for launcher, (rank_key, size_key, local_key) in _LAUNCHERS.items():

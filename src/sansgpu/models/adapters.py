@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +13,20 @@ import torch
 from torch import nn
 
 from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config.plain_data import read_object, shown
+from sansgpu.models.adapter_folder import ADAPTER_CONFIG, add_base, base_of, how_trained
 from sansgpu.models.folder_writer import write_folder_atomically
-from sansgpu.models.pretrained import is_inside, plain_name, save_tokenizer, seeded
+from sansgpu.models.pretrained import (
+    Head,
+    is_inside,
+    load_pretrained,
+    plain_name,
+    prepare_for_training,
+    save_tokenizer,
+    seeded,
+    stored_dtype,
+)
+from sansgpu.models.pretrained_source import library_errors, source_of
 from sansgpu.models.quantized_layers import (
     QuantizedLayer,
     QuantizedLinear,
@@ -48,9 +61,18 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
         with seeded(seed, "adapter"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft warns that it corrects this setting
-            return get_peft_model(loaded, config)
+            adapted = get_peft_model(loaded, config)
     except ValueError as error:
         raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None
+    unmerged = (
+        name for name, layer in _adapted_layers(loaded).items() if not hasattr(layer.get_base_layer(), "weight")
+    )
+    if (first := next(unmerged, None)) is not None:
+        raise ConfigError(
+            f"model.lora_targets: {plain_name(first)} holds the experts of a layer, whose adapters sansgpu cannot "
+            "merge; set model.lora_targets to layers of the attention, such as [q_proj,k_proj,v_proj,o_proj]."
+        )
+    return adapted
 
 
 def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -113,14 +135,60 @@ def _merged_weight(layer: Any) -> torch.Tensor:
     return merged
 
 
-def save_adapter(adapted: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes the adapter, without its base model, to a folder that peft loads, atomically."""
+def load_model(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
+    """Loads a model as `load_pretrained` does; of a folder with only an adapter, its base model with it merged in."""
+    base = base_of(model)
+    return load_pretrained(model, head, seed) if base is None else _load_merged(model, base, head, seed)
+
+
+def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:
+    """Reloads the frozen weights from the model's files, in their stored dtype.
+
+    Frees the current values first, so that memory never holds two models.
+    """
+    frozen = {n: p for n, p in loaded.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for parameter in frozen.values():
+        parameter.data = parameter.data.new_empty(0)
+    original = dict(load_model(model, head, seed).named_parameters(remove_duplicate=False))
+    for name, parameter in frozen.items():
+        parameter.data = original[plain_name(name)].data
+
+
+def _load_merged(model: ModelConfig, base: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
+    from peft import PeftModel
+
+    folder = source_of(model)[0]
+    loaded = load_pretrained(base, head, seed)
+    trained = how_trained(read_object(Path(folder) / ADAPTER_CONFIG)).get("base_model_class")
+    if trained not in (None, type(loaded).__name__):
+        raise ConfigError(
+            f"{folder} holds an adapter of a {shown(trained)}, but this needs one of a {type(loaded).__name__}; give "
+            "the run that trained it."
+        )
+    with library_errors(f"the adapter in {folder} does not fit its base model {base.name_or_path}"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(loaded, folder)
+        dtype = torch.float32 if model.adapter == "none" else stored_dtype(model)
+        return prepare_for_training(merge_adapter(adapted, dtype), model)
+
+
+def save_adapter(adapted: Any, tokenizer: Any, folder: Path, model: ModelConfig) -> None:
+    """Writes the adapter, without its base model, to a folder that peft loads, atomically.
+
+    `model` is the configuration of the base.
+    """
 
     def write(partial: Path) -> None:
         for config in adapted.peft_config.values():
             if isinstance(config.target_modules, set):  # its order differs between processes
                 config.target_modules = sorted(config.target_modules)
         adapted.save_pretrained(partial, save_embedding_layers=False)
+        settings = read_object(partial / ADAPTER_CONFIG)
+        add_base(settings, model)
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         save_tokenizer(tokenizer, partial)
 
     write_folder_atomically(folder, write)

@@ -52,7 +52,7 @@ class ModelDescription:
 
     name: str
     description: str
-    dataset: str
+    dataset: str | None
     base_model: str | None = None
 
 
@@ -237,8 +237,9 @@ def _describe(writer: gguf.GGUFWriter, description: ModelDescription, kind: GGUF
     writer.add_name(description.name)
     writer.add_description(description.description)
     writer.add_size_label(gguf.size_label(parameters, parameters, 0, 0))
-    writer.add_dataset_count(1)
-    writer.add_dataset_name(0, description.dataset)
+    if description.dataset is not None:
+        writer.add_dataset_count(1)
+        writer.add_dataset_name(0, description.dataset)
     if description.base_model is not None:
         writer.add_base_model_count(1)
         writer.add_base_model_name(0, description.base_model)

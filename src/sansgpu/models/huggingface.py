@@ -106,13 +106,14 @@ class HuggingFaceLM(torch.nn.Module):
 
     def __init__(self, name: str, remote_code: bool = False) -> None:
         super().__init__()
-        from sansgpu.models.patches import patch_model  # transformers takes seconds to import
-        from sansgpu.models.pretrained import Head, load_pretrained
+        from sansgpu.models.adapters import load_model  # transformers takes seconds to import
+        from sansgpu.models.patches import patch_model
+        from sansgpu.models.pretrained import Head
         from sansgpu.models.probes import head_is_plain
         from sansgpu.models.rotary import LengthDependentRotary
 
         settings = ModelConfig(name_or_path=name, trust_remote_code=remote_code)
-        self.model = load_pretrained(settings, Head("causal"), seed=0)
+        self.model = load_model(settings, Head("causal"), seed=0)
         patch_model(self.model)
         self.model.eval()
         self._rotary = LengthDependentRotary(self.model)

@@ -17,6 +17,7 @@ from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_see
 from sansgpu.config.plain_data import read_text, shown
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
+from sansgpu.models.adapter_folder import base_of
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.gguf_file import GGUFFile
 from sansgpu.models.gguf_tokenizer import TokenizerParts
@@ -249,7 +250,8 @@ def weights_fingerprint(model: ModelConfig) -> str:
     if not folder.is_dir():
         return str(getattr(pretrained_config(model), "_commit_hash", None) or model.revision or "main")
     files = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
-    return "-".join(file_sha256(path)[:16] for path in files)
+    base = base_of(model)
+    return "-".join([*([weights_fingerprint(base)] if base else []), *(file_sha256(path)[:16] for path in files)])
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
@@ -257,7 +259,7 @@ def stored_dtype(model: ModelConfig) -> torch.dtype:
 
     That of a quantized GGUF file is bf16.
     """
-    if base_precision(model) == "file":
+    if base_precision(base_of(model) or model) == "file":
         return torch.bfloat16
     dtype: torch.dtype | None = getattr(pretrained_config(model), "dtype", None)
     return dtype or torch.float32
@@ -266,19 +268,6 @@ def stored_dtype(model: ModelConfig) -> torch.dtype:
 def merges_adapter(model: ModelConfig) -> bool:
     """Returns whether the exported model has its adapter merged in: model.merge_adapter, or its default."""
     return not is_base_quantized(model) if model.merge_adapter is None else model.merge_adapter
-
-
-def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:
-    """Reloads the frozen weights from the model's files, in their stored dtype.
-
-    Frees the current values first, so that memory never holds two models.
-    """
-    frozen = {n: p for n, p in loaded.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for parameter in frozen.values():
-        parameter.data = parameter.data.new_empty(0)
-    original = dict(load_pretrained(model, head, seed).named_parameters(remove_duplicate=False))
-    for name, parameter in frozen.items():
-        parameter.data = original[plain_name(name)].data
 
 
 def plain_name(name: str) -> str:

@@ -10,6 +10,7 @@ from sansgpu.config import ConfigError, ModelConfig, RunPaths
 from sansgpu.config.plain_data import first_line, read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.sandbox import is_panic
+from sansgpu.models.adapter_folder import base_of
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.graph_folder import MODEL_TYPE
 from sansgpu.models.model_folder import folder_settings, validate_model_folder
@@ -26,7 +27,8 @@ if TYPE_CHECKING:  # functions import transformers when they need it, because th
 
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
-    """Loads the config.json of a model. Raises ConfigError if it cannot be loaded."""
+    """Loads the config.json of a model, or of the base of an adapter. Raises ConfigError if it cannot be loaded."""
+    model = base_of(model) or model
     if (file := gguf_file_of(model)) is not None:
         return _config_of(file)
     from transformers import AutoConfig

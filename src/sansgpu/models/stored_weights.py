@@ -153,9 +153,12 @@ def fill(
             continue
         source = by_place.get(tensor.data_ptr()) or stored.get(name)
         if source is None:
+            folder = (
+                "give the model's Hugging Face folder instead of the GGUF file, and " if precision == "file" else ""
+            )
             raise ConfigError(
-                f"transformers computes {name} from several weights, so they cannot be read one by one; set "
-                "model.base_precision=auto."
+                f"transformers computes {name} from several weights, so they cannot be read one by one; "
+                f"{folder}set model.base_precision=auto."
             )
         matrix = matrices.get(id(tensor))
         weight = None if matrix is None else _quantized(source, matrix, precision)

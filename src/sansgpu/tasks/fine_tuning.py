@@ -19,17 +19,15 @@ from sansgpu.data.order import batch_indices
 from sansgpu.data.sources import Sources
 from sansgpu.data.split import split_examples
 from sansgpu.machine.compilation import set_up_compiler
-from sansgpu.models.adapters import add_adapter, merge_adapter, merged_tensors, save_adapter
+from sansgpu.models.adapters import add_adapter, load_model, merge_adapter, merged_tensors, restore_frozen, save_adapter
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.pretrained import (
     Head,
     HeadKind,
-    load_pretrained,
     load_tokenizer_of,
     merges_adapter,
     plain_name,
     random_model,
-    restore_frozen,
     save_pretrained,
     save_tokenizer,
     stored_dtype,
@@ -62,7 +60,7 @@ class FineTuning(ObjectiveBase, ABC):
         if random:
             self.model = random_model(settings, self.head, layers)
         else:
-            self.model = load_pretrained(settings, self.head, seed)
+            self.model = load_model(settings, self.head, seed)
         self._loaded_as = {n: p.dtype for n, p in self.model.named_parameters(remove_duplicate=False)}
         unpatched = patch_model(self.model)
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
@@ -160,7 +158,7 @@ class FineTuning(ObjectiveBase, ABC):
         settings = self.config.model
         merge = merges_adapter(settings) if merge is None else merge
         if self._adapted is not None and not merge:
-            save_adapter(self._adapted, tokenizer, folder)
+            save_adapter(self._adapted, tokenizer, folder, settings)
         else:
             save_pretrained(self.merged_model(stored_dtype(settings)), tokenizer, folder, self.write_more)
 

@@ -226,11 +226,13 @@ class Preference(PreferenceObjective, SFT):
         if request.data is None:
             part = cast(PreferenceCorpus, request.own_corpus()).validation
         else:
+            evaluated = cls.config_to_evaluate(loaded, request)
 
             def read(source: Source, notes: list[str]) -> PreferenceExamples:
-                return cls._examples(cls._read(source, config, loaded.tokenizer, request.progress, notes), config)
+                rows = cls._read(source, evaluated, loaded.tokenizer, request.progress, notes)
+                return cls._examples(rows, evaluated)
 
-            part = read_requested(request, config.data, read)
+            part = read_requested(request, evaluated.data, read)
         if config.training.preference.needs_reference:
             plain = config.model_copy(update={"model": config.model.model_copy(update={"adapter": "none"})})
             compute_reference(

@@ -30,6 +30,7 @@ from sansgpu.data.tokenizer import (
 from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.kernels.mixed_loss import linear_mixed_loss
 from sansgpu.models import TransformerLM
+from sansgpu.models.adapter_folder import is_adapter_folder
 from sansgpu.models.batched import BatchModel, decoder_batch
 from sansgpu.models.decoder_costs import DecoderCosts
 from sansgpu.models.generate import Sampling, generate
@@ -221,7 +222,8 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         if is_gguf(target):
             return decoder_config(path) is not None
         if path.is_dir():
-            return not (path / "config.json").is_file() or decoder_config(path) is not None
+            is_other = is_adapter_folder(path) or ((path / "config.json").is_file() and decoder_config(path) is None)
+            return not is_other
         return _is_path(target)
 
     @classmethod
@@ -239,11 +241,11 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
             return PretrainObjective(config, model), _gguf_tokenizer(file), config
         name: str | Path = source.target
         model = None
-        if path.is_dir():
+        if path.is_dir() and not is_adapter_folder(path):
             if not (path / "config.json").is_file():
                 raise ConfigError(f"{path} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
             name, model = path, load_decoder(path)
-        elif _is_path(source.target):
+        elif not path.is_dir() and _is_path(source.target):
             raise ConfigError(f"{source.target} does not exist; give a run's folder or a Hugging Face model.")
         model = model or HuggingFaceLM(str(name), source.remote_code)
         return PretrainObjective(config, model), load_tokenizer_of_model(name, source.remote_code), config
@@ -257,10 +259,8 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         model, tokenizer, config = loaded.objective.model, loaded.tokenizer, loaded.config
         if request.data is None:
             return LanguageModeling(model, cast(TextCorpus, request.own_corpus()).validation)
-        context = _context_of(model)
-        window = request.window or min(config.window if loaded.source.config else UNBOUNDED_CONTEXT, context)
-        if window > context:
-            raise ConfigError(f"--window {window} is longer than the model's context of {counted(context, 'token')}.")
+        default = config.window if loaded.source.config else UNBOUNDED_CONTEXT
+        window = request.window_within(_context_of(model), default)
         source = open_single(request.data, DataConfig(dataset_name=request.data, text_column=config.data.text_column))
         documents = all_documents(build_store(source, tokenizer, request.cache, request.progress))
         # As in pretraining, the last token of a document predicts the first token of the next document.

@@ -133,6 +133,7 @@ class SFT(SFTObjective, FineTuningTask):
     settings = SETTINGS["sft"]
     verbs = ("evaluate", "generate", "complete", "chat", "export", "gguf", "distill")
     verbs_for_any_model = ("generate", "chat")
+    has_windows = True
     objective_class: ClassVar[type[FineTuning]] = SFTObjective
 
     def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
@@ -184,9 +185,7 @@ class SFT(SFTObjective, FineTuningTask):
     def teacher(cls, loaded: TrainedModel) -> Teacher:
         from sansgpu.models.teacher import transformers_teacher  # imports transformers
 
-        unpadded = loaded.objective.unpadded
-        context: Any = getattr(unpadded.model.config, "max_position_embeddings", None)
-        return transformers_teacher(unpadded, context)
+        return transformers_teacher(loaded.objective.unpadded, _context_of(loaded.objective))
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         batch = super().batch(step, total_steps)
@@ -213,11 +212,21 @@ class SFT(SFTObjective, FineTuningTask):
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         if request.data is None:
             return SFTEvaluator(loaded.objective, cast(ChatCorpus, request.own_corpus()).validation)
+        config = cls.config_to_evaluate(loaded, request)
 
         def read(source: Source, notes: list[str]) -> ConversationExamples:
-            return tokenize_source(source, loaded.config, loaded.tokenizer, request.progress, notes)
+            return tokenize_source(source, config, loaded.tokenizer, request.progress, notes)
 
-        return SFTEvaluator(loaded.objective, read_requested(request, loaded.config.data, read))
+        return SFTEvaluator(loaded.objective, read_requested(request, config.data, read))
+
+    @classmethod
+    def config_to_evaluate(cls, loaded: TrainedModel, request: EvaluationRequest) -> Config:
+        """Returns the configuration of a model, with the maximum length of the examples to evaluate."""
+        data = loaded.config.data
+        assert data.max_length is not None
+        longest = max(data.max_length, request.window or 0)
+        window = request.window_within(_context_of(loaded.objective) or longest, data.max_length)
+        return loaded.config.model_copy(update={"data": data.model_copy(update={"max_length": window})})
 
     @classmethod
     def generate(cls, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
@@ -281,6 +290,12 @@ def _examples_of(folder: TeacherFolder, part: str) -> ConversationExamples:
     return ConversationExamples(examples, np.arange(len(examples)))
 
 
+def _context_of(objective: SFTObjective) -> int | None:
+    """Returns the model's maximum number of tokens, or None if it declares none."""
+    context: int | None = getattr(objective.model.config, "max_position_embeddings", None)
+    return context
+
+
 def _narrow_where_faster(model: torch.nn.Module) -> None:
     """Converts matrices to bf16 if this CPU computes it natively, because each generated token reads all of them."""
     if has_native_bf16():
@@ -325,7 +340,7 @@ def _examples(
         whole = "their last question and answer" if data.long_rows == "truncate" else "they"
         notes.append(
             f"{source.name}: {examples.dropped} rows are dropped: {whole} are longer than {window} tokens, or there is "
-            "nothing to learn; raise data.max_length to keep the long ones."
+            "nothing to learn; raise data.max_length (eval: --window) to keep the long ones."
         )
     if examples.lacking_system:
         notes.append(

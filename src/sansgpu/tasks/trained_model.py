@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from sansgpu.config import Config
+from sansgpu.config import Config, ConfigError
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 
 if TYPE_CHECKING:
@@ -77,6 +78,17 @@ class EvaluationRequest:
     cache: Path
     progress: ReportProgress
     warn: Callable[[str], None]
+
+    def window_within(self, context: int, default: int) -> int:
+        """Returns the maximum tokens of an example: as requested, or `default` as far as the model's context allows.
+
+        Raises ConfigError if the requested number is larger than the context.
+        """
+        if self.window is not None and self.window > context:
+            raise ConfigError(
+                f"--window {self.window} is longer than the model's context of {counted(context, 'token')}."
+            )
+        return self.window or min(default, context)
 
 
 @runtime_checkable

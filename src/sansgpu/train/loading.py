@@ -49,7 +49,7 @@ def open_model(
     else:
         if objective is not None:
             raise ConfigError(f"{target} is not a run; leave out --objective.")
-        kind = _kind_of_model(target, verb)
+        kind = kind_of_model(target, verb)
         if snapshot_name != "latest":
             raise ConfigError(f"{target} is not a run, so it has no snapshots; leave out --snapshot.")
         source = ModelSource(target, remote_code)
@@ -83,7 +83,7 @@ def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Callable[[s
     return snapshot
 
 
-def _kind_of_model(target: str, verb: Verb) -> TaskKind:
+def kind_of_model(target: str, verb: Verb) -> TaskKind:
     """Returns the task that recognizes a model, or else the one that takes any Hugging Face model for this verb."""
     able = [kind for kind in TASKS.values() if verb in kind.verbs]
     found = next((kind for kind in able if kind.recognizes(target)), None)
