@@ -10,9 +10,9 @@ import torch
 from sansgpu.config import ModelConfig
 from sansgpu.kernels import native
 from sansgpu.models import batched
-from sansgpu.models.batched import BatchModel, Completion, complete, decoder_batch
-from sansgpu.models.chat import PretrainedReader, PretrainedSlots, continued, pretrained_batch
-from sansgpu.models.generate import DecoderReader, Sampling, generate, sample_token
+from sansgpu.models.batched import BatchModel, Completion, DecoderReader, complete, decoder_batch, generate, stream
+from sansgpu.models.chat import PretrainedReader, PretrainedSlots, pretrained_batch, pretrained_single
+from sansgpu.models.generate import Sampling, sample_tokens
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of
@@ -67,12 +67,17 @@ def test_a_batch_of_our_decoder_writes_what_each_prompt_gives_alone(layout: str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_batch_of_a_transformers_model_writes_what_each_prompt_gives_alone(architecture: str) -> None:
     unpadded, tokenizer = pretrained(architecture)
-    batch = pretrained_batch(unpadded, tokenizer)
+    batch, single = pretrained_batch(unpadded, tokenizer), pretrained_single(unpadded.model, tokenizer)
     assert batch.together == ((native.available() and ARCHITECTURES[architecture]) or batch.together)
     together = completions(batch, 4, GREEDY)
     for number, prompt in enumerate(PROMPTS):
-        alone = "".join(continued(unpadded.model, tokenizer, prompt, 5 + 3 * number, GREEDY))
-        assert batch.decode(together[number].ids) == alone
+        ids = unpadded.model.generate(
+            torch.tensor([batch.text_ids(prompt)]), max_new_tokens=5 + 3 * number, do_sample=False, pad_token_id=0
+        )[0, len(batch.text_ids(prompt)) :]
+        assert batch.decode(together[number].ids) == tokenizer.decode(ids, skip_special_tokens=True)
+        for model in (batch, single):
+            pieces = stream(model, model.text_ids(prompt), 5 + 3 * number, GREEDY)
+            assert "".join(pieces) == batch.decode(together[number].ids)
         assert together[number].reason == ("length" if len(together[number].ids) == 5 + 3 * number else "stop")
 
 
@@ -134,8 +139,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         with torch.inference_mode():
             found = batch.open_reader(5, CONTEXT).add(prompts)
             for row, prompt in zip(found, prompts, strict=True):
-                reader.reset()
-                torch.testing.assert_close(row, reader.forward_new(prompt), atol=2e-5, rtol=1e-4)
+                torch.testing.assert_close(row, reader.add([prompt])[0], atol=2e-5, rtol=1e-4)
         monkeypatch.undo()
 
 
@@ -158,5 +162,7 @@ def test_a_rows_draw_does_not_depend_on_other_rows() -> None:
 
     for sampling in (Sampling(0.7), Sampling(1.0, top_k=5), Sampling(2.0, top_p=0.999), Sampling(1.0, 50, 0.8)):
         together = batched.sample_tokens(logits, sampling, generators())
-        alone = [sample_token(row, sampling, draws) for row, draws in zip(logits, generators(), strict=True)]
+        alone = [
+            sample_tokens(row[None], sampling, [draws])[0] for row, draws in zip(logits, generators(), strict=True)
+        ]
         assert together == alone

@@ -22,8 +22,8 @@ from sansgpu.data.split import split_examples
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
-from sansgpu.models.batched import BatchModel
-from sansgpu.models.generate import Sampling
+from sansgpu.models.batched import BatchModel, stream
+from sansgpu.models.generate import Sampling, reading
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
 from sansgpu.tasks.distillation import (
@@ -204,10 +204,12 @@ class SFT(SFTObjective, FineTuningTask):
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         """Generates an answer to `prompt`."""
-        from sansgpu.models.chat import answer  # imports transformers
+        from sansgpu.models.chat import pretrained_single, prompt_ids  # imports transformers
 
-        messages = [{"role": "user", "content": prompt}]
-        return "".join(answer(self.model, self.corpus.tokenizer, messages, tokens, Sampling(seed=seed)))
+        tokenizer = self.corpus.tokenizer
+        ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
+        with reading(self.model):
+            return "".join(stream(pretrained_single(self.model, tokenizer), ids, tokens, Sampling(seed=seed)))
 
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
@@ -221,22 +223,6 @@ class SFT(SFTObjective, FineTuningTask):
             request.warn(note)
         require_rows(part, request.data)
         return SFTEvaluator(loaded.objective, part)
-
-    @classmethod
-    def generate(cls, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-        from sansgpu.models.chat import continued  # imports transformers
-
-        _narrow_where_faster(loaded.objective.model)
-        return continued(loaded.objective.model, loaded.tokenizer, prompt, max_new_tokens, sampling)
-
-    @classmethod
-    def answer(
-        cls, loaded: TrainedModel, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling
-    ) -> Iterator[str]:
-        from sansgpu.models.chat import answer  # imports transformers
-
-        _narrow_where_faster(loaded.objective.model)
-        return answer(loaded.objective.model, loaded.tokenizer, messages, max_new_tokens, sampling)
 
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:
