@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_rows_are_completed_in_order_and_task_sft_reads_them(tmp_path: Path, cap
 
 def test_a_killed_command_continues(tmp_path: Path, capsys: Captured) -> None:
     data, whole, output = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    target, partial = model_folder("qwen2"), tmp_path / "out.jsonl.partial"
+    target, partial = shutil.copytree(model_folder("qwen2"), tmp_path / "model"), tmp_path / "out.jsonl.partial"
     arguments = ["generate", str(target), "--data", str(data), "--output", str(output), *OPTIONS]
     process = start([*arguments, "--batch-size", "2"], tmp_path / "cache")
     kill_when(process, lambda: partial.exists() and partial.read_bytes().count(b"\n") > 3)
@@ -79,6 +80,12 @@ def test_a_killed_command_continues(tmp_path: Path, capsys: Captured) -> None:
     partial.write_bytes(done + b'{"prompt": "tor')  # a line that was being written
     assert cli([*arguments, "--seed", "6"]) == 2
     assert "begun with another model, other rows or other options" in messages(capsys.readouterr().err)[0]
+    weights = (target / "model.safetensors").read_bytes()
+    middle = len(weights) // 2
+    (target / "model.safetensors").write_bytes(weights[:middle] + b"\x01\x02\x03\x3d" + weights[middle + 4 :])
+    assert cli(arguments) == 2
+    assert f"the weights of {target} have changed since {partial} was begun" in messages(capsys.readouterr().err)[0]
+    (target / "model.safetensors").write_bytes(weights)
     assert generated(capsys, target, data, output)["resumed"] == done.count(b"\n")
     generated(capsys, target, data, whole)
     assert output.read_bytes() == whole.read_bytes()

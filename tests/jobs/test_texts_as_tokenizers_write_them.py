@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
-from sansgpu.models.chat import continued
+from sansgpu.models.batched import stream
+from sansgpu.models.chat import pretrained_single
 from sansgpu.models.generate import Sampling
 from tests.processes import settings, use_cache
 from tests.tasks.tokenizer_kinds import KINDS, TEXT, folder_of, tokenizer_of
@@ -90,7 +91,8 @@ def test_a_text_is_gone_on_with_from_what_begins_it_and_before_what_ends_it(kind
     ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
     with torch.no_grad():
         expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)[0]
-    written = "".join(continued(model, tokenizer, "The café", 6, Sampling(temperature=0)))
+    single = pretrained_single(model, tokenizer)
+    written = "".join(stream(single, single.text_ids("The café"), 6, Sampling(temperature=0)))
     assert written == tokenizer.decode(expected[len(ids) :], skip_special_tokens=True)
 
 

@@ -5,7 +5,8 @@ import torch
 from sansgpu.config import ModelConfig
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.generate import Sampling, generate
+from sansgpu.models.batched import decoder_batch, stream
+from sansgpu.models.generate import Sampling
 
 SHAPE = {"vocab_size": 320, "d_model": 32, "n_heads": 4, "n_layers": 2, "d_ff": 40, "max_seq_len": 24}
 LAYOUTS = {
@@ -41,5 +42,7 @@ def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, 320, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def text_of(model: TransformerLM, prompt: str, count: int, **sampling: object) -> str:
-    return "".join(generate(model, TOKENIZER, prompt, count, Sampling(**sampling)))  # type: ignore[arg-type]
+def text_of(model: TransformerLM, prompt: str, count: int, packs: bool = False, **sampling: object) -> str:
+    """Returns a continuation, computed by the steps of C++ if `packs`."""
+    batch = decoder_batch(model, TOKENIZER, packs)
+    return "".join(stream(batch, batch.text_ids(prompt), count, Sampling(**sampling)))  # type: ignore[arg-type]

@@ -10,9 +10,11 @@ import torch
 from sansgpu.config import ModelConfig
 from sansgpu.kernels import native
 from sansgpu.models import batched
-from sansgpu.models.batched import BatchModel, Completion, complete, decoder_batch
-from sansgpu.models.chat import PretrainedReader, PretrainedSlots, continued, pretrained_batch
-from sansgpu.models.generate import DecoderReader, Sampling, generate, sample_token
+from sansgpu.models.adapters import add_adapter
+from sansgpu.models.batched import BatchModel, Completion, DecoderReader, complete, decoder_batch, generate, stream
+from sansgpu.models.chat import PretrainedReader, PretrainedSlots, pretrained_batch, pretrained_single
+from sansgpu.models.generate import Sampling, sample_tokens
+from sansgpu.models.lora import patch_adapter
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.patches import patch_model
 from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of
@@ -37,10 +39,16 @@ ARCHITECTURES = {
 }
 
 
-def pretrained(architecture: str) -> tuple[UnpaddedModel, Any]:
-    settings = ModelConfig(name_or_path=str(model_folder(architecture)))
+def pretrained(architecture: str, **changes: Any) -> tuple[UnpaddedModel, Any]:
+    """Returns a model and its tokenizer; an adapter has random matrices, as after training."""
+    settings = ModelConfig(name_or_path=str(model_folder(architecture)), **changes)
     model = load_pretrained(settings, Head("causal"), seed=0).eval()
     patch_model(model)
+    if settings.adapter != "none":
+        patch_adapter(add_adapter(model, settings, 0).eval())
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
     return UnpaddedModel(model, pack=True), load_tokenizer_of(settings, None)
 
 
@@ -67,12 +75,17 @@ def test_a_batch_of_our_decoder_writes_what_each_prompt_gives_alone(layout: str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_batch_of_a_transformers_model_writes_what_each_prompt_gives_alone(architecture: str) -> None:
     unpadded, tokenizer = pretrained(architecture)
-    batch = pretrained_batch(unpadded, tokenizer)
+    batch, single = pretrained_batch(unpadded, tokenizer), pretrained_single(unpadded.model, tokenizer)
     assert batch.together == ((native.available() and ARCHITECTURES[architecture]) or batch.together)
     together = completions(batch, 4, GREEDY)
     for number, prompt in enumerate(PROMPTS):
-        alone = "".join(continued(unpadded.model, tokenizer, prompt, 5 + 3 * number, GREEDY))
-        assert batch.decode(together[number].ids) == alone
+        ids = unpadded.model.generate(
+            torch.tensor([batch.text_ids(prompt)]), max_new_tokens=5 + 3 * number, do_sample=False, pad_token_id=0
+        )[0, len(batch.text_ids(prompt)) :]
+        assert batch.decode(together[number].ids) == tokenizer.decode(ids, skip_special_tokens=True)
+        for model in (batch, single):
+            pieces = stream(model, model.text_ids(prompt), 5 + 3 * number, GREEDY)
+            assert "".join(pieces) == batch.decode(together[number].ids)
         assert together[number].reason == ("length" if len(together[number].ids) == 5 + 3 * number else "stop")
 
 
@@ -123,6 +136,34 @@ def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str,
         assert torch.equal(*logits)
 
 
+@pytest.mark.skipif(not native.available(), reason="needs the compiled kernels")
+@pytest.mark.parametrize("precision", ["int8", "int4", "bf16"])
+def test_a_step_in_one_call_computes_quantized_weights_and_adapters(precision: str) -> None:
+    adapter = {"adapter": "lora", "lora_rank": 5, "lora_alpha": 10, "lora_targets": ["v_proj", "up_proj", "down_proj"]}
+    unpadded, tokenizer = pretrained("llama", base_precision=precision, **adapter)
+    narrow_matrices(unpadded.model)
+    fused = pretrained_step(unpadded.model)
+    assert fused is not None
+    steps = {}
+    for slots in (20, 1):
+        readers = [PretrainedSlots(unpadded, slots, CONTEXT, one) for one in (fused, None)]
+        for reader in readers:
+            reader.add([[7 * n % 250 + row for n in range(9)] for row in range(slots)])
+        found, expected = (reader.step(range(1, slots + 1)) for reader in readers)
+        torch.testing.assert_close(found, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
+        steps[slots] = found[:1]
+    assert torch.equal(steps[20], steps[1])
+    batch = pretrained_batch(unpadded, tokenizer)
+    texts = [completions(batch, slots, GREEDY) for slots in (1, 4)]
+    assert texts[0] == texts[1]
+    for layer in unpadded.model.modules():
+        if hasattr(layer, "lora_A"):
+            layer.enable_adapters(False)
+    unadapted = PretrainedSlots(unpadded, 1, CONTEXT, None)
+    unadapted.add([[7 * n % 250 for n in range(9)]])
+    assert (unadapted.step([1]) - steps[1]).abs().max() > 0.2 * steps[1].abs().max()
+
+
 def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, (unpadded, tokenizer) = model_of("modern", vocab_size=300, max_seq_len=CONTEXT), pretrained("llama")
     for batch, reader in (
@@ -134,8 +175,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         with torch.inference_mode():
             found = batch.open_reader(5, CONTEXT).add(prompts)
             for row, prompt in zip(found, prompts, strict=True):
-                reader.reset()
-                torch.testing.assert_close(row, reader.forward_new(prompt), atol=2e-5, rtol=1e-4)
+                torch.testing.assert_close(row, reader.add([prompt])[0], atol=2e-5, rtol=1e-4)
         monkeypatch.undo()
 
 
@@ -158,5 +198,7 @@ def test_a_rows_draw_does_not_depend_on_other_rows() -> None:
 
     for sampling in (Sampling(0.7), Sampling(1.0, top_k=5), Sampling(2.0, top_p=0.999), Sampling(1.0, 50, 0.8)):
         together = batched.sample_tokens(logits, sampling, generators())
-        alone = [sample_token(row, sampling, draws) for row, draws in zip(logits, generators(), strict=True)]
+        alone = [
+            sample_tokens(row[None], sampling, [draws])[0] for row, draws in zip(logits, generators(), strict=True)
+        ]
         assert together == alone

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sansgpu.data.tokenizer import CharTokenizer, Tokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.generate import Sampling, generate, sample_token
+from sansgpu.models.batched import generate
+from sansgpu.models.generate import Sampling, sample_tokens
 from tests.models.small import TEXT, TOKENIZER, config_of, model_of, text_of
 
 TOKENIZERS = {"bpe": TOKENIZER, "char": CharTokenizer.train(["ab"])}  # one that has no é but its bytes
@@ -56,7 +57,8 @@ def test_generation_is_greedy_at_temperature_zero_and_at_one_choice(layout: str)
         expected = expected[: expected.index(TOKENIZER.end_id)]
     assert expected
     text = TOKENIZER.decode(expected)
-    assert text_of(model, "The quick", 8, temperature=0) == text
+    for packs in (False, True):
+        assert text_of(model, "The quick", 8, packs, temperature=0) == text
     assert text_of(model, "The quick", 8, top_k=1, seed=4) == text
     assert text_of(model, "The quick", 8, top_p=1e-6, seed=5) == text
 
@@ -71,7 +73,8 @@ def test_beyond_the_context_the_later_half_is_read_anew(layout: str, prompt: str
     start = [TOKENIZER.end_id, *TOKENIZER.encode(prompt)]
     expected = greedy(model, start, 60)[len(start) :]
     assert TOKENIZER.end_id not in expected
-    assert text_of(model, prompt, 60, temperature=0) == TOKENIZER.decode(expected)
+    for packs in (False, True):
+        assert text_of(model, prompt, 60, packs, temperature=0) == TOKENIZER.decode(expected)
 
 
 def test_the_seed_decides_the_text_and_global_randomness_is_left_alone() -> None:
@@ -101,7 +104,7 @@ def test_pieces_of_a_random_text_join_to_what_its_tokens_say() -> None:
     sampling = Sampling(temperature=3.0, seed=1)
     ids, generator = [TOKENIZER.end_id], torch.Generator().manual_seed(1)
     for _ in range(80):
-        ids.append(sample_token(model(torch.tensor([ids]))[0, -1].detach(), sampling, generator))
+        ids += sample_tokens(model(torch.tensor([ids]))[:, -1].detach(), sampling, [generator])
     assert TOKENIZER.end_id not in ids[1:]
     text = TOKENIZER.decode(ids[1:])
     assert "\ufffd" in text  # random bytes are seldom characters
@@ -120,7 +123,7 @@ def test_generation_needs_no_dropout_and_leaves_the_model_in_the_mode_it_was_in(
     expected = text_of(model, "The", 8, temperature=0)
     for training in (True, False):
         model.train(training)
-        assert text_of(model, "The", 8, temperature=0) == expected
+        assert "".join(generate(model, TOKENIZER, "The", 8, LIKELIEST)) == expected
         assert model.training == training
     model.train()
     pieces = generate(model, TOKENIZER, "The", 8, LIKELIEST)
@@ -156,7 +159,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
     logits, draws = torch.randn(vocabulary, generator=generator), 1500
     sampling = Sampling(temperature, top_k, top_p)
     expected = reference_choices(logits, sampling)
-    drawn = [sample_token(logits, sampling, generator) for _ in range(draws)]
+    drawn = [sample_tokens(logits[None], sampling, [generator])[0] for _ in range(draws)]
     assert set(drawn) <= set(expected)
     for token, probability in expected.items():
         spread = (probability * (1 - probability) / draws) ** 0.5

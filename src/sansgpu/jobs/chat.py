@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from sansgpu.config import ConfigError
 from sansgpu.data.shards import ReportProgress, ignore_progress
+from sansgpu.models.batched import stream
 from sansgpu.models.generate import Sampling, require_valid_sampling
 from sansgpu.train.loading import open_model
 
@@ -24,8 +25,9 @@ class ChatSession:
         progress: ReportProgress = ignore_progress,
     ) -> None:
         """Raises ConfigError if there is no model, or if it has no chat template."""
-        self._model = open_model(target, "chat", snapshot, warn, remote_code, objective, progress)
-        if self._model.tokenizer.chat_template is None:
+        loaded = open_model(target, "chat", snapshot, warn, remote_code, objective, progress)
+        self._model = loaded.kind.batch_model(loaded)
+        if self._model.chat_ids is None:
             raise ConfigError(f"{target} has no chat template; use `sansgpu generate`, or give data.chat_template.")
         self._system_messages = [{"role": "system", "content": system}] if system else []
         self.reset()
@@ -36,9 +38,10 @@ class ChatSession:
     def say(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
         """Streams the model's answer, which is added to the conversation once the caller has read all of it."""
         require_valid_sampling(sampling)
+        assert self._model.chat_ids is not None
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
-        for piece in self._model.kind.answer(self._model, self.messages, max_new_tokens, sampling):
+        for piece in stream(self._model, self._model.chat_ids(self.messages), max_new_tokens, sampling):
             pieces.append(piece)
             yield piece
         self.messages.append({"role": "assistant", "content": "".join(pieces)})

@@ -32,9 +32,10 @@ from sansgpu.machine.world import require_one_process
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import save_tokenizer
 from sansgpu.models.teacher import Teacher
+from sansgpu.models.weights_hash import weights_sha256
 from sansgpu.reporting.outputs import LOCK
 from sansgpu.tasks import TASKS
-from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint, weights_sha256
+from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint
 from sansgpu.tasks.fine_tuning import PASS_TOKENS
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sansgpu.data.shards import ReportProgress, ignore_progress
+from sansgpu.models.batched import stream
 from sansgpu.models.generate import Sampling, require_valid_sampling
 from sansgpu.train.loading import open_model
 
@@ -26,4 +27,5 @@ def generate_text(
     """
     require_valid_sampling(sampling)
     loaded = open_model(target, "generate", snapshot, warn, remote_code, objective, progress)
-    return loaded.kind.generate(loaded, prompt, max_new_tokens, sampling)
+    model = loaded.kind.batch_model(loaded)
+    return stream(model, model.text_ids(prompt), max_new_tokens, sampling)

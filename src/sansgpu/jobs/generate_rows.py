@@ -24,6 +24,7 @@ from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.machine.world import require_one_process
 from sansgpu.models.batched import BatchModel, Completion, complete
 from sansgpu.models.generate import Sampling, reading, require_valid_sampling
+from sansgpu.models.weights_hash import weights_sha256
 from sansgpu.reporting.outputs import require_file
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
@@ -68,7 +69,9 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
         raise ConfigError(f"{request.data} has no rows to complete; give rows with a prompt, messages or a text.")
-    file = PartialFile(request.output, _fingerprint(request, loaded, prompts))
+    file = PartialFile(
+        request.output, request.target, _fingerprint(request, loaded, prompts), weights_sha256(loaded.objective.model)
+    )
     with write_failures_as(SansGPUError, request.output), reading(loaded.objective.model):
         summary = _complete_rest(request, model, prompts, file, progress)
     return {**summary, "skipped": bad_rows.count, "output": str(request.output)}
@@ -159,7 +162,7 @@ def _in_order(completions: Iterable[Completion], first: int) -> Iterator[Complet
 
 
 def _fingerprint(request: GenerateRequest, loaded: TrainedModel, prompts: list[tuple[Prompt, list[int]]]) -> str:
-    """Returns a hash of everything that decides the output."""
+    """Returns a hash of everything that decides the output, except for the weights."""
     digest = hashlib.sha256(
         repr((request.target, loaded.source.step, request.max_new_tokens, request.sampling)).encode()
     )
@@ -174,8 +177,9 @@ class PartialFile:
     A command that was killed continues after the last whole line when it is repeated.
     """
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self._path, self._fingerprint = path, fingerprint
+    def __init__(self, path: Path, target: str, fingerprint: str, weights: str) -> None:
+        self._path, self._target = path, target
+        self._content = {"fingerprint": fingerprint, "weights": weights}
         self._partial, self._request = (path.with_name(f"{path.name}.{kind}") for kind in ("partial", "request"))
 
     def open(self) -> int:
@@ -194,16 +198,21 @@ class PartialFile:
         else:
             self._partial.unlink(missing_ok=True)
             with atomic_write(self._request) as partial:
-                partial.write_text(json.dumps({"fingerprint": self._fingerprint}) + "\n", encoding="utf-8")
+                partial.write_text(json.dumps(self._content) + "\n", encoding="utf-8")
         self._file = self._partial.open("a", encoding="utf-8")
         return lines
 
     def _require_own_request(self) -> None:
         try:
-            known = read_object(self._request).get("fingerprint")
+            known = read_object(self._request)
         except (ConfigError, InvalidDataError):
-            known = None
-        if known != self._fingerprint:
+            known = {}
+        if known.get("fingerprint") == self._content["fingerprint"] and known != self._content:
+            raise ConfigError(
+                f"the weights of {self._target} have changed since {self._partial} was begun; delete {self._request} "
+                "to begin again, or choose another --output."
+            )
+        if known != self._content:
             raise ConfigError(
                 f"{self._partial} was begun with another model, other rows or other options; repeat its command, "
                 f"delete {self._request}, or choose another --output."

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import require_regular_file
 from sansgpu.data.files import SUFFIXES, file_form
@@ -19,6 +17,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import dataset_files
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.machine.compiled import compiled_cache, compiled_in, make_private
+from sansgpu.models.weights_hash import weights_sha256
 from sansgpu.tasks.embed import encode_texts
 from sansgpu.tasks.trained_model import TrainedModel
 
@@ -88,8 +87,5 @@ def _token_spans(tokenizer: Any, texts: list[str]) -> list[Spans]:
 def _fingerprint(loaded: TrainedModel) -> str:
     """Returns a hash of everything that the vectors of a model depend on."""
     settings = loaded.objective.layout, loaded.precision, loaded.config.window
-    digest = hashlib.sha256(repr(settings).encode() + loaded.tokenizer.backend_tokenizer.to_str().encode())
-    for name, weight in sorted(loaded.objective.model.state_dict().items()):
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    parts = repr(settings), loaded.tokenizer.backend_tokenizer.to_str(), weights_sha256(loaded.objective.model)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
+import torch.nn.functional as F
 
 from sansgpu.kernels import native
-from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight
 from sansgpu.kernels.norm import RMSNorm
 
 TILE = 64  # outputs of a packed tile, as in native/decoder_step.cpp
@@ -21,49 +21,82 @@ MAX_GROUP = 64  # query heads of a key-value head
 
 
 @dataclass(frozen=True)
+class StepWeight:
+    """The parameters of a linear layer: a matrix (outputs, inputs), a bias (outputs,) and a LoRA adapter.
+
+    The adapter is A (R, inputs), B (outputs, R) and the factor of their product.
+    """
+
+    matrix: torch.Tensor | QuantizedWeight
+    bias: torch.Tensor | None = None
+    adapter: tuple[torch.Tensor, torch.Tensor, float] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        if isinstance(self.matrix, QuantizedWeight):
+            return self.matrix.outputs, self.matrix.inputs
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    def is_taken(self, dtype: torch.dtype) -> bool:
+        """Returns True if the C++ code multiplies values of `dtype` with this weight."""
+        plain = [] if isinstance(self.matrix, QuantizedWeight) else [self.matrix]
+        stored = self.matrix.data if isinstance(self.matrix, QuantizedWeight) else self.matrix
+        return (
+            stored.is_cpu
+            and stored.is_contiguous()
+            and all(matrix.dtype == dtype for matrix in plain)
+            and self.shape[1] % 2 == 0
+        )
+
+
+@dataclass(frozen=True)
 class StepLayer:
     """A block with RMSNorm before attention with rotary embedding and before SwiGLU, as in Llama, Qwen and Mistral."""
 
     norm: RMSNorm
-    qkv: tuple[Linear, Linear, Linear]
+    qkv: tuple[StepWeight, StepWeight, StepWeight]
     head_norms: tuple[RMSNorm, RMSNorm] | None  # Qwen3 normalizes queries and keys
-    out: Linear
+    out: StepWeight
     second_norm: RMSNorm
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: StepWeight
+    up: StepWeight
+    down: StepWeight
+
+    @property
+    def weights(self) -> tuple[StepWeight, ...]:
+        return (*self.qkv, self.out, self.gate, self.up, self.down)
 
 
-def step_takes(layers: Sequence[StepLayer], last_norm: RMSNorm, head_weight: torch.Tensor, head_dim: int) -> bool:
-    """Returns True if the C++ code computes these layers."""
-    linears = [linear for one in layers for linear in (*one.qkv, one.out, one.gate, one.up, one.down)]
+def step_takes(
+    layers: Sequence[StepLayer], last_norm: RMSNorm, head: StepWeight, head_dim: int, dtype: torch.dtype
+) -> bool:
+    """Returns True if the C++ code computes these layers in `dtype`."""
+    weights = [head, *(weight for one in layers for weight in one.weights)]
     norms = [norm for one in layers for norm in (one.norm, one.second_norm, *(one.head_norms or ()))] + [last_norm]
-    weights = [head_weight, *(linear.weight for linear in linears)]
-    heads, kv_heads = (layers[0].qkv[place].out_features // head_dim for place in (0, 1))
+    heads, kv_heads = (layers[0].qkv[place].shape[0] // head_dim for place in (0, 1))
     return (
-        native.takes(*weights)
-        and all(weight.dtype == head_weight.dtype and weight.shape[1] % 2 == 0 for weight in weights)
-        and all(weight.is_contiguous() for weight in weights)
+        native.takes(torch.empty(0, dtype=dtype))
+        and all(weight.is_taken(dtype) for weight in weights)
         and all(norm.weight.dtype == torch.float32 and norm.eps == last_norm.eps for norm in norms)
-        and all(linear.bias is None for one in layers for linear in (one.out, one.gate, one.up, one.down))
-        and all(len({linear.bias is None for linear in one.qkv}) == 1 for one in layers)
         and head_dim % 2 == 0
         and heads <= MAX_GROUP * kv_heads
     )
 
 
 class DecoderStep:
-    """The layers of a decoder with packed copies of their weights, in the dtype of the head's weight (V, D)."""
+    """The layers of a decoder, with packed copies in `dtype` of the weights that are not quantized."""
 
     def __init__(
-        self, layers: Sequence[StepLayer], last_norm: RMSNorm, head_weight: torch.Tensor, head_dim: int
+        self, layers: Sequence[StepLayer], last_norm: RMSNorm, head: StepWeight, head_dim: int, dtype: torch.dtype
     ) -> None:
         first = layers[0]
-        heads, kv_heads = (first.qkv[place].out_features // head_dim for place in (0, 1))
-        self._sizes = (head_weight.shape[1], heads, kv_heads, head_dim, first.gate.out_features, len(head_weight))
-        self._last_norm, self._head = last_norm, _packed(head_weight)
-        self._narrow = head_weight.dtype == torch.bfloat16
-        self._layers = [_tensors(one) for one in layers]
+        heads, kv_heads = (first.qkv[place].shape[0] // head_dim for place in (0, 1))
+        self._sizes = (head.shape[1], heads, kv_heads, head_dim, first.gate.shape[0])
+        self._last_norm, self._vocabulary, self._dtype = last_norm, head.shape[0], dtype
+        self._tensors: list[torch.Tensor] = []  # keeps what C++ has pointers to
+        self._head = self._weight(head)
+        self._layers = [self._layer(one) for one in layers]
 
     def __call__(
         self,
@@ -78,42 +111,52 @@ class DecoderStep:
         x (B, D) are the tokens' embeddings, cos and sin (B, d) their rotary angles, `positions` (B,) int64 their places
         in the caches: contiguous keys and values (B or more, K, S, d) of each layer.
         """
-        width, *rest = self._sizes
         count, capacity = len(positions), caches[0][0].shape[2]
         x, cos, sin = (values.float().contiguous().view(count, -1) for values in (x.clone(), cos, sin))
-        if int(positions.max()) >= capacity or x.shape[1] != width or cos.shape[1] != rest[2]:
+        if int(positions.max()) >= capacity or x.shape[1] != self._sizes[0] or cos.shape[1] != self._sizes[3]:
             raise ValueError(f"a step of {tuple(x.shape)} does not fit caches of {capacity} tokens.")
-        pointers = (
-            [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *cache)]
-            for tensors, cache in zip(self._layers, caches, strict=True)
-        )
-        logits = self._head.new_empty(count, rest[-1])
+        layers: list[int] = []
+        for layer, (keys, values) in zip(self._layers, caches, strict=True):
+            layers += (*layer, keys.data_ptr(), values.data_ptr())
+        logits = torch.empty(count, self._vocabulary, dtype=self._dtype)
         native.call(
-            "decoder_step", self._narrow, (count, width, *rest, capacity, len(self._layers)),
-            float(self._last_norm.eps), tuple(chain.from_iterable(pointers)), self._last_norm.weight, self._head,
-            x, cos, sin, positions.contiguous(), logits,
+            "decoder_step", self._dtype == torch.bfloat16, (count, *self._sizes, capacity, len(self._layers)),
+            float(self._last_norm.eps), tuple(layers), self._last_norm.weight, self._head, x, cos, sin,
+            positions.contiguous(), logits,
         )  # fmt: skip
         return logits
 
+    def _layer(self, layer: StepLayer) -> tuple[int, ...]:
+        """Returns the struct Layer of native/decoder_step.cpp, without the caches."""
+        q, k, v, out, gate, up, down = (self._weight(weight) for weight in layer.weights)
+        norms = [self._pointer(norm.weight) for norm in layer.head_norms or ()] or [0, 0]
+        first, second = (self._pointer(norm.weight) for norm in (layer.norm, layer.second_norm))
+        return (first, *q, *k, *v, *norms, *out, second, *gate, *up, *down)
 
-def _tensors(layer: StepLayer) -> tuple[torch.Tensor | None, ...]:
-    """Returns the first tensors of the struct Layer of native/decoder_step.cpp."""
-    biases = [linear.bias for linear in layer.qkv]
-    bias = None if biases[0] is None else torch.cat([bias.detach().float() for bias in biases])
-    q_norm, k_norm = (norm.weight for norm in layer.head_norms) if layer.head_norms else (None, None)
-    return (
-        layer.norm.weight, _packed(torch.cat([linear.weight.detach() for linear in layer.qkv])), bias, q_norm, k_norm,
-        _packed(layer.out.weight), layer.second_norm.weight, _packed(layer.gate.weight, layer.up.weight),
-        _packed(layer.down.weight),
-    )  # fmt: skip
+    def _weight(self, weight: StepWeight) -> tuple[int, ...]:
+        """Returns the struct Weight of native/decoder_step.cpp."""
+        quantized = weight.matrix if isinstance(weight.matrix, QuantizedWeight) else None
+        data = _packed(weight.matrix) if isinstance(weight.matrix, torch.Tensor) else weight.matrix.data
+        bias = 0 if weight.bias is None else self._pointer(weight.bias.detach().float())
+        rank, adapter = 0, (0, 0)
+        if weight.adapter is not None:
+            first, second, scale = weight.adapter
+            rank = len(first) + len(first) % 2  # the C++ code multiplies pairs of bf16
+            pad = rank - len(first)
+            matrices = F.pad(first.detach().float() * scale, (0, 0, 0, pad)), F.pad(second.detach(), (0, pad))
+            first_tiles, second_tiles = (_packed(matrix.to(self._dtype).contiguous()) for matrix in matrices)
+            adapter = self._pointer(first_tiles), self._pointer(second_tiles)
+        number = NOT_QUANTIZED if quantized is None else quantized.format.number
+        return (self._pointer(data), number, weight.shape[0], bias, rank, *adapter)
+
+    def _pointer(self, tensor: torch.Tensor) -> int:
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
 
 
-def _packed(*weights: torch.Tensor) -> torch.Tensor:
-    """Returns weights of one shape, packed in tiles that take turns."""
-    rows, terms = weights[0].shape
-    tile = TILE * terms
-    packed = weights[0].new_empty(-(-rows // TILE) * len(weights) * tile, requires_grad=False)
-    for place, weight in enumerate(weights):
-        narrow = weight.dtype == torch.bfloat16
-        native.call("pack_step_weight", narrow, weight.detach(), rows, terms, len(weights), packed[place * tile :])
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight packed in tiles."""
+    rows, terms = weight.shape
+    packed = weight.new_empty(-(-rows // TILE) * TILE * terms, requires_grad=False)
+    native.call("pack_step_weight", weight.dtype == torch.bfloat16, weight.detach(), rows, terms, packed)
     return packed

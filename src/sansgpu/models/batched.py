@@ -1,4 +1,4 @@
-"""Generates continuations of many prompts at once.
+"""Generates continuations of prompts: many at once, or one as a stream.
 
 A finished sequence makes room for the next prompt, so that the batch stays full. The random draws of a row depend on
 the seed and the row's number only, and no row's arithmetic depends on the others, so neither the batch size nor an
@@ -19,11 +19,12 @@ from sansgpu.config import derive_seed
 from sansgpu.kernels.decoder_step import DecoderStep
 from sansgpu.kernels.linear import MIN_ROWS, linear
 from sansgpu.models.decoder import TransformerLM
-from sansgpu.models.generate import DecoderReader, IncrementalReader, Sampling, sample_tokens
+from sansgpu.models.generate import Sampling, reading, sample_tokens
 from sansgpu.models.slots import LayerSlots, SlotCache
 from sansgpu.models.text import TextCodec
 
 PROMPT_TOKENS = 2048  # tokens of prompts in a forward pass: enough for full speed, with bounded memory
+REPLACEMENT = "\ufffd"  # an incomplete UTF-8 sequence decodes to this
 REFILL_RATIO = 8  # prompts are read when this fraction of the slots is free: short passes are slow
 
 
@@ -58,9 +59,10 @@ class BatchReader(Protocol):
 
 @dataclass(frozen=True)
 class BatchModel:
-    """A language model and its tokenizer, to complete many prompts."""
+    """A language model and its tokenizer, to complete prompts."""
 
     open_reader: Callable[[int, int], BatchReader]  # of a number of slots and the tokens that each holds
+    open_single: Callable[[int], BatchReader]  # the fastest reader of one sequence of this many tokens
     context: int
     together: bool  # False: the model reads one sequence at a time
     text_ids: Callable[[str], list[int]]
@@ -118,6 +120,38 @@ def complete(
         if len(kept) < len(active):
             reader.keep(kept)
             active = [active[index] for index in kept]
+
+
+def stream(model: BatchModel, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+    """Yields pieces of text that continue `ids`, until the model ends the text or `max_new_tokens`.
+
+    When the context is full, generation goes on from the newer half of it, so a text may be longer than the context.
+    """
+    yielded, new_ids = "", list[int]()
+    for token in _tokens(model, ids[-model.context :], max_new_tokens, sampling):
+        if token in model.ends:
+            break
+        new_ids.append(token)
+        text = model.decode(new_ids)
+        if not text.endswith(REPLACEMENT):  # otherwise the last character is incomplete
+            yield text[len(yielded) :]
+            yielded = text
+    rest = model.decode(new_ids)[len(yielded) :]
+    if rest:
+        yield rest
+
+
+def _tokens(model: BatchModel, held: list[int], count: int, sampling: Sampling) -> Iterator[int]:
+    reader = model.open_single(min(model.context, len(held) + count))
+    draws, is_read = torch.Generator().manual_seed(sampling.seed), False
+    for _ in range(count):
+        if len(held) > model.context:
+            reader.keep([])
+            held, is_read = held[-(model.context // 2) :], False
+        logits = reader.step(held[-1:]) if is_read else reader.add([held])
+        (token,) = sample_tokens(logits, sampling, [draws])
+        held, is_read = [*held, token], True
+        yield token
 
 
 class SlotReader:
@@ -218,43 +252,78 @@ class DecoderSlots(SlotReader):
         return self._model.embedding(ids), *rotation
 
 
-def decoder_batch(model: TransformerLM, tokenizer: TextCodec) -> BatchModel:
-    """Returns a `TransformerLM` and its tokenizer as a BatchModel. A text starts a document, as in training."""
-    from sansgpu.models.step_layers import decoder_step  # imports transformers, which takes seconds
+class SingleReader:
+    """A BatchReader of one sequence at a time, for models that cannot read several with one cache."""
+
+    slots, token_bytes = 1, 0
+
+    def reset(self) -> None:
+        """Empties the cache."""
+        raise NotImplementedError
+
+    def forward_new(self, ids: list[int]) -> torch.Tensor:
+        """Appends `ids` to the cached tokens; returns the logits (V,) of the next token."""
+        raise NotImplementedError
+
+    def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
+        self.reset()
+        return self.step(prompts[0])
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.forward_new(list(tokens))[None]
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Does nothing: the next prompt empties the cache."""
+
+
+class DecoderReader(SingleReader):
+    """A SingleReader for a `TransformerLM`."""
+
+    def __init__(self, model: TransformerLM) -> None:
+        self._model = model
+
+    def reset(self) -> None:
+        self._caches = self._model.new_caches(1)
+
+    def forward_new(self, ids: list[int]) -> torch.Tensor:
+        weight = self._model.head_weight
+        inputs = torch.tensor([ids], device=weight.device)
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
+            hidden = self._model.hidden(inputs, caches=self._caches)[0, -1]
+        return hidden.to(weight.dtype) @ weight.T
+
+
+def decoder_batch(model: TransformerLM, tokenizer: TextCodec, packs: bool = True) -> BatchModel:
+    """Returns a `TransformerLM` and its tokenizer as a BatchModel. A text starts a document, as in training.
+
+    `packs` allows copies of the weights, which make steps several times as fast.
+    """
+    fused, on_cpu = None, model.embedding.weight.is_cpu
+    if packs and on_cpu:
+        from sansgpu.models.step_layers import decoder_step  # imports transformers, which takes seconds
+
+        fused = decoder_step(model)
 
     def open_reader(slots: int, length: int) -> BatchReader:
-        return DecoderSlots(model, slots, length, fused) if on_cpu else OneByOne(DecoderReader(model))
+        return DecoderSlots(model, slots, length, fused) if on_cpu else DecoderReader(model)
 
-    on_cpu, fused = model.embedding.weight.is_cpu, decoder_step(model)
     return BatchModel(
         open_reader,
+        lambda length: DecoderReader(model) if fused is None else open_reader(1, length),
         model.config.max_seq_len,
         on_cpu,
-        text_ids=lambda text: [*tokenizer.prefix_ids, *tokenizer.encode(text)],
+        text_ids=lambda text: [*tokenizer.prefix_ids, *tokenizer.encode(text)] or [tokenizer.end_id],
         chat_ids=None,
         decode=tokenizer.decode,
         ends=frozenset({tokenizer.end_id}),
     )
 
 
-class OneByOne:
-    """A BatchReader of one sequence at a time, for models that cannot read several with one cache."""
-
-    slots, token_bytes = 1, 0
-
-    def __init__(self, reader: IncrementalReader) -> None:
-        self._reader = reader
-
-    def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
-        self._reader.reset()
-        return self._new(prompts[0])
-
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self._new(list(tokens))
-
-    def _new(self, ids: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._reader.forward_new(ids)[None]
-
-    def keep(self, kept: Sequence[int]) -> None:
-        """Does nothing: the next prompt empties the cache."""
+def generate(
+    model: TransformerLM, tokenizer: TextCodec, prompt: str, max_new_tokens: int, sampling: Sampling
+) -> Iterator[str]:
+    """Streams a continuation of `prompt`, as `stream` does, from a model that may be in training."""
+    batch = decoder_batch(model, tokenizer, packs=False)
+    with reading(model):
+        yield from stream(batch, batch.text_ids(prompt), max_new_tokens, sampling)

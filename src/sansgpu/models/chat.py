@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,7 @@ from sansgpu.config.plain_data import first_line
 from sansgpu.kernels.decoder_step import DecoderStep
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
-from sansgpu.models.batched import PROMPT_TOKENS, BatchModel, BatchReader, OneByOne, SlotReader
-from sansgpu.models.generate import Sampling, reading, write
+from sansgpu.models.batched import PROMPT_TOKENS, BatchModel, BatchReader, SingleReader, SlotReader
 from sansgpu.models.probes import autocast_of, close_outputs
 from sansgpu.models.slots import SlotCache
 from sansgpu.models.step_layers import pretrained_step
@@ -24,17 +24,14 @@ from sansgpu.models.unpadded import UnpaddedModel
 UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
 
 
-class PretrainedReader:
-    """An IncrementalReader for a transformers model."""
+class PretrainedReader(SingleReader):
+    """A SingleReader for a transformers model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        text: Any = model.config.get_text_config()
-        self.context = int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT)
-        self.reset()
 
     def reset(self) -> None:
-        self._cache, self.length = DynamicCache(config=self._model.config), 0
+        self._cache = DynamicCache(config=self._model.config)
 
     def forward_new(self, ids: list[int]) -> torch.Tensor:
         for start in range(0, len(ids), PROMPT_TOKENS):
@@ -42,7 +39,6 @@ class PretrainedReader:
             with autocast_of(self._model):
                 options = {"past_key_values": self._cache, "use_cache": True}
                 logits = logits_after(self._model, torch.tensor([inputs.shape[1] - 1]), input_ids=inputs, **options)
-            self.length += inputs.shape[1]
         return logits[0]
 
 
@@ -135,20 +131,6 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     return list(tokenizer(prompt.text, add_special_tokens=False).input_ids)
 
 
-def answer(
-    model: PreTrainedModel, tokenizer: Any, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling
-) -> Iterator[str]:
-    """Streams the model's reply to a conversation, until it ends its turn or after `max_new_tokens`."""
-    return _generate(model, tokenizer, prompt_ids(tokenizer, messages), max_new_tokens, sampling)
-
-
-def continued(
-    model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, sampling: Sampling
-) -> Iterator[str]:
-    """Streams the model's continuation of a text."""
-    return _generate(model, tokenizer, _encode_prompt(tokenizer, prompt), max_new_tokens, sampling)
-
-
 def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Returns the ids of a text with the tokenizer's leading special tokens, but without its trailing ones."""
     with tokenizer_errors():
@@ -157,14 +139,6 @@ def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
         ids = [*prefix, *tokenizer(text, add_special_tokens=False).input_ids]
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return ids or [first]
-
-
-def _generate(
-    model: PreTrainedModel, tokenizer: Any, ids: list[int], max_new_tokens: int, sampling: Sampling
-) -> Iterator[str]:
-    decode, ends = partial(_decode, tokenizer), _end_ids(model, tokenizer)
-    with reading(model):
-        yield from write(PretrainedReader(model), ids, ends, decode, max_new_tokens, sampling)
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
@@ -177,19 +151,35 @@ def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     return frozenset(end for end in ends if end is not None)
 
 
+def pretrained_single(model: PreTrainedModel, tokenizer: Any) -> BatchModel:
+    """Returns a transformers model and its tokenizer as a BatchModel of one prompt at a time, layer by layer."""
+    return _batch_model(model, tokenizer, lambda slots, length: PretrainedReader(model), together=False)
+
+
 def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
-    """Returns a transformers model and its tokenizer as a BatchModel."""
+    """Returns a transformers model and its tokenizer as a BatchModel that may hold copies of the weights."""
     model, fused = unpadded.model, pretrained_step(unpadded.model) if unpadded.has_plain_rows else None
     together = slots_work(unpadded, fused)
     if not together and fused is not None:  # its embeddings or its head are others
         together, fused = slots_work(unpadded), None
+    if not together:
+        return pretrained_single(model, tokenizer)
 
     def open_reader(slots: int, length: int) -> BatchReader:
-        return PretrainedSlots(unpadded, slots, length, fused) if together else OneByOne(PretrainedReader(model))
+        return PretrainedSlots(unpadded, slots, length, fused)
 
+    batch = _batch_model(model, tokenizer, open_reader, together=True)
+    return batch if fused is None else replace(batch, open_single=lambda length: open_reader(1, length))
+
+
+def _batch_model(
+    model: PreTrainedModel, tokenizer: Any, open_reader: Callable[[int, int], BatchReader], together: bool
+) -> BatchModel:
+    text: Any = model.config.get_text_config()
     return BatchModel(
         open_reader,
-        PretrainedReader(model).context,
+        lambda length: PretrainedReader(model),
+        int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT),
         together,
         text_ids=partial(_encode_prompt, tokenizer),
         chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),

@@ -20,18 +20,25 @@ class LoraLinear(PeftLinear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base: Any = self.base_layer
-        source = autocasted(x)
-        if args or kwargs or self._is_unusual() or source.numel() < MIN_ROWS * base.in_features:
+        source, adapter = autocasted(x), self.single_adapter()
+        if args or kwargs or adapter is None or source.numel() < MIN_ROWS * base.in_features:
             return super().forward(x, *args, **kwargs)
-        (name,) = self.active_adapters
-        first, second = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight
+        first, second, scale = adapter
         quantized = isinstance(base, QuantizedLinear)
         if len(first) > MAX_RANK or not is_native(source, *(() if quantized else (base.weight,)), first, second):
             return super().forward(x)
         source = source.reshape(-1, base.in_features)
         product, weight = (quantized_lora_linear, base.blocks) if quantized else (lora_linear, base.weight)
-        y = product(source, self.lora_dropout[name](source), weight, base.bias, first, second, self.scaling[name])
+        dropped = self.lora_dropout[self.active_adapters[0]](source)
+        y = product(source, dropped, weight, base.bias, first, second, scale)
         return y.view(*x.shape[:-1], base.out_features)
+
+    def single_adapter(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Returns A, B and the factor of their product; None if the layer adds something else to a frozen one."""
+        if self._is_unusual():
+            return None
+        (name,) = self.active_adapters
+        return cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
 
     def _is_unusual(self) -> bool:
         """Returns True unless exactly one adapter, a plain one, is active and trained beside a frozen layer."""

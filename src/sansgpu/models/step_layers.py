@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from sansgpu.kernels.activation import Kind
-from sansgpu.kernels.decoder_step import DecoderStep, StepLayer, step_takes
-from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.decoder_step import DecoderStep, StepLayer, StepWeight, step_takes
+from sansgpu.kernels.linear import Linear, autocast_dtype
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.machine.probe import available_memory
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.fused_layers import PreNormLayer, SwiGLU
 from sansgpu.models.modules import blocks_of
+from sansgpu.models.probes import autocast_of
+from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
 from sansgpu.models.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
 
 PACKED_RATIO = 0.25  # the share of the available memory that copies of the weights may take
@@ -36,14 +39,15 @@ def decoder_step(model: TransformerLM) -> DecoderStep | None:
         )
         for block in blocks
     ]
-    return _step(layers, model.norm, model.head_weight, model.config.head_dim)
+    head = model.head_weight
+    return _step(layers, model.norm, StepWeight(head), model.config.head_dim, head.dtype)
 
 
 def pretrained_step(model: Any) -> DecoderStep | None:
     """Returns the steps of a transformers model whose blocks use our kernels; None for other architectures."""
     blocks: list[Any] = blocks_of(model)
-    head, last_norm = model.get_output_embeddings(), getattr(model.base_model, "norm", None)
-    if not blocks or not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+    head, last_norm = _weight(model.get_output_embeddings()), getattr(model.base_model, "norm", None)
+    if not blocks or head is None:
         return None
     layers = []
     for block in blocks:
@@ -58,33 +62,48 @@ def pretrained_step(model: Any) -> DecoderStep | None:
         parts = [getattr(attention, name) for name in PROJECTIONS], [getattr(attention, name, None) for name in NORMS]
         feed_forward = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         layers.append(_layer(block.input_layernorm, *parts, block.post_attention_layernorm, feed_forward))
-    return _step(layers, last_norm, head.weight, blocks[0].self_attn.head_dim)
+    with autocast_of(model):
+        dtype = autocast_dtype(torch.empty(0)) or torch.float32
+    return _step(layers, last_norm, head, blocks[0].self_attn.head_dim, dtype)
 
 
 def _layer(
     norm: Any, attention: Sequence[Any], head_norms: Sequence[Any], second_norm: Any, feed_forward: Sequence[Any]
 ) -> StepLayer | None:
     """Returns a layer, or None unless all of its parts are those that the C++ code computes."""
-    # Adapters and quantized layers are subclasses, or hold a Linear.
-    plain = all(type(linear) is Linear for linear in (*attention, *feed_forward))
+    weights = [weight for weight in map(_weight, (*attention, *feed_forward)) if weight is not None]
     normed = [one for one in head_norms if one is not None]
-    if not plain or not all(isinstance(one, RMSNorm) for one in (norm, second_norm, *normed)):
+    known = len(weights) == len(attention) + len(feed_forward)
+    if not known or not all(isinstance(one, RMSNorm) for one in (norm, second_norm, *normed)):
         return None
-    q, k, v, out = attention
+    q, k, v, out, gate, up, down = weights
     pair = (normed[0], normed[1]) if len(normed) == len(NORMS) else None
-    return StepLayer(norm, (q, k, v), pair, out, second_norm, *feed_forward)
+    return StepLayer(norm, (q, k, v), pair, out, second_norm, gate, up, down)
+
+
+def _weight(layer: Any) -> StepWeight | None:
+    """Returns the parameters of a linear layer, or None if it computes something else."""
+    if type(layer) in (Linear, nn.Linear, QuantizedLinear):
+        return StepWeight(matrix_of(layer), layer.bias)
+    if not hasattr(layer, "lora_A"):
+        return None
+    from sansgpu.models.lora import LoraLinear  # imports peft, which takes a second
+
+    adapter = layer.single_adapter() if isinstance(layer, LoraLinear) else None
+    base = _weight(layer.base_layer)
+    return None if adapter is None or base is None else replace(base, adapter=adapter)
 
 
 def _step(
-    layers: Sequence[StepLayer | None], last_norm: Any, head_weight: torch.Tensor, head_dim: int
+    layers: Sequence[StepLayer | None], last_norm: Any, head: StepWeight, head_dim: int, dtype: torch.dtype
 ) -> DecoderStep | None:
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or not isinstance(last_norm, RMSNorm):
         return None
-    linears = [linear for one in found for linear in (*one.qkv, one.out, one.gate, one.up, one.down)]
-    size = head_weight.nbytes + sum(linear.weight.nbytes for linear in linears)
-    if not step_takes(found, last_norm, head_weight, head_dim):
+    if not step_takes(found, last_norm, head, head_dim, dtype):
         return None
+    weights = [head, *(weight for one in found for weight in one.weights)]
+    size = sum(weight.matrix.nbytes for weight in weights if isinstance(weight.matrix, torch.Tensor))
     if size > PACKED_RATIO * available_memory(torch.device("cpu")):
         return None
-    return DecoderStep(found, last_norm, head_weight, head_dim)
+    return DecoderStep(found, last_norm, head, head_dim, dtype)

@@ -66,15 +66,6 @@ def require_same_vocabulary(backend: Any, name: str, folder: TeacherFolder) -> N
         )
 
 
-def weights_sha256(model: torch.nn.Module) -> str:
-    """Identifies the weights of a model."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def open_lesson(config: Config) -> TeacherFolder:
     """Opens training.distillation.teacher. Raises ConfigError if it is made for another task or another length."""
     folder = open_teacher_folder(Path(str(config.training.distillation.teacher)).expanduser())

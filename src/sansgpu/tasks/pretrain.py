@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,9 +31,9 @@ from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.kernels.mixed_loss import linear_mixed_loss
 from sansgpu.models import TransformerLM
 from sansgpu.models.adapter_folder import is_adapter_folder
-from sansgpu.models.batched import BatchModel, decoder_batch
+from sansgpu.models.batched import BatchModel, decoder_batch, generate
 from sansgpu.models.decoder_costs import DecoderCosts
-from sansgpu.models.generate import Sampling, generate
+from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
@@ -129,7 +129,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
     settings = SETTINGS["pretrain"]
     verbs = ("evaluate", "generate", "complete", "export", "gguf", "distill")
     verbs_for_any_model = ("evaluate", "distill")
-    verbs_without_kernels = ("generate", "export", "gguf")
+    verbs_without_kernels = ("export", "gguf")
     has_windows = True
 
     def __init__(self, config: Config, corpus: TextCorpus, effective_batch: int) -> None:
@@ -269,10 +269,6 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
             return LanguageModeling(model, PackedWindows(documents, window, tokenizer.end_id))
         windows = TextWindows(documents, window, len(tokenizer.prefix_ids), tokenizer.end_id)
         return LanguageModeling(model, windows)
-
-    @classmethod
-    def generate(cls, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-        return generate(loaded.objective.model, loaded.tokenizer, prompt, max_new_tokens, sampling)
 
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:

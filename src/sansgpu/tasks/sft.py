@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +20,8 @@ from sansgpu.data.split import split_examples
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
-from sansgpu.models.batched import BatchModel
-from sansgpu.models.generate import Sampling
+from sansgpu.models.batched import BatchModel, stream
+from sansgpu.models.generate import Sampling, reading
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
 from sansgpu.tasks.distillation import (
@@ -203,10 +202,12 @@ class SFT(SFTObjective, FineTuningTask):
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         """Generates an answer to `prompt`."""
-        from sansgpu.models.chat import answer  # imports transformers
+        from sansgpu.models.chat import pretrained_single, prompt_ids  # imports transformers
 
-        messages = [{"role": "user", "content": prompt}]
-        return "".join(answer(self.model, self.corpus.tokenizer, messages, tokens, Sampling(seed=seed)))
+        tokenizer = self.corpus.tokenizer
+        ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
+        with reading(self.model):
+            return "".join(stream(pretrained_single(self.model, tokenizer), ids, tokens, Sampling(seed=seed)))
 
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
@@ -227,22 +228,6 @@ class SFT(SFTObjective, FineTuningTask):
         longest = max(data.max_length, request.window or 0)
         window = request.window_within(_context_of(loaded.objective) or longest, data.max_length)
         return loaded.config.model_copy(update={"data": data.model_copy(update={"max_length": window})})
-
-    @classmethod
-    def generate(cls, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-        from sansgpu.models.chat import continued  # imports transformers
-
-        _narrow_where_faster(loaded.objective.model)
-        return continued(loaded.objective.model, loaded.tokenizer, prompt, max_new_tokens, sampling)
-
-    @classmethod
-    def answer(
-        cls, loaded: TrainedModel, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling
-    ) -> Iterator[str]:
-        from sansgpu.models.chat import answer  # imports transformers
-
-        _narrow_where_faster(loaded.objective.model)
-        return answer(loaded.objective.model, loaded.tokenizer, messages, max_new_tokens, sampling)
 
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:

@@ -16,7 +16,6 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.group import Group
 from sansgpu.models.batched import BatchModel
 from sansgpu.models.costing import Costs
-from sansgpu.models.generate import Sampling
 from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.stored_weights import StoredTensor
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
@@ -233,16 +232,8 @@ class TaskKind(Protocol):
     def predict(self, loaded: TrainedModel, rows: Sequence[dict[str, Any]], **options: Any) -> Sequence[dict[str, Any]]:
         """Returns a prediction for each row. Raises ConfigError."""
 
-    def generate(self, loaded: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-        """Streams the continuation of a prompt."""
-
     def batch_model(self, loaded: TrainedModel) -> BatchModel:
-        """Returns the model to complete many prompts at once. It cannot be trained further."""
-
-    def answer(
-        self, loaded: TrainedModel, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling
-    ) -> Iterator[str]:
-        """Streams the answer to a conversation."""
+        """Returns the model to complete prompts. It cannot be trained further."""
 
     def rank_entities(
         self,

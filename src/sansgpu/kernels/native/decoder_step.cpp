@@ -1,34 +1,44 @@
 // One new token of each of several sequences through all layers of a decoder; kernels/decoder_step.py has the layout.
 //
 // B sequences, D width, H query heads, K key-value heads, d head dim, F inner width, V vocabulary, S tokens of a cache.
-// Weights are packed once, because packing them for the few rows of a step takes as long as a third of its products.
+// Plain weights are packed once, because packing them for the few rows of a step takes as long as a third of its
+// products. Quantized ones are widened in each step, so that memory holds them once.
 // Each value is computed in the same order for any number of rows and threads.
 
 #include "attention.h"
 #include "norm.h"
+#include "quantized_rows.h"
 #include "rotary.h"
 #include "values.h"
 
 namespace sansgpu {
 namespace {
 
-constexpr int64_t TILE = 64;        // columns of a packed tile of weights
+constexpr int64_t TILE = COLUMNS;   // outputs of a packed tile of weights
+constexpr int64_t WIDENED = 512;    // terms of a tile of a quantized weight that are widened at once
 constexpr int64_t LEAST_ROWS = 32;  // of a product of a tile, if there are too few tiles for all threads
+
+// A matrix (N, terms) of which the transpose is multiplied. Packed matrices consist of tiles of TILE outputs.
+struct Weight {
+  const void* data;            // packed, or rows of a block format
+  int64_t format, N;           // the number of the block format, -1 if packed
+  const float* bias;           // (N,), may be null
+  int64_t rank;                // of an adapter, even; 0 without one
+  const void *first, *second;  // the adapter's packed matrices (rank, terms) and (N, rank)
+};
 
 struct Layer {
   const float* norm;
-  const void* qkv;
-  const float* qkv_bias;         // may be null
+  Weight qkv[3];
   const float *q_norm, *k_norm;  // (d,), null without norms of heads
-  const void* out;
+  Weight out;
   const float* second_norm;
-  const void* gate_up;  // tiles of the gate take turns with those of the values that it multiplies
-  const void* down;
+  Weight gate_up[2], down;
   void *keys, *values;  // (slots, K, S, d)
 };
 
 struct Sizes {
-  int64_t B, D, H, K, d, F, V, S, layers;
+  int64_t B, D, H, K, d, F, S, layers;
 };
 
 template <typename T>
@@ -48,18 +58,18 @@ class Step {
         attended_(s_.B * s_.H * s_.d),
         activated_(s_.B * s_.F) {}
 
-  void run(const Layer* layers, const float* last_norm, const void* head, T* logits) {
+  void run(const Layer* layers, const float* last_norm, const Weight& head, T* logits) {
     for (const Layer* layer = layers; layer < layers + s_.layers; ++layer) {
       add_and_normalize(layer->norm, layer > layers);
-      multiply(normed_, s_.D, layer->qkv, width_, layer->qkv_bias, qkv_);
+      multiply(normed_, s_.D, layer->qkv, 3, qkv_);
       attend(*layer);
-      multiply(attended_, s_.H * s_.d, layer->out, s_.D, nullptr, branch_);
+      multiply(attended_, s_.H * s_.d, &layer->out, 1, branch_);
       add_and_normalize(layer->second_norm, true);
       activate(layer->gate_up);
-      multiply(activated_, s_.F, layer->down, s_.D, nullptr, branch_);
+      multiply(activated_, s_.F, &layer->down, 1, branch_);
     }
     add_and_normalize(last_norm, true);
-    multiply(normed_, s_.D, head, s_.V, nullptr, logits);
+    multiply(normed_, s_.D, &head, 1, logits);
   }
 
  private:
@@ -78,51 +88,118 @@ class Step {
     });
   }
 
-  // Calls work(tile, first row, rows, sums) for parts of all rows and each of `tiles`; `sums` holds two parts of a tile.
+  // What a thread needs to compute a tile: room for two parts of its sums, and for widened weights.
+  struct Space {
+    Buffer<float> sums;
+    Buffer<T> widened;
+    explicit Space(int64_t rows) : sums(2 * rows * TILE), widened(WIDENED * TILE) {}
+  };
+
+  // Calls work(tile, first row, rows, space) for parts of all rows and each of `tiles`.
   template <typename F>
   void each_part(int64_t tiles, const F& work) {
     int64_t rows = s_.B;
     while (rows > LEAST_ROWS && tiles * divide_up(s_.B, rows) < 4 * omp_get_max_threads()) rows = divide_up(rows, 2);
     const int64_t parts = divide_up(s_.B, rows);
     parallel_units(tiles * parts, [&](Units& units) {
-      Buffer<float> sums(2 * rows * TILE);
+      Space space(rows);
       for (int64_t unit; units.draw(unit);) {
         const int64_t first = unit % parts * rows;
-        work(unit / parts, first, std::min(rows, s_.B - first), sums);
+        work(unit / parts, first, std::min(rows, s_.B - first), space);
       }
     });
   }
 
-  // to (B, N) = a (B, terms) times a packed weight, plus `bias` if it is not null.
-  void multiply(const T* a, int64_t terms, const void* weight, int64_t N, const float* bias, T* to) {
-    each_part(divide_up(N, TILE), [&](int64_t tile, int64_t first, int64_t rows, float* sums) {
-      product<T>(rows, TILE, terms, a + first * terms, terms, packed(weight, tile, terms), TILE, sums, TILE, false);
-      const int64_t column = tile * TILE, count = std::min(TILE, N - column);
-      for (int64_t i = 0; i < rows; ++i) {
-        float* row = sums + i * TILE;
-        if (bias != nullptr)
-          for (int64_t j = 0; j < count; ++j) row[j] += bias[column + j];
-        store_row(to + (first + i) * N + column, row, count);
+  // The products of all rows with the first matrices of adapters, side by side.
+  struct LowRank {
+    int64_t ld = 0;
+    Buffer<T> values;
+    LowRank(int64_t B, const Weight* weights, int64_t count) : ld(total(weights, count)), values(B * ld + 1) {}
+
+    static int64_t total(const Weight* weights, int64_t count) {
+      int64_t rank = 0;
+      for (const Weight* weight = weights; weight < weights + count; ++weight) rank += weight->rank;
+      return rank;
+    }
+  };
+
+  LowRank low_rank(const T* a, int64_t terms, const Weight* weights, int64_t count) {
+    constexpr int64_t MOST = 3;
+    LowRank low(s_.B, weights, count);
+    Weight firsts[MOST];
+    for (int64_t i = 0; i < count; ++i) firsts[i] = {weights[i].first, -1, weights[i].rank, nullptr, 0, nullptr, nullptr};
+    if (low.ld > 0) multiply(a, terms, firsts, count, low.values);
+    return low;
+  }
+
+  // to (B, the outputs of all weights) = a (B, terms) times `count` weights, which become columns side by side.
+  void multiply(const T* a, int64_t terms, const Weight* weights, int64_t count, T* to) {
+    const LowRank low = LowRank::total(weights, count) > 0 ? low_rank(a, terms, weights, count) : LowRank(0, weights, 0);
+    int64_t ld = 0, tiles = 0;
+    for (int64_t i = 0; i < count; ++i) ld += weights[i].N, tiles += divide_up(weights[i].N, TILE);
+    each_part(tiles, [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
+      const Weight* weight = weights;
+      int64_t column = 0, rank = 0;
+      for (; tile >= divide_up(weight->N, TILE); ++weight) {
+        tile -= divide_up(weight->N, TILE);
+        column += weight->N;
+        rank += weight->rank;
       }
+      const T* own_low = low.values + first * low.ld + rank;
+      multiply_tile(*weight, tile, rows, a + first * terms, terms, own_low, low.ld, space.sums, space.widened);
+      const int64_t outputs = std::min(TILE, weight->N - tile * TILE);
+      for (int64_t i = 0; i < rows; ++i)
+        store_row(to + (first + i) * ld + column + tile * TILE, space.sums + i * TILE, outputs);
     });
+  }
+
+  // sums (rows, TILE) = a (rows, terms) times a tile of a weight, with its bias and its adapter.
+  static void multiply_tile(const Weight& weight, int64_t tile, int64_t rows, const T* a, int64_t terms, const T* low,
+                            int64_t ld_low, float* sums, T* widened) {
+    const int64_t outputs = std::min(TILE, weight.N - tile * TILE);
+    if (weight.format < 0)
+      product<T>(rows, TILE, terms, a, terms, packed(weight.data, tile, terms), TILE, sums, TILE, false);
+    else
+      multiply_quantized(weight, tile * TILE, outputs, rows, a, terms, sums, widened);
+    if (weight.rank > 0)
+      product<T>(rows, TILE, weight.rank, low, ld_low, packed(weight.second, tile, weight.rank), TILE, sums, TILE, true);
+    if (weight.bias != nullptr)
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < outputs; ++j) sums[i * TILE + j] += weight.bias[tile * TILE + j];
+  }
+
+  static void multiply_quantized(const Weight& weight, int64_t column, int64_t outputs, int64_t rows, const T* a,
+                                 int64_t terms, float* sums, T* widened) {
+    const QuantizedRows<T> matrix = QuantizedRows<T>(weight.format, weight.data, terms).turned();
+    for (int64_t k = 0; k < terms; k += WIDENED) {
+      const int64_t depth = std::min(WIDENED, terms - k);
+      pack_columns(matrix.from(k, column), outputs, depth, widened);
+      for (int64_t j = 0; j < outputs; j += PANEL<T>) {
+        const int64_t width = std::min(PANEL<T>, outputs - j);
+        product<T>(rows, width, depth, a + k, terms, widened + j * depth, width, sums + j, TILE, k > 0);
+      }
+    }
   }
 
   // Computes silu(gate) * up, from values that are rounded as those of a linear layer.
-  void activate(const void* gate_up) {
-    each_part(divide_up(s_.F, TILE), [&](int64_t tile, int64_t first, int64_t rows, float* sums) {
-      const T* a = normed_ + first * s_.D;
-      float* up = sums + rows * TILE;
-      product<T>(rows, TILE, s_.D, a, s_.D, packed(gate_up, 2 * tile, s_.D), TILE, sums, TILE, false);
-      product<T>(rows, TILE, s_.D, a, s_.D, packed(gate_up, 2 * tile + 1, s_.D), TILE, up, TILE, false);
+  void activate(const Weight* gate_up) {
+    const LowRank low = low_rank(normed_, s_.D, gate_up, 2);
+    each_part(divide_up(s_.F, TILE), [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
+      float *gate = space.sums, *up = gate + rows * TILE;
+      for (int64_t i = 0; i < 2; ++i) {
+        const T* own_low = low.values + first * low.ld + i * gate_up->rank;
+        float* sums = i == 0 ? gate : up;
+        multiply_tile(gate_up[i], tile, rows, normed_ + first * s_.D, s_.D, own_low, low.ld, sums, space.widened);
+      }
       alignas(64) T rounded[TILE];
       const int64_t column = tile * TILE, count = std::min(TILE, s_.F - column);
       for (int64_t i = 0; i < rows; ++i) {
-        for (float* row : {sums + i * TILE, up + i * TILE}) {
-          store_row(rounded, row, TILE);
-          for (int64_t j = 0; j < TILE; ++j) row[j] = load(rounded + j);
+        float *x = gate + i * TILE, *y = up + i * TILE;
+        for (float* row : {x, y}) {
+          store_row(rounded, row, count);
+          for (int64_t j = 0; j < count; ++j) row[j] = load(rounded + j);
         }
-        float *x = sums + i * TILE, *y = up + i * TILE;
-        for (int64_t j = 0; j < TILE; ++j) x[j] = x[j] * sigmoid(x[j]) * y[j];
+        for (int64_t j = 0; j < count; ++j) x[j] = x[j] * sigmoid(x[j]) * y[j];
         store_row(activated_ + (first + i) * s_.F + column, x, count);
       }
     });
@@ -188,29 +265,28 @@ class Step {
 };
 
 template <typename T>
-void pack_tiles(const T* weight, int64_t N, int64_t terms, int64_t step, T* to) {
+void pack_tiles(const T* weight, int64_t N, int64_t terms, T* to) {
   parallel_each(divide_up(N, TILE), [=](int64_t tile) {
     const int64_t rows = std::min(TILE, N - tile * TILE);
-    pack_transposed(weight + tile * TILE * terms, terms, rows, TILE, terms, to + tile * step * TILE * terms);
+    pack_transposed(weight + tile * TILE * terms, terms, rows, TILE, terms, to + tile * TILE * terms);
   });
 }
 
 }  // namespace
 
-// Packs a weight (N, terms) in tiles of 64 outputs, with room for `step` - 1 tiles of other weights after each.
-SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, int64_t step,
-                                     void* to) {
-  narrow ? pack_tiles(static_cast<const bf16*>(weight), N, terms, step, static_cast<bf16*>(to))
-         : pack_tiles(static_cast<const float*>(weight), N, terms, step, static_cast<float*>(to));
+// Packs a weight (N, terms) in tiles of 64 outputs.
+SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, void* to) {
+  narrow ? pack_tiles(static_cast<const bf16*>(weight), N, terms, static_cast<bf16*>(to))
+         : pack_tiles(static_cast<const float*>(weight), N, terms, static_cast<float*>(to));
 }
 
-// Computes logits (B, V) in the dtype of the weights. x (B, D) is the embeddings and is overwritten; cos and sin are
+// Computes logits (B, V), in bf16 if `narrow`, as are packed weights and the caches. x (B, D) is the embeddings and is overwritten; cos and sin are
 // (B, d), and `positions` (B,) those of the new tokens in the caches.
 SANSGPU_KERNEL void decoder_step(int64_t narrow, const Sizes* sizes, double eps, const Layer* layers,
-                                 const float* last_norm, const void* head, float* x, const float* cos, const float* sin,
+                                 const float* last_norm, const Weight* head, float* x, const float* cos, const float* sin,
                                  const int64_t* positions, void* logits) {
   const auto run = [&]<typename T>(T) {
-    Step<T>(*sizes, eps, x, cos, sin, positions).run(layers, last_norm, head, static_cast<T*>(logits));
+    Step<T>(*sizes, eps, x, cos, sin, positions).run(layers, last_norm, *head, static_cast<T*>(logits));
   };
   narrow ? run(bf16()) : run(float());
 }
