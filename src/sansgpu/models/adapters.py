@@ -56,7 +56,7 @@ def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
         base.weight.data = weight
     plain: PreTrainedModel = adapted.unload()
     for module in plain.modules():
-        if isinstance(module, QuantizedLinear):  # without an adapter
+        if isinstance(module, QuantizedLinear):  # it has no adapter
             dequantize_layer(module, module.dequantize(dtype))
         if getattr(module, "transposed", False):
             restore_conv1d(module)

@@ -29,8 +29,8 @@ from sansgpu.tasks.task import Sums, add_sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus, largest_batch
 
-ANSWERS = 2  # of an example
-PROMPT_SHARE = 0.5  # of an example's tokens, assumed in random batches
+ANSWERS = 2  # answers in an example
+PROMPT_SHARE = 0.5  # assumed share of the prompt in the tokens of an example of a random batch
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class KTOObjective(PreferenceObjective):
 
     def step_loss(self, outputs: torch.Tensor, batches: Sequence[AnswerPairs]) -> torch.Tensor:
         loss, sums = self.measured(outputs, AnswerPairs.joined(batches))
-        add_sums(self._step_sums, sums)  # of all ranks, on each, so that their ratios are right
+        add_sums(self._step_sums, sums)  # every rank has the sums of all ranks, so that their ratios are right
         return loss
 
     def measured(self, policy: torch.Tensor, batch: AnswerPairs) -> tuple[torch.Tensor, Sums]:

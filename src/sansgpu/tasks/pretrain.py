@@ -55,7 +55,7 @@ from sansgpu.tasks.vocabulary import with_vocabulary_of
 if TYPE_CHECKING:  # importing transformers takes seconds
     from sansgpu.models.teacher import Teacher
 
-EVALUATION_TOKENS = 4096  # per micro-batch
+EVALUATION_TOKENS = 4096  # tokens in a micro-batch
 UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
 
 

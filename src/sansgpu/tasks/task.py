@@ -166,7 +166,7 @@ class Corpus(Protocol):
 class Task(Evaluator, Objective, Protocol):
     """A model with its training data. The loop refers to no task by name."""
 
-    fingerprint: str  # of the data
+    fingerprint: str  # identifies the data
     flops_per_token: float  # needed for training
     notes: Sequence[str]  # messages for the user about the model
 
