@@ -110,7 +110,7 @@ class PretrainObjective(ObjectiveBase):
         return loss
 
     def step_sums(self) -> Sums:
-        return self._student.take()
+        return self._student.sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         return student_metrics(sums)
