@@ -83,7 +83,7 @@ class UnpaddedModel:
     ) -> dict[str, torch.Tensor]:
         """Returns inputs with a padded row per example."""
         mask = _pad(torch.ones_like(tokens), lengths)
-        inputs = {"input_ids": _pad(tokens, lengths, self._pad_id), "attention_mask": mask}
+        inputs = {"input_ids": _pad(tokens, lengths, int(self._text.pad_token_id or 0)), "attention_mask": mask}
         if types is not None:
             inputs["token_type_ids"] = _pad(types, lengths)
         return inputs
@@ -218,10 +218,6 @@ class UnpaddedModel:
             inputs, flat = self._inputs(tokens[indices], group, None if types is None else types[indices])
             parts.append((indices, flat(run(inputs))))
         return _in_order(parts)
-
-    @property
-    def _pad_id(self) -> int:
-        return int(self._text.pad_token_id or 0)
 
 
 def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
